@@ -1,0 +1,53 @@
+"""The codec that changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from farflung.types import CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["Identity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Sends the dense tensor.
+
+    .. math:: C(g) = g
+    """
+
+    unbiased: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """No state."""
+        del spec, seeds
+        return CodecState()
+
+    def encode(
+        self, state: CodecState, grad: Tensor, *, step: int, count: int
+    ) -> tuple[Payload, CodecState]:
+        """The tensor itself."""
+        del step, count
+        return Payload((grad,)), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """The tensor itself."""
+        del state, spec, step, count
+        (grad,) = payload.tensors()
+        return grad
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns nothing."""
+        del aggregate, step
+        return state
+
+    def linear(self, state: CodecState) -> bool:
+        """Always."""
+        del state
+        return True

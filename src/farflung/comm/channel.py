@@ -1,0 +1,67 @@
+"""One exchange's share of a communicator."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor
+
+from farflung.tasks import Pending
+from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
+
+__all__ = ["ExchangeChannel", "Purpose"]
+
+
+class Purpose(IntEnum):
+    """What an exchange is for; exchanges are numbered by purpose and step, so that no two ever meet."""
+
+    STEP = 0
+    DECISION = 1
+    EVALUATION = 2
+    CHECKPOINT = 3
+    SHARING = 4
+
+    def at(self, step: int) -> int:
+        """The number of this purpose's exchange at one step."""
+        return self << 56 | step
+
+
+class ExchangeChannel:
+    """Numbers the hops of one exchange and counts its bytes; see :class:`farflung.types.Channel`.
+
+    Args:
+      comm: the membership view's communicator.
+      exchange: the exchange's number, from :meth:`Purpose.at`; alike on all ranks.
+      part: which of the parts that this exchange moves.
+    """
+
+    def __init__(self, comm: Communicator, exchange: int, part: int) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.features: frozenset[Feature] = comm.features
+        self.sent_nbytes = 0
+        self._comm = comm
+        self._exchange, self._part = exchange, part
+        self._next_hop = 0
+
+    def hops(self, count: int) -> int:
+        """Reserves ``count`` consecutive hops; returns the first."""
+        first = self._next_hop
+        self._next_hop += count
+        return first
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        """Sends, and counts the payload's bytes."""
+        self.sent_nbytes += payload.nbytes
+        return self._comm.send(payload, dst, Tag(self._exchange, self._part, hop))
+
+    def recv(
+        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        """Receives."""
+        return self._comm.recv(src, Tag(self._exchange, self._part, hop), expect)
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor."""
+        self.sent_nbytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        return self._comm.all_reduce(tensor, Tag(self._exchange, self._part, self.hops(1)))

@@ -1,0 +1,30 @@
+"""The backend's own all-reduce: gloo or NCCL through torch.distributed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from farflung.errors import Unsupported
+from farflung.types import Channel, Codec
+
+__all__ = ["native"]
+
+
+async def native(
+    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sums by the backend; arguments and result as :func:`farflung.comm.collectives.sharded.direct`.
+
+    The order of additions is the backend's. Codecs cannot run inside it.
+
+    Raises:
+      Unsupported: a codec is given, or the communicator has no native collectives.
+    """
+    del step
+    if codec is not None:
+        raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
+    if channel.size == 1:
+        return tensor, side
+    summed = channel.all_reduce(tensor)
+    total_side = channel.all_reduce(side)
+    return await summed, await total_side

@@ -1,0 +1,113 @@
+"""All-reduce by owners: each shard of the tensor travels straight to its owner, is summed there, and comes back.
+
+``direct``: every rank owns one shard (reduce-scatter and all-gather without hops in between: two one-way delays in
+all). ``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
+from farflung.types import Channel, Codec, TensorSpec
+
+__all__ = ["direct", "multi_parameter_server", "parameter_server"]
+
+PIECE_NBYTES = 1 << 20
+"""A shard is cut into pieces of about this size, so that the second half starts before the first has ended."""
+MAX_PIECES = 8
+
+
+async def direct(
+    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Every rank owns one shard: the latency of two one-way delays, the traffic of a ring.
+
+    Args:
+      channel: the exchange's.
+      tensor: flat; given away, and overwritten by the sum.
+      side: a few float64 numbers, summed beside it in rank order.
+      codec: a stateless one, for each shard on its way to the owner and back; ``None`` sends it as it is.
+      step: for the codec.
+
+    Returns:
+      The sums of tensor and side over all ranks, bit-identical on all of them.
+    """
+    return await _by_owners(channel, tensor, side, channel.size, Wire(channel, codec, step))
+
+
+async def parameter_server(
+    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
+    return await _by_owners(channel, tensor, side, 1, Wire(channel, codec, step))
+
+
+async def multi_parameter_server(
+    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Half the ranks, rounded up, own a shard each; arguments and result as :func:`direct`.
+
+    The number of servers is our choice: with all ranks as servers this is :func:`direct`.
+    """
+    return await _by_owners(channel, tensor, side, (channel.size + 1) // 2, Wire(channel, codec, step))
+
+
+async def _by_owners(
+    channel: Channel, tensor: Tensor, side: Tensor, owners: int, wire: Wire
+) -> tuple[Tensor, Tensor]:
+    rank, size = channel.rank, channel.size
+    if size == 1:
+        return tensor, side
+    shards = cut(tensor.numel(), owners)
+    pieces = min(MAX_PIECES, max(1, shards[0].length * tensor.element_size() // PIECE_NBYTES))
+    hop = channel.hops(2 * pieces)
+    owned = [cut(shard.length, pieces, shard.start) for shard in shards]
+    everyone_owns = owners == size
+    # Each rank starts with its next neighbour, so that not all send to the same one first.
+    others = [(rank + offset) % size for offset in range(1, size)]
+
+    for piece in range(pieces):
+        for owner in others:
+            if owner < owners:
+                mine = owned[owner][piece].of(tensor)
+                wire.send(wire.pack(mine, 1), owner, hop + 2 * piece, side if piece == 0 else None)
+
+    total_side = side
+    if rank < owners:
+        for piece, segment in enumerate(owned[rank]):
+            total, sides = await _sum_here(channel, wire, segment.of(tensor), side, hop + 2 * piece)
+            if piece == 0:
+                total_side = sum_in_order(sides)
+            packed = wire.pack(total, size)
+            riding = total_side if piece == 0 and not everyone_owns else None
+            for peer in others:
+                wire.send(packed, peer, hop + 2 * piece + 1, riding)
+            segment.of(tensor).copy_(wire.unpack(packed, TensorSpec.of(total), size))
+
+    for piece in range(pieces):
+        for owner in others:
+            if owner < owners:
+                target = owned[owner][piece].of(tensor)
+                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, TensorSpec.of(target))
+                target.copy_(wire.unpack(packed, TensorSpec.of(target), size))
+                total_side = total_side if riding is None else riding
+    return tensor, total_side
+
+
+async def _sum_here(
+    channel: Channel, wire: Wire, own: Tensor, side: Tensor, hop: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The owner's half: everybody's segment, summed in rank order whoever was first."""
+    spec = TensorSpec.of(own)
+    parts, sides = [], []
+    for peer in range(channel.size):
+        if peer == channel.rank:
+            parts.append(own)
+            sides.append(side)
+            continue
+        packed, riding = await wire.recv(peer, hop, spec)
+        parts.append(wire.unpack(packed, spec, 1))
+        if riding is not None:
+            sides.append(riding)
+    return sum_in_order(parts), sides

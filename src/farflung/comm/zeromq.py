@@ -1,0 +1,312 @@
+"""Messages between real processes over ZeroMQ.
+
+One ROUTER socket per replica both listens and connects: of two replicas the higher rank connects, so each pair shares
+one TCP connection and works where one side alone can be reached. A routing id is a random token that only the run's
+replicas learn, through the store; whatever comes from another id is refused and counted.
+
+There are no ZeroMQ heartbeats: on a missed one libzmq would close the connection and drop what it held, while TCP
+carries everything across a cut by itself. A healthy but slow or silent peer is therefore only ever put out by a
+deadline, whereas a connection closed from the peer's end ends the view at once.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from farflung.comm.mailbox import Mailbox
+from farflung.comm.wire import Kind, Message, WireError, decode, encode
+from farflung.errors import FarflungError, PeerFailed, PeerLost, ProtocolError
+from farflung.tasks import Pending, done, failed
+from farflung.types import Feature, Json, Payload, Tag, TensorSpec
+
+__all__ = ["Peer", "ZmqCommunicator"]
+
+ZERO_COPY_NBYTES = 1 << 16
+"""Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
+LINGER_S = 5
+_CONTROL = Tag(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a replica is reached and recognised."""
+
+    rank: int
+    address: str
+    token: bytes
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps({"rank": self.rank, "address": self.address, "token": self.token.hex()})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Peer:
+        """Reads :meth:`to_json`.
+
+        Raises:
+          ProtocolError: something else was published.
+        """
+        try:
+            fields = json.loads(text)
+            return Peer(int(fields["rank"]), str(fields["address"]), bytes.fromhex(fields["token"]))
+        except (ValueError, KeyError, TypeError):
+            raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
+
+
+class ZmqCommunicator:
+    """One view's communicator on real processes; see :class:`farflung.types.Communicator`.
+
+    It belongs to one thread, which calls :meth:`poll`; only the constructor and :meth:`connect` may run before it.
+
+    Args:
+      rank: this replica.
+      size: number of replicas.
+      interface: the address to bind, loopback by default.
+      view: the membership view; messages of other views are refused.
+      settings: what must be equal on all ranks, by name; compared at the start.
+      max_nbytes: the largest payload accepted.
+      now: the clock, in seconds.
+      native: sums a tensor by the backend's collective, or ``None`` where there is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        now: Callable[[], float],
+        interface: str = "127.0.0.1",
+        view: int = 0,
+        settings: Mapping[str, Json] | None = None,
+        max_nbytes: int = 1 << 31,
+        native: Callable[[Tensor], Pending[Tensor]] | None = None,
+    ) -> None:
+        self.rank, self.size, self.view = rank, size, view
+        self.features: frozenset[Feature] = frozenset({"tags", "any_source"} | ({"native"} if native else set()))
+        self.mailbox = Mailbox()
+        self.refused = 0
+        self.ready: Pending[None] = Pending()
+        self.lost: BaseException | None = None
+        self._now, self._native = now, native
+        self._settings = dict(settings or {})
+        self._max_nbytes = max_nbytes
+        self._token = secrets.token_bytes(16)
+        self._peers: dict[int, Peer] = {}
+        self._rank_of: dict[bytes, int] = {}
+        self._connection: dict[int, int] = {}
+        self._greeted: set[int] = set()
+        self._left: set[int] = set()
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTING_ID, self._token),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.MAXMSGSIZE, max_nbytes + (1 << 16)),
+            (zmq.LINGER, LINGER_S * 1000),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+        ):
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        port = self._socket.bind_to_random_port(f"tcp://{interface}")
+        self.me = Peer(rank, f"tcp://{interface}:{port}", self._token)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        if size == 1:
+            self.ready.set(None)
+
+    def connect(self, peers: Iterable[Peer]) -> None:
+        """Learns everybody's address; connects to the lower ranks and greets them."""
+        for peer in peers:
+            if peer.rank == self.rank:
+                continue
+            self._peers[peer.rank] = peer
+            self._rank_of[peer.token] = peer.rank
+            if peer.rank < self.rank:
+                self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token)
+                self._socket.connect(peer.address)
+                self._say(Kind.HELLO, peer.rank, {"rank": self.rank, "settings": self._settings})
+
+    def missing(self) -> list[int]:
+        """The ranks that have not greeted yet."""
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+
+    # --- the communicator -------------------------------------------------------------------------------------
+
+    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+        """Hands the frames to ZeroMQ's own thread."""
+        try:
+            self._send(dst, encode(Kind.DATA, self.view, tag, payload))
+        except PeerLost as error:
+            return failed(error)
+        return done(None)
+
+    def recv(
+        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        """Waits for a message."""
+        if src in self._left:
+            return failed(PeerLost(src, "it had left the run"))
+        return self.mailbox.recv(src, tag, expect, self._now())
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """The backend's sum; calls match by their order, so all ranks make them in the same one."""
+        del tag
+        if self._native is None:
+            raise RuntimeError("native collectives were not asked for when the run began")
+        return self._native(tensor)
+
+    # --- the thread's side ------------------------------------------------------------------------------------
+
+    def watch(self, fd: int) -> None:
+        """Lets :meth:`poll` wake up when ``fd`` becomes readable."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Waits for something to happen, and delivers all there is."""
+        events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
+        if self._socket in events:
+            self._receive_all()
+        if self._monitor in events:
+            self._look_for_losses()
+
+    def end(self, error: BaseException) -> None:
+        """Ends the view: every wait fails with ``error``, and so does every later one."""
+        if self.lost is None:
+            self.lost = error
+        self.mailbox.end(self.lost)
+        self.ready.fail(self.lost)
+
+    def farewell(self, error: BaseException | None) -> None:
+        """Tells everybody that this replica leaves, and why if it failed by itself."""
+        if error is None:
+            kind, body = Kind.FAREWELL, {}
+        elif isinstance(error, (PeerLost, PeerFailed)):
+            kind, body = Kind.ABORT, {"detail": str(error), "rank": error.rank}
+        else:
+            detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
+            kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
+        for rank in self._greeted - self._left:
+            self._say(kind, rank, body)
+
+    def close(self) -> None:
+        """Closes the sockets; what was sent before still leaves, for a few seconds at most."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            rank = self._rank_of.get(sender.bytes)
+            try:
+                if rank is None or not frames:
+                    raise WireError("a message from nobody of this run")
+                message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
+                if message.view != self.view:
+                    raise WireError("a message of another view")
+                if message.kind is Kind.DATA:
+                    self.mailbox.deliver(rank, message.tag, message.payload, self._now())
+                else:
+                    self._control(rank, message, frames[0])
+            except WireError:
+                self.refused += 1
+
+    def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
+        body = _json_of(message.payload)
+        if message.kind is Kind.HELLO:
+            self._connection[frame.get(zmq.SRCFD)] = rank
+            if rank > self.rank:
+                self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings})
+            self._greeted.add(rank)
+            self._compare(rank, body.get("settings"))
+            if not self.missing():
+                self.ready.set(None)
+        elif message.kind is Kind.FAREWELL:
+            self._left.add(rank)
+            self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        elif message.kind is Kind.ABORT:
+            self._left.add(rank)
+            failed_rank, detail = body.get("rank"), str(body.get("detail"))
+            if failed_rank == rank:
+                self.end(PeerFailed(rank, detail))
+            elif isinstance(failed_rank, int) and failed_rank != self.rank:
+                self.end(PeerLost(failed_rank, f"rank {rank} says: {detail}"))
+            else:
+                self.end(PeerLost(rank, f"it left, saying: {detail}"))
+
+    def _compare(self, rank: int, theirs: object) -> None:
+        if not isinstance(theirs, dict):
+            raise WireError("a greeting without settings")
+        for name in sorted(self._settings.keys() | theirs.keys()):
+            mine, other = self._settings.get(name), theirs.get(name)
+            if mine != other:
+                self.end(
+                    ProtocolError(
+                        f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
+                        "start all of them with the same command"
+                    )
+                )
+                return
+
+    def _look_for_losses(self) -> None:
+        gone = []
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            gone.append(event["value"])
+        # What a peer sent before it went is in the socket by now, its farewell too.
+        self._receive_all()
+        for connection in gone:
+            rank = self._connection.pop(connection, None)
+            if rank is not None and rank not in self._left:
+                self._left.add(rank)
+                self.end(PeerLost(rank, "its connection was closed from its end"))
+
+    def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
+        try:
+            self._send(rank, encode(kind, self.view, _CONTROL, Payload((text,))))
+        except PeerLost as error:
+            self.end(error)
+
+    def _send(self, rank: int, frames: list[Any]) -> None:
+        try:
+            self._socket.send(self._peers[rank].token, zmq.SNDMORE)
+            for frame in frames[:-1]:
+                self._socket.send(frame, zmq.SNDMORE, copy=len(frame) < ZERO_COPY_NBYTES)
+            self._socket.send(frames[-1], copy=len(frames[-1]) < ZERO_COPY_NBYTES)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerLost(rank, "its connection is gone") from None
+
+
+def _json_of(payload: Payload) -> dict[str, Any]:
+    try:
+        (text,) = payload.tensors()
+        body = json.loads(bytes(text.tolist()))
+    except ValueError as error:
+        raise WireError(f"a control message that is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise WireError("a control message that is no JSON object")
+    return body

@@ -1,0 +1,32 @@
+"""Data sets: where they come from, how they are read, and how they are split among replicas."""
+
+from farflung.data.catalog import CATALOG, Entry, entries, source
+from farflung.data.datasets import TensorDataset
+from farflung.data.download import fetch
+from farflung.data.partition import Share, by_label, describe, dirichlet, iid, in_order, partition
+from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
+from farflung.data.streams import InMemory
+
+__all__ = [
+    "CATALOG",
+    "Entry",
+    "File",
+    "InMemory",
+    "Location",
+    "Share",
+    "Source",
+    "TensorDataset",
+    "Which",
+    "by_label",
+    "cache_folder",
+    "data_folder",
+    "describe",
+    "dirichlet",
+    "entries",
+    "fetch",
+    "iid",
+    "in_order",
+    "locate",
+    "partition",
+    "source",
+]

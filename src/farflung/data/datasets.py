@@ -1,0 +1,75 @@
+"""Samples in memory: the data set that every loader gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from farflung.errors import DataError
+from farflung.types import Batch, SampleIds
+
+__all__ = ["TensorDataset"]
+
+
+class TensorDataset:
+    """Samples held in two tensors; satisfies :class:`farflung.types.Dataset`.
+
+    Images stay uint8 and text stays in its smallest integer type; ``transform`` turns a batch into floats when it
+    is taken, so memory holds a quarter of what floats would need.
+
+    Args:
+      inputs: one row per sample.
+      targets: one row per sample.
+      labels: class of each sample, int64, for partitioners; ``None`` where there are no classes.
+      transform: applied to the inputs of every batch, in training and in evaluation.
+      augment: applied before ``transform`` and only with ``train``; may draw from torch's global random state.
+      origin: where the samples came from, in words, for reports.
+
+    Raises:
+      DataError: the tensors disagree about the number of samples.
+
+    >>> data = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
+    >>> data.take(torch.tensor([2, 0]), train=False).inputs.tolist()
+    [[4, 5], [0, 1]]
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        labels: Tensor | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        augment: Callable[[Tensor], Tensor] | None = None,
+        *,
+        origin: str = "memory",
+    ) -> None:
+        counts = {len(inputs), len(targets)} | (set() if labels is None else {len(labels)})
+        if len(counts) != 1:
+            raise DataError(
+                f"{origin}: {len(inputs)} inputs, {len(targets)} targets"
+                + ("" if labels is None else f", {len(labels)} labels")
+                + ": each sample needs one of each"
+            )
+        self.inputs = inputs
+        self.targets = targets
+        self.labels = None if labels is None else labels.to(torch.int64)
+        self.transform = transform
+        self.augment = augment
+        self.origin = origin
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __repr__(self) -> str:
+        return f"TensorDataset({len(self)} samples of {tuple(self.inputs.shape[1:])}, {self.origin})"
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        """The samples ``ids``; with ``train``, augmented by what torch's current random state draws."""
+        inputs = self.inputs[ids]
+        if train and self.augment is not None:
+            inputs = self.augment(inputs)
+        if self.transform is not None:
+            inputs = self.transform(inputs)
+        return Batch(inputs, self.targets[ids])

@@ -1,0 +1,134 @@
+"""Fashion-MNIST: 60,000 + 10,000 grey images of 28 x 28, 10 kinds of clothing; a subset is in the package.
+
+The subset holds 1,000 training and 200 test images of each class: those whose SHA-256 of ``seed/split/index`` is
+smallest, in the official order (``scripts/make_fashion_subset.py``).
+
+Reference: Xiao, Rasul, Vollgraf, "Fashion-MNIST", 2017, arXiv:1708.07747.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from farflung.data.datasets import TensorDataset
+from farflung.data.idx import read_idx
+from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
+from farflung.data.source import File, Location, Source, Which, locate
+from farflung.errors import DataError
+
+__all__ = ["CLASSES", "SOURCE", "load", "read"]
+
+_BASE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+
+SOURCE = Source(
+    name="fashion-mnist",
+    title="60,000 + 10,000 grey images 28x28, 10 kinds of clothing",
+    licence="MIT, Zalando SE",
+    homepage="https://github.com/zalandoresearch/fashion-mnist",
+    files=(
+        File(
+            "train-images-idx3-ubyte.gz",
+            26421880,
+            _BASE + "train-images-idx3-ubyte.gz",
+            md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        ),
+        File(
+            "train-labels-idx1-ubyte.gz",
+            29515,
+            _BASE + "train-labels-idx1-ubyte.gz",
+            md5="25c81989df183df01b3e8a0aad5dffbe",
+        ),
+        File(
+            "t10k-images-idx3-ubyte.gz",
+            4422102,
+            _BASE + "t10k-images-idx3-ubyte.gz",
+            md5="bef4ecab320f06d8554ea6380940ec79",
+        ),
+        File(
+            "t10k-labels-idx1-ubyte.gz",
+            5148,
+            _BASE + "t10k-labels-idx1-ubyte.gz",
+            md5="bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+    ),
+    packaged=True,
+)
+
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+# SHA-256 after decompression, in the order of SOURCE.files: recompressed copies (Debian's) are the same data.
+_FULL = (
+    "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+)
+_SUBSET = (
+    "625f337450d417ebc52a5395a1a0b65e7c4e2bf66a336c74fe3fa9807c0baf29",
+    "db57544e5b2d0c6d467079a2a985ac6757ef5e326b332c53c3d6f9bab42acf82",
+    "df50645e398559afea64bae70eafa0ebd3dab0c793c7d639036735ddf4d4384a",
+    "894e5ac548a2287d49d401af59a5495f4b95242cb2ebd5119d368219f26d3546",
+)
+
+NORMALIZE = Normalize((0.2860,), (0.3530,))
+AUGMENT = Chain(RandomShift(2), RandomFlip())
+
+
+def load(which: Which = "auto") -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set; training images are shifted by up to 2 pixels and flipped at random.
+
+    Args:
+      which: the full set, the packaged subset, or the full set where it is at hand.
+
+    Raises:
+      DataError: absent, truncated or altered files.
+    """
+    found = locate(SOURCE, which)
+    packaged = found.kind == "packaged"
+    counts = (10_000, 2_000) if packaged else (60_000, 10_000)
+    return read(found, counts=counts, sha256=_SUBSET if packaged else _FULL)
+
+
+def read(
+    found: Location, *, counts: tuple[int, int], sha256: tuple[str, ...] = ("", "", "", "")
+) -> tuple[TensorDataset, TensorDataset]:
+    """Reads the four files in ``found``.
+
+    Args:
+      found: the folder.
+      counts: training and test images there must be.
+      sha256: of the four files' content, in the order of ``SOURCE.files``; empty to leave one unchecked.
+
+    Raises:
+      DataError: absent, truncated or altered files.
+    """
+    sets = []
+    for split, count in enumerate(counts):
+        images, labels = SOURCE.files[2 * split], SOURCE.files[2 * split + 1]
+        pixels = read_idx(found.path(images.name), shape=(count, 28, 28), sha256=sha256[2 * split])
+        classes = read_idx(found.path(labels.name), shape=(count,), sha256=sha256[2 * split + 1]).to(torch.int64)
+        if count and int(classes.max()) >= len(CLASSES):
+            raise DataError(f"{found.path(labels.name)}: expected labels 0 to 9, found {int(classes.max())}")
+        origin = f"fashion-mnist, {'packaged subset' if found.kind == 'packaged' else found.folder}"
+        sets.append(
+            TensorDataset(
+                pixels.unsqueeze(1),
+                classes,
+                classes,
+                transform=NORMALIZE,
+                augment=AUGMENT if split == 0 else None,
+                origin=origin,
+            )
+        )
+    return sets[0], sets[1]

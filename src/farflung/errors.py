@@ -1,0 +1,138 @@
+"""The exception tree: every error farflung raises on purpose.
+
+:class:`BadInput` and its children are the user's to mend and end a command with exit code 2; :class:`RunLost`
+and its children end a run that was under way, with exit code 1. Messages say what was wrong, where, and what
+to do, on one or two lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "BadInput",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadlinePassed",
+    "FarflungError",
+    "NonFinite",
+    "PeerFailed",
+    "PeerLost",
+    "ProtocolError",
+    "RunLost",
+    "UnknownName",
+    "Unsupported",
+]
+
+
+class FarflungError(Exception):
+    """Base of every error that farflung raises on purpose."""
+
+    exit_code = 1
+
+
+class BadInput(FarflungError):
+    """Something the user gave is wrong; the message says what, where and what to do."""
+
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    """An option, a configuration key or a combination of parts that cannot work."""
+
+
+class UnknownName(ConfigError):
+    """A name that no registry holds.
+
+    Args:
+      kind: what was looked for (``"workload"``).
+      name: what was given.
+      known: the names there are.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known)}")
+
+
+class Unsupported(ConfigError):
+    """A part needs a feature that the communicator, runtime or model does not have."""
+
+
+class DataError(BadInput):
+    """A data set is absent, truncated, or not what it should be."""
+
+
+class CheckpointError(BadInput):
+    """A checkpoint is absent, cut short, or belongs to another model or recipe."""
+
+
+class RunLost(FarflungError):
+    """A run that was under way cannot go on."""
+
+
+class PeerLost(RunLost):
+    """The connection to a replica was closed from its end.
+
+    Args:
+      rank: the lost replica.
+      detail: what was seen.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        self.rank, self.detail = rank, detail
+        super().__init__(f"lost rank {rank}: {detail}")
+
+
+class DeadlinePassed(RunLost):
+    """A wait ran out.
+
+    Args:
+      rank: who was waited for; ``None`` when any replica would have done.
+      what: what was waited for.
+      waited_s: for how long, in seconds.
+    """
+
+    def __init__(self, rank: int | None, what: str, waited_s: float) -> None:
+        self.rank, self.what, self.waited_s = rank, what, waited_s
+        whom = "any rank" if rank is None else f"rank {rank}"
+        super().__init__(f"lost {whom}: waited {waited_s:.1f} s for {what}")
+
+
+class PeerFailed(RunLost):
+    """A replica said that it ended with an error of its own.
+
+    Args:
+      rank: the replica that failed.
+      detail: its message.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        self.rank, self.detail = rank, detail
+        super().__init__(f"rank {rank} failed: {detail}")
+
+
+class NonFinite(RunLost):
+    """A loss or gradient was NaN or infinite; raised on every replica at the same step.
+
+    Args:
+      step: the step at which it was seen.
+      ranks: the replicas that saw it, where they can be told.
+      count: how many did.
+    """
+
+    def __init__(self, step: int, ranks: Iterable[int], count: int) -> None:
+        self.step, self.ranks, self.count = step, sorted(ranks), count
+        if self.ranks:
+            who = f"rank {', '.join(map(str, self.ranks))}"
+        else:
+            who = f"{count} ranks"
+        super().__init__(
+            f"non-finite loss at step {step} on {who}: stopped everywhere before the update; "
+            "lower the learning rate or look at the data there"
+        )
+
+
+class ProtocolError(RunLost):
+    """Replicas disagree about the run: unlike settings, versions or models."""

@@ -1,0 +1,89 @@
+"""The recipe: a name for one member of each family."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from farflung.codecs import CODECS
+from farflung.comm import COLLECTIVES
+from farflung.data import InMemory
+from farflung.errors import UnknownName
+from farflung.recipes.spec import build
+from farflung.reducers import CodecReducer
+from farflung.replica import Parts
+from farflung.sampling import SAMPLERS
+from farflung.schedules import SCHEDULES
+from farflung.seeding import derive
+from farflung.types import Json
+
+__all__ = ["RECIPES", "Recipe", "recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which member of each family a run trains with, as text.
+
+    Args:
+      name: of the recipe.
+      summary: one line for people.
+      codec: gradient to payload and back.
+      collective: how an all-reduce travels.
+      schedule: what starts when and is due when.
+      sampler: which samples a replica takes.
+    """
+
+    name: str
+    summary: str
+    codec: str = "identity"
+    collective: str = "direct"
+    schedule: str = "synchronous"
+    sampler: str = "uniform"
+
+    def but(self, **given: str | None) -> Recipe:
+        """The same with other members where one is given."""
+        changes = {field: value for field, value in given.items() if value is not None}
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def parts(self, seed: int) -> Parts:
+        """Fresh members for one replica.
+
+        Raises:
+          UnknownName: no such member.
+          ConfigError: an option out of its range, or members that do not go together.
+        """
+        if self.collective not in COLLECTIVES:
+            raise UnknownName("collective", self.collective, COLLECTIVES)
+        if self.sampler not in SAMPLERS:
+            raise UnknownName("sampler", self.sampler, SAMPLERS)
+        return Parts(
+            reducer=CodecReducer(build("codec", self.codec, CODECS), self.collective),
+            schedule=build("schedule", self.schedule, SCHEDULES),
+            sampler=SAMPLERS[self.sampler](derive(seed, "sampler")),
+            stream=InMemory(),
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        """For telemetry and for comparing ranks."""
+        return asdict(self)
+
+
+def recipe(name: str) -> Recipe:
+    """The preset called ``name``.
+
+    Raises:
+      UnknownName: no such preset.
+    """
+    if name not in RECIPES:
+        raise UnknownName("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+RECIPES: dict[str, Recipe] = {
+    preset.name: preset
+    for preset in (
+        Recipe("synchronous", "plain data-parallel SGD over farflung's direct all-reduce"),
+        Recipe("ring", "plain data-parallel SGD over a ring", collective="ring"),
+        Recipe("native", "plain data-parallel SGD over the backend's own all-reduce", collective="native"),
+        Recipe("parameter_server", "synchronous SGD through one server", collective="parameter_server"),
+    )
+}

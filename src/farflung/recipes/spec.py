@@ -1,0 +1,62 @@
+"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from farflung.errors import ConfigError, UnknownName
+
+__all__ = ["build"]
+
+T = TypeVar("T")
+
+
+def build(kind: str, text: str, registry: Mapping[str, Callable[..., T]]) -> T:
+    """The member that ``text`` names, with its options; members may be options of others.
+
+    Args:
+      kind: the family, for messages.
+      text: for example ``"synchronous"`` or ``"error_feedback(topk(density=0.01))"``.
+      registry: the family's members.
+
+    Raises:
+      UnknownName: no such member.
+      ConfigError: not of this form, or an option that the member does not take.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)") from None
+    return _make(kind, text, tree, registry)
+
+
+def _make(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> T:
+    call = node if isinstance(node, ast.Call) else None
+    named = node if call is None else call.func
+    if not isinstance(named, ast.Name):
+        raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
+    if named.id not in registry:
+        raise UnknownName(kind, named.id, registry)
+    positional: list[object] = []
+    options: dict[str, object] = {}
+    for value in call.args if call else ():
+        positional.append(_value(kind, text, value, registry))
+    for keyword in call.keywords if call else ():
+        if keyword.arg is None:
+            raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
+        options[keyword.arg] = _value(kind, text, keyword.value, registry)
+    try:
+        return registry[named.id](*positional, **options)
+    except TypeError as error:
+        reason = str(error).rpartition("__init__() ")[2] or str(error)
+        raise ConfigError(f"{kind} {text!r}: {reason}") from None
+
+
+def _value(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> object:
+    try:
+        value: object = ast.literal_eval(node)
+    except (ValueError, SyntaxError):
+        return _make(kind, text, node, registry)
+    return value

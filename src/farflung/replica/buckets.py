@@ -1,0 +1,179 @@
+"""Flat gradient buckets: gradients become views of a few contiguous tensors that fill from the output side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farflung.errors import ConfigError
+from farflung.types import Bucket, TensorSpec
+
+__all__ = ["GradientBuckets"]
+
+FIRST_NBYTES = 1 << 20
+"""The first bucket is smaller, so that the first exchange starts early; DistributedDataParallel's choice too."""
+BUCKET_NBYTES = 25 << 20
+
+
+@dataclass(slots=True)
+class _Filling:
+    flat: Tensor
+    names: list[str]
+    parameters: list[nn.Parameter]
+    views: list[Tensor]
+    missing: set[int]
+
+
+class GradientBuckets:
+    """Buckets of a model's gradients, in backward order.
+
+    Parameters are taken in reverse order of registration, frozen ones left out, tied ones once, each dtype in
+    buckets of its own. After a backward pass ``p.grad`` is a view of its bucket; ``zero_grad(set_to_none=True)`` may
+    take it away at any time, the next backward puts it back. A parameter that no loss reached contributes zeros,
+    which is said once.
+
+    Args:
+      named_parameters: as :meth:`torch.nn.Module.named_parameters` gives them.
+      bucket_nbytes: a bucket is closed once it holds this many bytes.
+
+    Raises:
+      ConfigError: there is nothing to train.
+    """
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
+    ) -> None:
+        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not trained:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        self._fillings = [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
+        self.buckets = tuple(
+            Bucket(index, TensorSpec.of(filling.flat)) for index, filling in enumerate(self._fillings)
+        )
+        self._ready: Callable[[int], None] | None = None
+        self._said_unused = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index, place))
+            for index, filling in enumerate(self._fillings)
+            for place, parameter in enumerate(filling.parameters)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one dense gradient."""
+        return sum(bucket.spec.nbytes for bucket in self.buckets)
+
+    def flat(self, index: int) -> Tensor:
+        """The bucket's own tensor."""
+        return self._fillings[index].flat
+
+    def parameters(self, index: int) -> list[nn.Parameter]:
+        """The parameters whose gradients are in a bucket, in its order."""
+        return self._fillings[index].parameters
+
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        """Runs autograd; ``ready(index)`` is called as each bucket fills, and once for each."""
+        for filling in self._fillings:
+            filling.missing = set(range(len(filling.parameters)))
+        self._ready = ready
+        try:
+            loss.backward()
+            self._fill_unused(ready)
+        finally:
+            self._ready = None
+
+    def load(self, index: int, mean: Tensor) -> None:
+        """Makes ``mean`` the gradient of a bucket's parameters."""
+        filling = self._fillings[index]
+        if mean.data_ptr() != filling.flat.data_ptr():
+            filling.flat.copy_(mean)
+        for parameter, view in zip(filling.parameters, filling.views, strict=True):
+            parameter.grad = view
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
+        filling = self._fillings[index]
+
+        def accumulated(_: Tensor) -> None:
+            if self._ready is None or place not in filling.missing:
+                return
+            filling.missing.remove(place)
+            if not filling.missing:
+                _gather(filling)
+                self._ready(index)
+
+        return accumulated
+
+    def _fill_unused(self, ready: Callable[[int], None]) -> None:
+        unused = []
+        for index, filling in enumerate(self._fillings):
+            if not filling.missing:
+                continue
+            for place in sorted(filling.missing):
+                if filling.parameters[place].grad is None:
+                    filling.parameters[place].grad = torch.zeros_like(filling.parameters[place])
+                unused.append(filling.names[place])
+            filling.missing = set()
+            _gather(filling)
+            ready(index)
+        if unused and not self._said_unused:
+            self._said_unused = True
+            warnings.warn(
+                f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
+                + (" ..." if len(unused) > 4 else ""),
+                stacklevel=2,
+            )
+
+
+def _gather(filling: _Filling) -> None:
+    """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
+    views, grads = [], []
+    for parameter, view in zip(filling.parameters, filling.views, strict=True):
+        grad = parameter.grad
+        assert grad is not None
+        if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
+            views.append(view)
+            grads.append(grad)
+            parameter.grad = view
+    if views:
+        torch._foreach_copy_(views, grads)
+
+
+def _grouped(
+    named: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    open_group: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    first = True
+    for name, parameter in named:
+        key = (parameter.dtype, parameter.device)
+        if key not in open_group:
+            open_group[key], filled[key] = [], 0
+            groups.append(open_group[key])
+        open_group[key].append((name, parameter))
+        filled[key] += parameter.nbytes
+        if filled[key] >= (min(FIRST_NBYTES, bucket_nbytes) if first else bucket_nbytes):
+            del open_group[key]
+            first = False
+    return groups
+
+
+def _filling(group: list[tuple[str, nn.Parameter]]) -> _Filling:
+    names = [name for name, _ in group]
+    parameters = [parameter for _, parameter in group]
+    numel = sum(parameter.numel() for parameter in parameters)
+    flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    views, start = [], 0
+    for parameter in parameters:
+        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
+        start += parameter.numel()
+    return _Filling(flat, names, parameters, views, set())

@@ -1,0 +1,143 @@
+"""Checkpoints: trees of tensors and JSON values in safetensors files, written atomically.
+
+A checkpoint of step ``n`` is the folder ``step-<n>`` with ``shared.safetensors``, which all replicas have alike, and
+one ``rank-<r>-of-<size>.safetensors`` for each. It counts once all of these are there; each file appears by a rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farflung.errors import CheckpointError
+from farflung.types import Json, State
+
+__all__ = ["Checkpoints", "load_tree", "save_tree"]
+
+_META = "farflung"
+
+
+def save_tree(path: Path, tree: State) -> None:
+    """Writes nested dicts whose leaves are tensors or JSON values; the file appears whole or not at all."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Json] = {}
+    _flatten(tree, "", tensors, values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, partial, {_META: json.dumps(values)})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def load_tree(path: Path) -> State:
+    """Reads what :func:`save_tree` wrote.
+
+    Raises:
+      CheckpointError: absent, cut short, or written by something else.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            values = json.loads((file.metadata() or {})[_META])
+            flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: cut short or damaged ({error}); remove it to use an older one") from None
+    tree: State = {}
+    for name, leaf in {**flat, **values}.items():
+        *folders, last = name.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(_unescape(folder), {})
+        node[_unescape(last)] = leaf
+    return tree
+
+
+class Checkpoints:
+    """The checkpoints of one run, as one replica sees them.
+
+    Args:
+      folder: where they are; shared by the replicas of one machine.
+      rank: this replica.
+      size: number of replicas.
+      leader: whether this replica writes the shared file on its machine and removes old checkpoints.
+      keep: how many to keep.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, *, leader: bool, keep: int = 2) -> None:
+        self.folder = folder
+        self._rank, self._size, self._leader, self._keep = rank, size, leader, keep
+
+    def save(self, step: int, shared: State, own: State) -> Path:
+        """Writes this replica's part; the checkpoint counts once everybody has."""
+        folder = self.folder / f"step-{step:08d}"
+        if self._leader:
+            save_tree(folder / "shared.safetensors", shared)
+        save_tree(folder / self._own_name(), own)
+        return folder
+
+    def prune(self) -> None:
+        """Removes all but the newest few; call it once everybody has saved."""
+        if self._leader:
+            for step in self.complete()[: -self._keep]:
+                shutil.rmtree(self.folder / f"step-{step:08d}", ignore_errors=True)
+
+    def complete(self) -> list[int]:
+        """The steps with every file in place, oldest first."""
+        steps = []
+        for folder in sorted(self.folder.glob("step-*")):
+            match = re.fullmatch(r"step-(\d+)", folder.name)
+            ranks = {int(m[1]): int(m[2]) for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+            sizes = set(ranks.values())
+            if match and (folder / "shared.safetensors").exists() and len(sizes) == 1 and len(ranks) == sizes.pop():
+                steps.append(int(match[1]))
+        return steps
+
+    def load(self, step: int) -> tuple[State, State]:
+        """The shared tree and this replica's own.
+
+        Raises:
+          CheckpointError: damaged, or saved by another number of replicas.
+        """
+        folder = self.folder / f"step-{step:08d}"
+        if not (folder / self._own_name()).exists():
+            raise CheckpointError(
+                f"{folder}: saved by another number of replicas than {self._size}; resume with as many as before"
+            )
+        return load_tree(folder / "shared.safetensors"), load_tree(folder / self._own_name())
+
+    def _own_name(self) -> str:
+        return f"rank-{self._rank}-of-{self._size}.safetensors"
+
+
+_RANK_FILE = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, Json]) -> None:
+    for key, leaf in tree.items():
+        name = prefix + _escape(str(key))
+        if isinstance(leaf, Mapping) and leaf:
+            _flatten(leaf, f"{name}/", tensors, values)
+        elif isinstance(leaf, torch.Tensor):
+            tensors[name] = leaf
+        else:
+            values[name] = leaf
+
+
+def _escape(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+def _unescape(key: str) -> str:
+    return key.replace("%2F", "/").replace("%25", "%")

@@ -1,0 +1,330 @@
+"""The replica: one coroutine that trains, the same on the wall clock and in virtual time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from farflung.comm import Purpose
+from farflung.config import Training
+from farflung.errors import CheckpointError, ConfigError
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.checkpoint import Checkpoints
+from farflung.replica.evaluation import Score, barrier, evaluate
+from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from farflung.seeding import RandomState, derive, generator
+from farflung.telemetry import Telemetry
+from farflung.types import (
+    Batch,
+    Cost,
+    Dataset,
+    Json,
+    PoolView,
+    Reducer,
+    Runtime,
+    Sampler,
+    Schedule,
+    State,
+    Stream,
+    Workload,
+)
+
+__all__ = ["Parts", "Replica", "Summary", "TimeSplit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The members of the families that one replica trains with; fresh for each replica."""
+
+    reducer: Reducer
+    schedule: Schedule
+    sampler: Sampler
+    stream: Stream
+
+
+@dataclass(slots=True)
+class TimeSplit:
+    """Where a replica's time went, in seconds."""
+
+    compute: float = 0.0
+    exposed_communication: float = 0.0
+    data_wait: float = 0.0
+    other: float = 0.0
+
+    def to_json(self) -> dict[str, Json]:
+        """For telemetry."""
+        return {
+            "compute": self.compute,
+            "exposed_communication": self.exposed_communication,
+            "data_wait": self.data_wait,
+            "other": self.other,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    samples: int
+    final_accuracy: float
+    final_loss: float
+    bytes_sent: int
+    duration_s: float
+    time_s: TimeSplit
+    stopped: bool
+
+    def to_json(self) -> dict[str, Json]:
+        """For telemetry and ``--json``."""
+        return {
+            "final_accuracy": self.final_accuracy,
+            "final_loss": self.final_loss,
+            "steps": self.steps,
+            "samples": self.samples,
+            "bytes_sent_per_replica": self.bytes_sent,
+            "duration_s": self.duration_s,
+            "time_s": self.time_s.to_json(),
+            "stopped": self.stopped,
+        }
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Replica:
+    """One member of a run.
+
+    Args:
+      runtime: the world.
+      workload: what is trained.
+      training: for how long and with what settings.
+      parts: with which members of the families.
+      telemetry: where events go.
+      checkpoints: where state is kept, if it is.
+      stop_asked: whether this replica was asked to stop; then all stop after the same step.
+    """
+
+    runtime: Runtime
+    workload: Workload
+    training: Training
+    parts: Parts
+    telemetry: Telemetry
+    checkpoints: Checkpoints | None = None
+    stop_asked: Callable[[], bool] = _never
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    step_done: int = field(init=False, default=0)
+    time_s: TimeSplit = field(init=False, default_factory=TimeSplit)
+    _train: Dataset = field(init=False)
+    _test: Dataset = field(init=False)
+    _random: RandomState = field(init=False)
+    _buckets: GradientBuckets = field(init=False)
+    _exchanges: Exchanges = field(init=False)
+    _samples: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        comm, seed = self.runtime.comm, self.training.seed
+        self._train, self._test = self.workload.datasets()
+        if comm.size > len(self._train):
+            raise ConfigError(
+                f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
+                "use at most one replica per sample"
+            )
+        self.model = self.workload.model(generator(seed, "model"))
+        self.optimizer = make_optimizer(self.training, self.model)
+        self._random = RandomState(derive(seed, "replica", comm.rank))
+        self._buckets = GradientBuckets(self.model.named_parameters())
+        self._exchanges = Exchanges(self.runtime, self._buckets, self.parts.reducer, self.parts.schedule, seed)
+
+    # --- the whole run ----------------------------------------------------------------------------------------
+
+    async def run(self) -> Summary:
+        """Trains to the end, or until somebody is asked to stop.
+
+        Raises:
+          NonFinite: at the same step on all replicas.
+          RunLost: somebody was lost.
+        """
+        begin = self.runtime.now()
+        stopped = False
+        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps)
+        while self.step_done < self.training.steps and not stopped:
+            stopped = (await self.step()).stop
+            if not stopped:
+                if _is_due(self.step_done, self.training.evaluate_every):
+                    await self.evaluate()
+                if _is_due(self.step_done, self.training.checkpoint_every):
+                    await self.save()
+        await self.save()
+        score = await self.evaluate()
+        summary = Summary(
+            steps=self.step_done,
+            samples=self._samples,
+            final_accuracy=score.metric,
+            final_loss=score.loss,
+            bytes_sent=self._exchanges.sent_nbytes,
+            duration_s=self.runtime.now() - begin,
+            time_s=self.time_s,
+            stopped=stopped,
+        )
+        self.telemetry.emit("end", t=self.runtime.now(), **summary.to_json())
+        return summary
+
+    async def step(self) -> Settled:
+        """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
+        now = self.runtime.now
+        begin = now()
+        batch, weights = await self.next_batch()
+        fetched = now()
+        loss, vote = await self.runtime.compute(
+            Cost("forward", len(batch)), lambda: self.forward(batch, weights)
+        )
+        self._exchanges.begin(self.step_done, vote)
+        await self.runtime.backward(
+            Cost("backward", len(batch)), lambda ready: self.backward(loss, ready), self._exchanges.ready
+        )
+        computed = now()
+        settled = await self._exchanges.settle()
+        merged = now()
+        if settled.apply:
+            await self.runtime.compute(Cost("optimizer", 0), self.update)
+        updated = now()
+        self._samples += len(batch) * self.runtime.comm.size
+        split = TimeSplit((computed - fetched) + (updated - merged), merged - computed, fetched - begin)
+        self._record(vote, settled, split, begin)
+        self.step_done += 1
+        return settled
+
+    # --- its pieces -------------------------------------------------------------------------------------------
+
+    async def next_batch(self) -> tuple[Batch, Tensor | None]:
+        """The step's samples, waited for where a stream is slow, and their importance weights."""
+        size = self.training.batch_size
+        stream = self.parts.stream
+        arrivals = stream.poll(self.runtime.now(), size)
+        while arrivals.ready_at is not None:
+            await self.runtime.sleep_until(arrivals.ready_at)
+            arrivals = stream.poll(self.runtime.now(), size)
+        comm = self.runtime.comm
+        pool = len(self._train) if stream.everything else arrivals.ids
+        draw = self.parts.sampler.next(PoolView(self.step_done, comm.rank, comm.size, size, pool))
+        stream.commit(draw.ids, step=self.step_done)
+        self._random.install()
+        return self._train.take(draw.ids, train=True), draw.weights
+
+    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
+        """The weighted mean loss, and what to tell the others about it."""
+        self._random.install()
+        self.model.train()
+        losses = self.workload.loss(self.model, batch)
+        loss = losses.mean() if weights is None else (losses * weights).mean()
+        return loss, Vote(float(loss.detach()), len(batch) / self.training.batch_size, self.stop_asked())
+
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        """Autograd, telling of each bucket as it fills."""
+        self._random.install()
+        self._buckets.backward(loss, ready)
+
+    def update(self) -> None:
+        """The optimizer's step on the merged gradient."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    async def evaluate(self) -> Score:
+        """Loss and metric on the test set, each replica taking a share of it; equal on all."""
+        begin = self.runtime.now()
+        score = await evaluate(self.runtime, self.workload, self.model, self._test, self.step_done)
+        self.time_s.other += self.runtime.now() - begin
+        self.telemetry.emit(
+            "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
+        )
+        return score
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """A short hash of names, shapes and dtypes of the model's state."""
+        layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()]
+        return hashlib.sha256(repr((self.workload.name, layout)).encode()).hexdigest()[:16]
+
+    async def save(self) -> None:
+        """A checkpoint of the whole replica; returns when every replica has written its part."""
+        if self.checkpoints is None:
+            return
+        begin = self.runtime.now()
+        buffers = dict(self.model.named_buffers())
+        parameters = {name: t for name, t in self.model.state_dict().items() if name not in buffers}
+        shared: State = {
+            "step": self.step_done,
+            "fingerprint": self.fingerprint(),
+            "workload": self.workload.name,
+            "training": self.training.to_json(),
+            "model": parameters,
+        }
+        own: State = {
+            "buffers": buffers,
+            "optimizer": optimizer_state(self.optimizer),
+            "random": self._random.state_dict(),
+            "sampler": self.parts.sampler.state_dict(),
+            "stream": self.parts.stream.state_dict(),
+            "exchanges": await self._exchanges.state_dict(),
+            "samples": self._samples,
+        }
+        folder = self.checkpoints.save(self.step_done, shared, own)
+        await barrier(self.runtime, self.step_done, Purpose.CHECKPOINT)
+        self.checkpoints.prune()
+        self.time_s.other += self.runtime.now() - begin
+        self.telemetry.emit("checkpoint", t=self.runtime.now(), step=self.step_done, path=str(folder))
+
+    def resume(self, step: int) -> None:
+        """Continues from the checkpoint of ``step``.
+
+        Raises:
+          CheckpointError: damaged, of another model, or past the end of this run.
+        """
+        assert self.checkpoints is not None
+        shared, own = self.checkpoints.load(step)
+        if shared.get("fingerprint") != self.fingerprint():
+            raise CheckpointError(
+                f"{self.checkpoints.folder}: the checkpoint of step {step} is of another model "
+                f"({shared.get('workload')}), not {self.workload.name}"
+            )
+        self.model.load_state_dict({**shared["model"], **own["buffers"]})
+        load_optimizer_state(self.optimizer, own["optimizer"])
+        self._random.load_state_dict(own["random"])
+        self.parts.sampler.load_state_dict(own["sampler"])
+        self.parts.stream.seek(own["stream"])
+        self._exchanges.load_state_dict(own["exchanges"])
+        self._samples = own["samples"]
+        self.step_done = shared["step"]
+
+    def _record(self, vote: Vote, settled: Settled, split: TimeSplit, begin: float) -> None:
+        total = self.time_s
+        total.compute += split.compute
+        total.exposed_communication += split.exposed_communication
+        total.data_wait += split.data_wait
+        end = self.runtime.now()
+        self.telemetry.emit(
+            "step",
+            t=end,
+            step=self.step_done,
+            loss=vote.loss,
+            mean_loss=None if settled.stats is None else settled.stats.loss,
+            samples=self._samples,
+            bytes_sent=self._exchanges.sent_nbytes,
+            duration_s=end - begin,
+            compute_s=split.compute,
+            exposed_s=split.exposed_communication,
+            data_s=split.data_wait,
+        )
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

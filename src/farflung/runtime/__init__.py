@@ -1,0 +1,7 @@
+"""The two worlds behind :class:`farflung.types.Runtime`: the wall clock and virtual time."""
+
+from farflung.runtime.decisions import DecisionLog
+from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
+from farflung.runtime.wall import WallRuntime
+
+__all__ = ["DecisionLog", "VirtualClock", "VirtualRuntime", "VirtualWorld", "WallRuntime"]

@@ -1,0 +1,275 @@
+"""The wall clock: autograd on the main thread, every exchange in flight on one communication thread."""
+
+from __future__ import annotations
+
+import heapq
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farflung import tasks
+from farflung.comm import Peer, ZmqCommunicator
+from farflung.errors import DeadlinePassed, RunLost
+from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.seeding import RandomState
+from farflung.tasks import Pending, Task, done
+from farflung.types import Cost, Decision, Json
+
+__all__ = ["CommunicationThread", "WallRuntime"]
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+
+
+class CommunicationThread(threading.Thread):
+    """Owns a communicator's sockets, runs tasks and timers, ends the view when a wait passes its deadline.
+
+    Other threads reach it by :meth:`soon` alone, which wakes it through a socket pair.
+    """
+
+    def __init__(self, comm: ZmqCommunicator, now: Callable[[], float], deadline_s: float) -> None:
+        super().__init__(name="farflung-communication", daemon=True)
+        self._comm, self._now, self._deadline_s = comm, now, deadline_s
+        self._soon: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._sleeping = False
+        self._stopping = False
+        self._launched: set[Pending[Any]] = set()
+        self._bell, self._ear = socket.socketpair()
+        self._ear.setblocking(False)
+        comm.watch(self._ear.fileno())
+        self.cpu_s = 0.0
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` on this thread; callable from any."""
+        self._soon.append(fn)
+        if self._sleeping:
+            self._bell.send(b"!")
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` when the clock shows ``t``; callable from this thread only."""
+        self._sequence += 1
+        heapq.heappush(self._timers, (t, self._sequence, fn))
+
+    def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
+        """Runs a coroutine here; callable from any thread."""
+        task = Task(coroutine, self.soon)
+        self._launched.add(task)
+        task.on_done(self._launched.discard)
+        return task
+
+    def stop(self) -> None:
+        """Lets the thread end once what was queued before has run."""
+
+        def end() -> None:
+            self._stopping = True
+
+        self.soon(end)
+
+    def run(self) -> None:
+        """The loop; an error in it fails everything that waits."""
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self._comm.end(lost)
+            for task in list(self._launched):
+                task.fail(lost)
+        finally:
+            self.cpu_s = time.thread_time()
+            self._comm.close()
+            self._bell.close()
+            self._ear.close()
+
+    def _turn(self) -> None:
+        while self._soon:
+            self._soon.popleft()()
+        now = self._now()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        late = self._comm.mailbox.expire(now, self._deadline_s)
+        if late is not None:
+            self._comm.end(late)
+        self._sleeping = True
+        # A callback queued before `_sleeping` was set rang no bell: look once more.
+        self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now))
+        self._sleeping = False
+        try:
+            while self._ear.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _patience(self, now: float) -> float | None:
+        waiting = self._comm.mailbox.oldest()
+        ends = [] if waiting is None else [waiting.since + self._deadline_s]
+        if self._timers:
+            ends.append(self._timers[0][0])
+        return max(0.0, min(ends) - now) if ends else None
+
+
+class WallRuntime:
+    """One replica's seam to real processes; see :class:`farflung.types.Runtime`.
+
+    Args:
+      rank: this replica.
+      size: number of replicas.
+      store: where replicas publish their addresses; ``None`` for a single replica.
+      settings: what must be equal on all ranks, by name.
+      deadline_s: how long any message may take, in seconds.
+      native: whether to join a process group for the backend's own collectives.
+      join_s: how long the others may take to appear, in seconds.
+
+    Raises:
+      DeadlinePassed: a replica did not appear; names it.
+      ProtocolError: ranks were started with unlike settings; names the setting.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        *,
+        settings: Mapping[str, Json] | None = None,
+        deadline_s: float = DEADLINE_S,
+        native: bool = False,
+        join_s: float = DEADLINE_S,
+    ) -> None:
+        self._begin = time.monotonic()
+        self._group: dist.ProcessGroup | None = None
+        self._store = store
+        self.decisions = DecisionLog()
+        if native and size > 1:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
+            )
+            self._group = dist.group.WORLD
+        self.comm = ZmqCommunicator(
+            rank,
+            size,
+            now=self.now,
+            settings=settings,
+            native=self._native_sum if native and size > 1 else None,
+        )
+        self._thread = CommunicationThread(self.comm, self.now, deadline_s)
+        if store is not None and size > 1:
+            self.comm.connect(self._meet(store, join_s))
+        self._thread.start()
+        self._await_greetings(join_s)
+
+    # --- the runtime ------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since this runtime began."""
+        return time.monotonic() - self._begin
+
+    def sleep_until(self, t: float) -> Pending[None]:
+        """Done when the clock shows ``t``."""
+        reached: Pending[None] = Pending()
+        self._thread.soon(lambda: self._thread.at(t, lambda: reached.set(None)))
+        return reached
+
+    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
+        """The index of whichever completes first."""
+        return tasks.first_of(pendings)
+
+    def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
+        """Computes on the calling thread."""
+        del cost
+        return done(fn())
+
+    def backward(
+        self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
+    ) -> Pending[None]:
+        """Computes on the calling thread; exchanges start from inside autograd as buckets fill."""
+        del cost
+        fn(on_ready)
+        return done(None)
+
+    def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
+        """Starts an exchange on the communication thread."""
+        return self._thread.launch(exchange)
+
+    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
+        """Rank 0 decides."""
+        return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
+
+    # --- a replica's life -------------------------------------------------------------------------------------
+
+    def run(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
+        """Drives a coroutine on the calling thread to its end."""
+        with RandomState.scope():
+            try:
+                while True:
+                    awaited = coroutine.send(None)
+                    arrived = threading.Event()
+                    awaited.on_done(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
+                    arrived.wait()
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        self._thread.soon(lambda: self.comm.farewell(error))
+        self._thread.stop()
+        self._thread.join()
+        if self._group is not None:
+            dist.destroy_process_group()
+
+    def _meet(self, store: dist.Store, join_s: float) -> list[Peer]:
+        prefix = f"farflung/{self.comm.view}"
+        store.set(f"{prefix}/{self.comm.rank}", self.comm.me.to_json())
+        peers = []
+        for rank in range(self.comm.size):
+            key = f"{prefix}/{rank}"
+            left = max(0.001, join_s - self.now())
+            try:
+                store.wait([key], timedelta(seconds=left))
+            except (dist.DistStoreError, RuntimeError) as error:
+                raise DeadlinePassed(rank, f"its address in the store ({type(error).__name__})", self.now()) from None
+            peers.append(Peer.from_json(store.get(key)))
+        return peers
+
+    def _await_greetings(self, join_s: float) -> None:
+        def give_up() -> None:
+            missing = self.comm.missing()
+            if missing:
+                self.comm.end(DeadlinePassed(missing[0], "its greeting", self.now()))
+
+        self._thread.soon(lambda: self._thread.at(join_s, give_up))
+        try:
+            self.comm.ready.wait()
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
+        summed: Pending[Tensor] = Pending()
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+
+        def arrived(future: torch.futures.Future[Any]) -> None:
+            try:
+                future.value()
+            except Exception as error:  # the backend raises RuntimeErrors of many kinds
+                lost = RunLost(f"the native all-reduce failed: {error}")
+                self._thread.soon(lambda: summed.fail(lost))
+            else:
+                self._thread.soon(lambda: summed.set(tensor))
+
+        work.get_future().add_done_callback(arrived)
+        return summed

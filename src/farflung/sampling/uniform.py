@@ -1,0 +1,67 @@
+"""Uniform sampling without replacement, over any number of replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from farflung.seeding import generator
+from farflung.types import Draw, PoolView, State, Work
+
+__all__ = ["Uniform"]
+
+
+class Uniform:
+    """Shuffled passes over the data with one global cursor.
+
+    Position :math:`p` of the endless sequence of passes holds sample :math:`\\pi_{\\lfloor p/n \\rfloor}(p \\bmod n)`,
+    where :math:`\\pi_e` is a permutation drawn from the seed and the pass. At each step rank :math:`r` of :math:`R`
+    takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
+    sample comes exactly once per pass, whatever the number of replicas and also where it changes.
+
+    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first.
+
+    Args:
+      seed: equal on all replicas.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._cursor = 0
+        self._passes: dict[tuple[int, int], Tensor] = {}
+
+    def next(self, view: PoolView) -> Draw:
+        """This replica's part of the step's samples."""
+        if isinstance(view.pool, Tensor):
+            return Draw(view.pool[: view.batch_size], None)
+        first = self._cursor + view.rank * view.batch_size
+        self._cursor += view.size * view.batch_size
+        return Draw(self._at(first, view.batch_size, view.pool), None)
+
+    def meanwhile(self, model: nn.Module, budget_s: float) -> Work | None:
+        """Nothing to do."""
+        del model, budget_s
+
+    def state_dict(self) -> State:
+        """The cursor."""
+        return {"cursor": self._cursor}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues at the cursor."""
+        self._cursor = int(state["cursor"])
+
+    def _at(self, first: int, count: int, n: int) -> Tensor:
+        parts = []
+        while count > 0:
+            index, begin = divmod(first, n)
+            part = self._permutation(index, n)[begin : begin + count]
+            parts.append(part)
+            first += len(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _permutation(self, index: int, n: int) -> Tensor:
+        if (index, n) not in self._passes:
+            self._passes = {key: kept for key, kept in self._passes.items() if key == (index - 1, n)}
+            self._passes[index, n] = torch.randperm(n, generator=generator(self._seed, "pass", index))
+        return self._passes[index, n]

@@ -1,0 +1,67 @@
+"""What all classifiers share: cross-entropy per sample, accuracy per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from farflung.types import Batch, Dataset, Json
+from farflung.workloads._init import build
+
+__all__ = ["Classification", "settings"]
+
+
+@dataclass(slots=True)
+class Classification:
+    """A workload that puts each sample into one of several classes.
+
+    Args:
+      name: ``family/model``.
+      network: makes the model; its output is one row of logits per sample.
+      load: gives the training and the test set.
+      defaults: settings that train it well.
+    """
+
+    name: str
+    network: Callable[[], nn.Module]
+    load: Callable[[], tuple[Dataset, Dataset]]
+    defaults: Mapping[str, Json]
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """A fresh model whose initial weights depend on ``generator`` alone."""
+        return build(self.network, generator)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy of each sample."""
+        return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        """1 for each sample put into its class, else 0."""
+        logits: Tensor = model(batch.inputs)
+        return (logits.argmax(dim=-1) == batch.targets).to(torch.float32)
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """The training and the test set."""
+        return self.load()
+
+
+def settings(
+    *,
+    batch_size: int,
+    learning_rate: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    steps: int,
+) -> dict[str, Json]:
+    """Default settings: batch size per replica, learning rate of one replica, and the rest of SGD's."""
+    return {
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "steps": steps,
+    }

@@ -1,0 +1,64 @@
+"""Clothing in grey images of 28 x 28: a small CNN and a multilayer perceptron."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from farflung.data import fashion_mnist
+from farflung.data.source import Which
+from farflung.types import Workload
+from farflung.workloads._classification import Classification, settings
+
+__all__ = ["cnn", "mlp"]
+
+
+def cnn(data: Which = "auto") -> Workload:
+    """Two convolutions and two dense layers with dropout.
+
+    Args:
+      data: ``packaged`` for the subset in the package, ``full`` for the official set, ``auto`` for the official
+        set where it is at hand.
+    """
+    return Classification(
+        name="fashion-mnist/cnn",
+        network=_cnn,
+        load=partial(fashion_mnist.load, data),
+        defaults=settings(batch_size=32, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, steps=1500),
+    )
+
+
+def mlp(data: Which = "auto") -> Workload:
+    """784-256-10 with ReLU.
+
+    Args:
+      data: as for :func:`cnn`.
+    """
+    return Classification(
+        name="fashion-mnist/mlp",
+        network=_mlp,
+        load=partial(fashion_mnist.load, data),
+        defaults=settings(batch_size=32, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, steps=1500),
+    )
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(32 * 7 * 7, 128),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(128, 10),
+    )
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))

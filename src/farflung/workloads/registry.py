@@ -1,0 +1,44 @@
+"""Workloads by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from farflung.errors import ConfigError, UnknownName
+from farflung.types import Json, Workload
+from farflung.workloads import fashion_mnist, synthetic
+
+__all__ = ["WORKLOADS", "workload"]
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "fashion-mnist/cnn": fashion_mnist.cnn,
+    "fashion-mnist/mlp": fashion_mnist.mlp,
+    "synthetic/quadratic": synthetic.Quadratic,
+}
+"""Each can be called without arguments; the arguments it takes are its options."""
+
+
+def workload(name: str, **options: Json) -> Workload:
+    """The workload called ``name``.
+
+    Args:
+      name: a key of :data:`WORKLOADS`.
+      options: what that workload can be told, e.g. ``data="packaged"``.
+
+    Raises:
+      UnknownName: no such workload.
+      ConfigError: an option it does not have.
+
+    >>> workload("synthetic/quadratic", dim=8).name
+    'synthetic/quadratic'
+    """
+    try:
+        factory = WORKLOADS[name]
+    except KeyError:
+        raise UnknownName("workload", name, WORKLOADS) from None
+    known = [option for option in inspect.signature(factory).parameters if option != "name"]
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"workload {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+    return factory(**options)

@@ -1,0 +1,118 @@
+"""A quadratic whose optimum is known: exact, fast, and as ill-conditioned as wished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farflung.data.datasets import TensorDataset
+from farflung.errors import ConfigError
+from farflung.seeding import generator as seeded
+from farflung.types import Batch, Dataset, Json
+from farflung.workloads._classification import settings
+from farflung.workloads._init import build
+
+__all__ = ["Point", "Quadratic"]
+
+
+class Point(nn.Module):
+    """A model that is nothing but its parameters; its output is ``w - c`` for each row ``c``.
+
+    Args:
+      dim: number of parameters.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(dim))
+
+    def forward(self, centres: Tensor) -> Tensor:
+        """The distance vectors from ``centres``, shape ``(n, dim)``."""
+        return self.w - centres
+
+
+@dataclass(slots=True)
+class Quadratic:
+    r"""Sum of paraboloids of one curvature and many centres.
+
+    .. math:: f_i(w) = \tfrac12 (w - c_i)^\top A\,(w - c_i), \qquad w^* = \tfrac1n \sum_i c_i
+
+    :math:`A` is diagonal with entries spaced evenly in their logarithm from ``1 / spread`` to 1, so gradient descent
+    is stable below a learning rate of 2 and needs about ``spread`` steps. The centres lie in ``groups`` clusters;
+    a sample's cluster is its label, so a split by label gives replicas that pull to unlike places. At the optimum
+    the mean loss is not 0 but :meth:`optimal_loss`. Training and test set are the same samples.
+
+    Args:
+      dim: number of parameters.
+      samples: number of centres.
+      spread: condition number of :math:`A`, at least 1.
+      groups: clusters of centres.
+      seed: of the centres.
+    """
+
+    dim: int = 64
+    samples: int = 1024
+    spread: float = 10.0
+    groups: int = 10
+    seed: int = 0
+    name: str = "synthetic/quadratic"
+
+    def __post_init__(self) -> None:
+        if self.dim < 1 or self.groups < 1 or self.samples < self.groups or not self.spread >= 1:
+            raise ConfigError(
+                "synthetic/quadratic needs dim >= 1, groups >= 1, samples >= groups and spread >= 1, not "
+                f"dim={self.dim}, groups={self.groups}, samples={self.samples}, spread={self.spread}"
+            )
+
+    @property
+    def defaults(self) -> Mapping[str, Json]:
+        """Settings that come within 0.1 of the optimum."""
+        return settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300)
+
+    @defaults.setter
+    def defaults(self, value: Mapping[str, Json]) -> None:
+        raise AttributeError("the defaults of a workload are not set")
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """A :class:`Point` of independent standard normal entries."""
+        return build(lambda: Point(self.dim), generator)
+
+    def curvature(self) -> Tensor:
+        """The diagonal of :math:`A`, shape ``(dim,)``."""
+        return torch.logspace(0.0, -float(torch.tensor(self.spread, dtype=torch.float64).log10()), self.dim)
+
+    def centres(self) -> tuple[Tensor, Tensor]:
+        """The centres, shape ``(samples, dim)``, and the cluster of each."""
+        random = seeded(self.seed, "quadratic")
+        middles = torch.randn(self.groups, self.dim, generator=random)
+        labels = torch.arange(self.samples) % self.groups
+        return middles[labels] + torch.randn(self.samples, self.dim, generator=random), labels
+
+    def optimum(self) -> Tensor:
+        """The mean of the centres, shape ``(dim,)``."""
+        return self.centres()[0].to(torch.float64).mean(dim=0).to(torch.float32)
+
+    def optimal_loss(self) -> float:
+        """The mean loss at the optimum, the least there is."""
+        centres = self.centres()[0].to(torch.float64)
+        offsets = centres - centres.mean(dim=0)
+        return float(0.5 * (offsets.square() @ self.curvature().to(torch.float64)).mean())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """:math:`f_i(w)` of each sample."""
+        offsets: Tensor = model(batch.inputs)
+        return 0.5 * (offsets.square() @ self.curvature().to(offsets))
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Minus the distance to the optimum, the same for every sample; at best 0."""
+        w: Tensor = model(torch.zeros_like(batch.inputs[:1]))[0]
+        return -(w - self.optimum().to(w)).norm().expand(len(batch))
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """The same samples twice; nothing is random when they are taken."""
+        centres, labels = self.centres()
+        data = TensorDataset(centres, labels, labels, origin="synthetic/quadratic")
+        return data, data
