@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from farflung.errors import DeadlinePassed, ProtocolError
+from farflung.errors import ProtocolError
 from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag, TensorSpec
 
@@ -35,6 +35,7 @@ class Mailbox:
         self._waits: dict[tuple[int | None, Tag], Waiting] = {}
         self._arrived: dict[Tag, deque[tuple[int, Payload]]] = {}
         self._ended: BaseException | None = None
+        self._gone: dict[int, BaseException] = {}
         self.longest_wait_s = 0.0
 
     def recv(
@@ -51,8 +52,9 @@ class Mailbox:
                         del self._arrived[tag]
                     _hand_over(waiting, sender, payload)
                     return waiting.pending
-        if self._ended is not None:
-            return failed(self._ended)
+        ended = self._ended or (None if src is None else self._gone.get(src))
+        if ended is not None:
+            return failed(ended)
         key = (src, tag)
         if key in self._waits:
             raise RuntimeError(f"two receives for {waiting.what} from {src}")
@@ -72,15 +74,9 @@ class Mailbox:
         """The wait that began first."""
         return next(iter(self._waits.values()), None)
 
-    def expire(self, now: float, deadline_s: float) -> DeadlinePassed | None:
-        """The error to end with when the oldest wait has passed its deadline."""
-        waiting = self.oldest()
-        if waiting is None or now - waiting.since < deadline_s:
-            return None
-        return DeadlinePassed(waiting.src, waiting.what, now - waiting.since)
-
     def fail_from(self, src: int, error: BaseException) -> None:
-        """Fails every wait for one sender."""
+        """Fails every wait for one sender, now and from now on; what it has sent can still be received."""
+        self._gone[src] = error
         for key in [key for key in self._waits if key[0] == src]:
             self._waits.pop(key).pending.fail(error)
 

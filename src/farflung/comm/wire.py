@@ -6,6 +6,7 @@ tensor. Nothing is ever unpickled; every size is bounded before memory is taken.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NESTED = 0xFF
 _MAX_DIMS = 8
+_MAX_EXTENT = 1 << 48
+"""Bounds what the other dimensions of an empty tensor multiply to; torch computes strides from them."""
 _MAX_DEPTH = 8
 
 
@@ -57,6 +60,7 @@ class Kind(IntEnum):
     HELLO = 1
     FAREWELL = 2
     ABORT = 3
+    WAITING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
     Raises:
       WireError: anything that :func:`encode` would not have made.
     """
-    head = memoryview(frames[0])
+    head = memoryview(frames[0] if frames else b"")
     if len(head) < _HEADER.size:
         raise WireError(f"a header of {len(head)} bytes")
     magic, version, kind, view, exchange, part, hop = _HEADER.unpack_from(head)
@@ -178,6 +182,8 @@ class _Reader:
         if self._room < 0:
             raise WireError("larger than any message of this run")
         if nbytes == 0:
+            if math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
+                raise WireError("an empty tensor of absurd dimensions")
             return torch.empty(shape, dtype=dtype)
         if nbytes <= INLINE:
             data: Buffer = bytearray(self._head[self._at : self._at + nbytes])

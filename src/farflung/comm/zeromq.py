@@ -22,9 +22,9 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from farflung.comm.mailbox import Mailbox
+from farflung.comm.mailbox import Mailbox, Waiting
 from farflung.comm.wire import Kind, Message, WireError, decode, encode
-from farflung.errors import FarflungError, PeerFailed, PeerLost, ProtocolError
+from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Feature, Json, Payload, Tag, TensorSpec
 
@@ -105,6 +105,8 @@ class ZmqCommunicator:
         self._connection: dict[int, int] = {}
         self._greeted: set[int] = set()
         self._left: set[int] = set()
+        self._announced: Waiting | None = None
+        self._blocked_on: dict[int, int | None] = {}
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -158,8 +160,6 @@ class ZmqCommunicator:
         self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
     ) -> Pending[Payload]:
         """Waits for a message."""
-        if src in self._left:
-            return failed(PeerLost(src, "it had left the run"))
         return self.mailbox.recv(src, tag, expect, self._now())
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
@@ -183,6 +183,32 @@ class ZmqCommunicator:
         if self._monitor in events:
             self._look_for_losses()
 
+    def check_deadline(self, deadline_s: float) -> float | None:
+        """Ends the view when the oldest wait is older than ``deadline_s``; returns when to look again.
+
+        Halfway there it tells everybody whom it waits for. So a replica that is itself held up by another is not
+        taken for the one that was lost: the blame follows the chain of waits to its end.
+        """
+        waiting = self.mailbox.oldest()
+        if waiting is None:
+            return None
+        age = self._now() - waiting.since
+        if age >= deadline_s:
+            self.end(DeadlinePassed(self._root_of(waiting.src), waiting.what, age))
+            return None
+        if age >= deadline_s / 2 and self._announced is not waiting:
+            self._announced = waiting
+            for rank in self._greeted - self._left:
+                self._say(Kind.WAITING, rank, {"for": waiting.src})
+        return waiting.since + (deadline_s if self._announced is waiting else deadline_s / 2)
+
+    def _root_of(self, rank: int | None) -> int | None:
+        seen = {self.rank}
+        while rank is not None and rank not in seen and self._blocked_on.get(rank) not in (None, self.rank):
+            seen.add(rank)
+            rank = self._blocked_on[rank]
+        return rank
+
     def end(self, error: BaseException) -> None:
         """Ends the view: every wait fails with ``error``, and so does every later one."""
         if self.lost is None:
@@ -194,7 +220,7 @@ class ZmqCommunicator:
         """Tells everybody that this replica leaves, and why if it failed by itself."""
         if error is None:
             kind, body = Kind.FAREWELL, {}
-        elif isinstance(error, (PeerLost, PeerFailed)):
+        elif isinstance(error, (PeerLost, PeerFailed, DeadlinePassed)):
             kind, body = Kind.ABORT, {"detail": str(error), "rank": error.rank}
         else:
             detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
@@ -223,6 +249,7 @@ class ZmqCommunicator:
                 if message.view != self.view:
                     raise WireError("a message of another view")
                 if message.kind is Kind.DATA:
+                    self._blocked_on.pop(rank, None)
                     self.mailbox.deliver(rank, message.tag, message.payload, self._now())
                 else:
                     self._control(rank, message, frames[0])
@@ -242,6 +269,9 @@ class ZmqCommunicator:
         elif message.kind is Kind.FAREWELL:
             self._left.add(rank)
             self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        elif message.kind is Kind.WAITING:
+            blocker = body.get("for")
+            self._blocked_on[rank] = blocker if isinstance(blocker, int) else None
         elif message.kind is Kind.ABORT:
             self._left.add(rank)
             failed_rank, detail = body.get("rank"), str(body.get("detail"))

@@ -1,9 +1,9 @@
 """Data sets: where they come from, how they are read, and how they are split among replicas."""
 
-from farflung.data.catalog import CATALOG, Entry, entries, source
+from farflung.data.catalog import CATALOG, Entry, entries, source_named
 from farflung.data.datasets import TensorDataset
 from farflung.data.download import fetch
-from farflung.data.partition import Share, by_label, describe, dirichlet, iid, in_order, partition
+from farflung.data.partition import Share, by_label, describe, dirichlet, iid, in_order, split
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
 from farflung.data.streams import InMemory
 
@@ -27,6 +27,6 @@ __all__ = [
     "iid",
     "in_order",
     "locate",
-    "partition",
-    "source",
+    "source_named",
+    "split",
 ]

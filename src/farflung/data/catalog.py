@@ -8,7 +8,7 @@ from farflung.data import fashion_mnist
 from farflung.data.source import Location, Source, find
 from farflung.errors import DataError, UnknownName
 
-__all__ = ["CATALOG", "Entry", "entries", "source"]
+__all__ = ["CATALOG", "Entry", "entries", "source_named"]
 
 CATALOG: dict[str, Source] = {item.name: item for item in (fashion_mnist.SOURCE,)}
 """Every data set by name."""
@@ -35,7 +35,7 @@ class Entry:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def source(name: str) -> Source:
+def source_named(name: str) -> Source:
     """The data set called ``name``.
 
     Raises:

@@ -85,7 +85,7 @@ def download(file: File, path: Path, *, attempts: int = 3, progress: Progress | 
             raise DataError(
                 f"{file.url}: {str(error).removeprefix(f'{part}: ')}; the download was removed"
             ) from None
-        os.replace(part, path)
+        part.replace(path)
 
 
 def _attempts(file: File, out: int, attempts: int, progress: Progress | None) -> str:

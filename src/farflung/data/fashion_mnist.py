@@ -117,7 +117,9 @@ def read(
     for split, count in enumerate(counts):
         images, labels = SOURCE.files[2 * split], SOURCE.files[2 * split + 1]
         pixels = read_idx(found.path(images.name), shape=(count, 28, 28), sha256=sha256[2 * split])
-        classes = read_idx(found.path(labels.name), shape=(count,), sha256=sha256[2 * split + 1]).to(torch.int64)
+        classes = read_idx(found.path(labels.name), shape=(count,), sha256=sha256[2 * split + 1]).to(
+            torch.int64
+        )
         if count and int(classes.max()) >= len(CLASSES):
             raise DataError(f"{found.path(labels.name)}: expected labels 0 to 9, found {int(classes.max())}")
         origin = f"fashion-mnist, {'packaged subset' if found.kind == 'packaged' else found.folder}"

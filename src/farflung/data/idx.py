@@ -49,7 +49,9 @@ def read_idx(path: Path, *, shape: tuple[int | None, ...], sha256: str = "") -> 
     try:
         header = inflate.decompress(packed, header_size)
         if len(header) < header_size:
-            raise DataError(f"{path}: truncated: expected a header of {header_size} bytes, found {len(header)}")
+            raise DataError(
+                f"{path}: truncated: expected a header of {header_size} bytes, found {len(header)}"
+            )
         found = _shape(path, header, shape)
         nbytes = math.prod(found)
         body = inflate.decompress(inflate.unconsumed_tail, nbytes + 1)  # one more would be one too many

@@ -17,10 +17,10 @@ from farflung.errors import ConfigError, DataError
 from farflung.seeding import derive
 from farflung.types import Dataset, SampleIds
 
-__all__ = ["Share", "by_label", "describe", "dirichlet", "iid", "in_order", "partition"]
+__all__ = ["Share", "by_label", "describe", "dirichlet", "iid", "in_order", "split"]
 
 
-def partition(data: Dataset, parts: int, how: str = "iid", *, seed: int = 0) -> list[SampleIds]:
+def split(data: Dataset, parts: int, how: str = "iid", *, seed: int = 0) -> list[SampleIds]:
     """Splits ``data`` as a word says.
 
     Args:

@@ -99,12 +99,10 @@ class CommunicationThread(threading.Thread):
         now = self._now()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
-        late = self._comm.mailbox.expire(now, self._deadline_s)
-        if late is not None:
-            self._comm.end(late)
+        look_again = self._comm.check_deadline(self._deadline_s)
         self._sleeping = True
         # A callback queued before `_sleeping` was set rang no bell: look once more.
-        self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now))
+        self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now, look_again))
         self._sleeping = False
         try:
             while self._ear.recv(4096):
@@ -112,9 +110,8 @@ class CommunicationThread(threading.Thread):
         except BlockingIOError:
             pass
 
-    def _patience(self, now: float) -> float | None:
-        waiting = self._comm.mailbox.oldest()
-        ends = [] if waiting is None else [waiting.since + self._deadline_s]
+    def _patience(self, now: float, look_again: float | None) -> float | None:
+        ends = [] if look_again is None else [look_again]
         if self._timers:
             ends.append(self._timers[0][0])
         return max(0.0, min(ends) - now) if ends else None

@@ -37,8 +37,10 @@ def workload(name: str, **options: Json) -> Workload:
         factory = WORKLOADS[name]
     except KeyError:
         raise UnknownName("workload", name, WORKLOADS) from None
-    known = [option for option in inspect.signature(factory).parameters if option != "name"]
+    known = list(inspect.signature(factory).parameters)
     for option in options:
         if option not in known:
-            raise ConfigError(f"workload {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"workload {name} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+            )
     return factory(**options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Point(nn.Module):
         return self.w - centres
 
 
-@dataclass(slots=True)
+@dataclass
 class Quadratic:
     r"""Sum of paraboloids of one curvature and many centres.
 
@@ -58,7 +59,11 @@ class Quadratic:
     spread: float = 10.0
     groups: int = 10
     seed: int = 0
-    name: str = "synthetic/quadratic"
+    name: str = field(default="synthetic/quadratic", init=False)
+    defaults: Mapping[str, Json] = field(
+        default_factory=lambda: settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300),
+        init=False,
+    )
 
     def __post_init__(self) -> None:
         if self.dim < 1 or self.groups < 1 or self.samples < self.groups or not self.spread >= 1:
@@ -66,15 +71,6 @@ class Quadratic:
                 "synthetic/quadratic needs dim >= 1, groups >= 1, samples >= groups and spread >= 1, not "
                 f"dim={self.dim}, groups={self.groups}, samples={self.samples}, spread={self.spread}"
             )
-
-    @property
-    def defaults(self) -> Mapping[str, Json]:
-        """Settings that come within 0.1 of the optimum."""
-        return settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300)
-
-    @defaults.setter
-    def defaults(self, value: Mapping[str, Json]) -> None:
-        raise AttributeError("the defaults of a workload are not set")
 
     def model(self, generator: torch.Generator) -> nn.Module:
         """A :class:`Point` of independent standard normal entries."""
@@ -93,6 +89,10 @@ class Quadratic:
 
     def optimum(self) -> Tensor:
         """The mean of the centres, shape ``(dim,)``."""
+        return self._optimum
+
+    @cached_property
+    def _optimum(self) -> Tensor:
         return self.centres()[0].to(torch.float64).mean(dim=0).to(torch.float32)
 
     def optimal_loss(self) -> float:
@@ -104,12 +104,12 @@ class Quadratic:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """:math:`f_i(w)` of each sample."""
         offsets: Tensor = model(batch.inputs)
-        return 0.5 * (offsets.square() @ self.curvature().to(offsets))
+        return 0.5 * torch.mv(offsets.square(), self.curvature().to(offsets))
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
         """Minus the distance to the optimum, the same for every sample; at best 0."""
         w: Tensor = model(torch.zeros_like(batch.inputs[:1]))[0]
-        return -(w - self.optimum().to(w)).norm().expand(len(batch))
+        return -(w.detach() - self.optimum().to(w)).norm().expand(len(batch))
 
     def datasets(self) -> tuple[Dataset, Dataset]:
         """The same samples twice; nothing is random when they are taken."""

@@ -1,0 +1,145 @@
+"""Starts workers under torchrun on this machine, shows their progress, and says who was lost if one is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+from farflung.cli.run import RunConfig, RunFolder
+from farflung.cli.worker import EVENTS
+from farflung.errors import BadInput, RunLost
+from farflung.telemetry import Event, Sink
+from farflung.types import Json
+
+__all__ = ["launch"]
+
+LISTEN_S = 0.1
+GRACE_S = 0.3
+"""How long the workers may take to end by themselves once one has reported an error."""
+STOP_S = 30.0
+"""How long a stop that was asked for may take."""
+
+
+def launch(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Json]:
+    """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
+
+    Raises:
+      BadInput: a worker found something wrong with what the user gave.
+      RunLost: a worker was lost or failed; names it.
+    """
+    folder.create(config)
+    with tempfile.TemporaryDirectory(prefix="farflung-") as scratch, _listener(Path(scratch)) as events:
+        with folder.log.open("ab") as log:
+            job = subprocess.Popen(
+                _command(config, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(events.getsockname()),
+                start_new_session=True,
+            )
+        return _Watch(job, events, show, folder).run()
+
+
+class _Watch:
+    """Follows one torchrun job to its end."""
+
+    def __init__(self, job: subprocess.Popen[bytes], events: socket.socket, show: Sink, folder: RunFolder) -> None:
+        self._job, self._events, self._show, self._folder = job, events, show, folder
+        self._pids: dict[int, int] = {}
+        self._errors: list[Event] = []
+        self._summary: Event | None = None
+        self._interrupts = 0
+        self._end_by: float | None = None
+
+    def run(self) -> Mapping[str, Json]:
+        before = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self._job.poll() is None:
+                self._listen()
+                if self._end_by is not None and time.monotonic() > self._end_by:
+                    break
+            with contextlib.suppress(BlockingIOError):
+                self._events.setblocking(False)
+                while True:
+                    self._hear(self._events.recv(1 << 20))
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._outcome()
+
+    def _listen(self) -> None:
+        try:
+            self._hear(self._events.recv(1 << 20))
+        except TimeoutError:
+            pass
+
+    def _hear(self, datagram: bytes) -> None:
+        event: Event = json.loads(datagram)
+        kind, rank = event["event"], event["rank"]
+        if kind == "hello":
+            self._pids[int(str(rank))] = int(str(event["pid"]))
+        elif kind == "error":
+            self._errors.append(event)
+            self._end_by = self._end_by or time.monotonic() + GRACE_S
+        elif kind == "end" and rank == 0:
+            self._summary = event
+        self._show(event)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._interrupts += 1
+        self._end_by = time.monotonic() + (STOP_S if self._interrupts == 1 else 0.0)
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+
+    def _end(self) -> None:
+        """Ends what is left of the job: torchrun and the workers it started, by their own ids."""
+        if self._job.poll() is None:
+            for pid in (self._job.pid, *self._pids.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._job.wait()
+
+    def _outcome(self) -> Mapping[str, Json]:
+        if self._errors:
+            # A worker's own error explains more than what the others saw of it.
+            told = next((e for e in self._errors if e["own"]), self._errors[0])
+            kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
+            raise kind(str(told["message"]))
+        if self._summary is not None:
+            summary = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+            return {**summary, "interrupted": True} if self._interrupts else summary
+        if self._interrupts:
+            raise KeyboardInterrupt
+        raise RunLost(f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}")
+
+
+@contextlib.contextmanager
+def _listener(scratch: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
+        events.bind(str(scratch / "events"))
+        events.settimeout(LISTEN_S)
+        yield events
+
+
+def _command(config: RunConfig, folder: RunFolder) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    worker = ["-m", "farflung.cli.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
+    return [*torchrun, "--nproc-per-node", str(config.workers), *worker]
+
+
+def _environment(events: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", EVENTS: events}

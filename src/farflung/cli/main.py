@@ -1,0 +1,87 @@
+"""The command line: sub-commands as dataclasses, errors on one line, exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol, Union
+
+import tyro
+
+from farflung import __version__
+from farflung.cli.train import Train
+from farflung.errors import ConfigError, FarflungError
+
+__all__ = ["main"]
+
+
+
+class Command(Protocol):
+    """A sub-command: its fields are its options."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        ...
+
+
+@dataclass(frozen=True)
+class Version:
+    """Print the version."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        print(__version__)
+        return 0
+
+
+COMMANDS: dict[str, type[Command]] = {"train": Train, "version": Version}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs ``farflung`` with ``args``; returns the exit code."""
+    try:
+        return _parse(sys.argv[1:] if args is None else args).run()
+    except FarflungError as error:
+        sys.stdout.flush()
+        print(f"farflung: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("farflung: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parse(args: Sequence[str]) -> Command:
+    commands = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(  # type: ignore[no-any-return]
+                Union[commands],  # type: ignore[arg-type]
+                prog="farflung",
+                args=list(args) or ["--help"],
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise ConfigError(f"{_first_words(said.getvalue())}; see farflung --help") from None
+
+
+def _first_words(boxed: str) -> str:
+    """The first sentence inside the frame that tyro draws around an error."""
+    words: list[str] = []
+    for line in boxed.splitlines():
+        text = line.strip("│ ")
+        if line.startswith("╭"):
+            continue
+        if not text or set(text) <= {"─"}:
+            break
+        words.append(text)
+    return " ".join(words) or "these options cannot be read"

@@ -1,0 +1,180 @@
+"""One run on disk: its resolved configuration and the folder that holds all it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from farflung.config import Training
+from farflung.errors import CheckpointError, ConfigError
+from farflung.recipes import Recipe, recipe
+from farflung.replica import Checkpoints
+from farflung.telemetry import Event, read_events
+from farflung.types import Json, Workload
+from farflung.workloads import workload
+
+__all__ = ["RunConfig", "RunFolder"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything that decides a run, resolved: no value is left to a default.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+
+    workload: str
+    recipe: str
+    workers: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    optimizer: str
+    seed: int
+    codec: str
+    collective: str
+    schedule: str
+    data: str
+    evaluate_every: int
+    checkpoint_every: int
+    deadline: float
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        if not self.deadline > 0:
+            raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
+
+    @staticmethod
+    def fields() -> list[str]:
+        """The names of all settings."""
+        return [field.name for field in fields(RunConfig)]
+
+    @staticmethod
+    def resolve(stored: Mapping[str, Json], given: Mapping[str, Json]) -> RunConfig:
+        """What is given, else what is stored, else the recipe's and the workload's own settings."""
+        said = {**stored, **given}
+        preset = recipe(str(said.get("recipe", "synchronous")))
+        if "recipe" in given:
+            said = {**said, **{name: given.get(name) for name in ("codec", "collective", "schedule")}}
+        defaults = workload(str(said.get("workload", "fashion-mnist/cnn"))).defaults
+        training = Training.resolve(defaults, {k: v for k, v in said.items() if k in Training.__dataclass_fields__})
+        parts = preset.but(**{name: said.get(name) for name in ("codec", "collective", "schedule")})  # type: ignore[arg-type]
+        return RunConfig(
+            workload=str(said.get("workload", "fashion-mnist/cnn")),
+            recipe=preset.name,
+            workers=int(said.get("workers", 2)),  # type: ignore[arg-type]
+            codec=parts.codec,
+            collective=parts.collective,
+            schedule=parts.schedule,
+            data=str(said.get("data", "auto")),
+            deadline=float(said.get("deadline", 60.0)),  # type: ignore[arg-type]
+            **{
+                **asdict(training),
+                "evaluate_every": said.get("evaluate_every", max(1, training.steps // 10)),
+                "checkpoint_every": said.get("checkpoint_every", max(1, training.steps // 5)),
+            },
+        )
+
+    def make_workload(self) -> Workload:
+        """The workload, with its data option where one was given."""
+        return workload(self.workload, **({} if self.data == "auto" else {"data": self.data}))
+
+    def make_training(self) -> Training:
+        """The settings of the training loop."""
+        return Training(**{name: getattr(self, name) for name in Training.__dataclass_fields__})
+
+    def make_recipe(self) -> Recipe:
+        """The preset with the members chosen here."""
+        return recipe(self.recipe).but(codec=self.codec, collective=self.collective, schedule=self.schedule)
+
+    def check(self) -> None:
+        """Finds out what cannot work before any process is started.
+
+        Raises:
+          BadInput: says what and what to do.
+        """
+        self.make_training()
+        self.make_recipe().parts(self.seed)
+        train, _ = self.make_workload().datasets()
+        if self.workers > len(train):
+            raise ConfigError(
+                f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
+                "use at most one replica per sample"
+            )
+
+    def to_json(self) -> dict[str, Json]:
+        """For the run's folder and for comparing ranks."""
+        return asdict(self)
+
+
+class RunFolder:
+    """What a run leaves behind: configuration, telemetry, checkpoints, picture, logs.
+
+    Args:
+      path: the folder.
+      resumed: whether it holds a run already that goes on here.
+
+    Raises:
+      ConfigError: the folder holds a run already and ``resumed`` is not set.
+    """
+
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        self.path, self.resumed = path, resumed
+        self.config = path / "config.json"
+        self.picture = path / "run.png"
+        self.summary = path / "summary.json"
+        self.log = path / "workers.log"
+
+    def create(self, config: RunConfig) -> None:
+        """Makes the folder and stores the configuration.
+
+        Raises:
+          ConfigError: another run is in it.
+        """
+        if self.config.exists() and not self.resumed:
+            raise ConfigError(f"{self.path} holds a run already: choose another --out, or continue it with --resume")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.config, config.to_json())
+
+    def stored_config(self) -> dict[str, Json]:
+        """The settings of the run in it.
+
+        Raises:
+          CheckpointError: there is none, or it is damaged.
+        """
+        try:
+            stored = json.loads(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path}: no run to resume there ({self.config.name} is missing)") from None
+        except ValueError:
+            raise CheckpointError(f"{self.config}: damaged; start the run anew") from None
+        if not isinstance(stored, dict) or not set(stored) <= set(RunConfig.fields()):
+            raise CheckpointError(f"{self.config}: not the configuration of a run") from None
+        return stored
+
+    def telemetry(self, rank: int) -> Path:
+        """The events of one rank."""
+        return self.path / "telemetry" / f"rank-{rank}.jsonl"
+
+    def events(self) -> dict[int, list[Event]]:
+        """All events, by rank."""
+        files = (self.path / "telemetry").glob("rank-*.jsonl")
+        return {int(file.stem.removeprefix("rank-")): list(read_events(file)) for file in sorted(files)}
+
+    def checkpoints(self, rank: int, size: int, *, leader: bool) -> Checkpoints:
+        """The run's checkpoints as one replica sees them."""
+        return Checkpoints(self.path / "checkpoints", rank, size, leader=leader)
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,289 @@
+"""One picture of a run: what it learned, how soon, and where the time went."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from farflung.errors import DataError
+from farflung.report.summary import PARTS_OF_TIME, score_words
+from farflung.telemetry import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+__all__ = ["run_picture"]
+
+# Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
+BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
+COLOURS = {"compute": BLUE, "exposed_communication": VERMILLION, "data_wait": YELLOW, "other": GREY}
+ON_DARK = {BLUE, VERMILLION}
+
+STYLE: dict[str, object] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "font.size": 10.5,
+    "grid.color": "#E4E4E4",
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+}
+DPI = 120
+RAW_AT_LEAST = 30  # with fewer losses than this there is nothing to smooth
+KINDS = {"begin", "step", "evaluation", "checkpoint", "end"}
+FEWEST_RANKS = 3  # room for so many bars is kept, so that a single one is not a wall
+NAMED_RANKS = 16  # with more, not every bar has its rank and its percentages beside it
+
+
+def run_picture(
+    events_by_rank: Mapping[int, Iterable[Event]], path: Path, *, title: str, simulated: bool
+) -> None:
+    """Draws a run as a PNG: training loss over steps, test accuracy over time, and each replica's time.
+
+    A run that was cut short is drawn as far as it came. In a run that was resumed, time goes on where it stopped and
+    steps that were done again count once in the curves, but their time counts as time.
+
+    Args:
+      events_by_rank: the events of each replica, in the order they were emitted.
+      path: the picture; its folder is made, and it appears whole or not at all.
+      title: stands above the picture.
+      simulated: marks the picture, and every axis of time in it, as simulated.
+
+    Raises:
+      DataError: there is nothing to draw, or an event is damaged.
+    """
+    replicas = {rank: _read(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    if not any(replica.losses or replica.scores for replica in replicas.values()):
+        raise DataError(f"no picture for {path}: the run's events hold no step and no evaluation")
+
+    import matplotlib.style
+
+    with matplotlib.style.context(["default", STYLE]):
+        _write(_draw(replicas, title, simulated), path, title, simulated)
+
+
+def _write(figure: Figure, path: Path, title: str, simulated: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    about = {"Title": title, "Description": "simulated run" if simulated else "run"}
+    try:
+        figure.savefig(partial, format="png", dpi=DPI, metadata=about)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# --- from events to figures -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What one replica's events amount to."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    """Mean loss over all replicas, by step."""
+    scores: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, seconds since the beginning, and metric of each evaluation."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
+    """By part, over all sessions."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """From one ``begin`` to the next: times are on one clock."""
+
+    before: float
+    """Seconds that earlier sessions took."""
+    begin: float = 0.0
+    last: float = 0.0
+    split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
+    ended: bool = False
+
+    def close(self, replica: _Replica) -> float:
+        """Adds this session's time to the replica's; the seconds that all sessions took so far."""
+        if not self.ended:  # evaluations and checkpoints lie between the steps
+            self.split["other"] = max(0.0, self.last - self.begin - sum(self.split.values()))
+        for name, value in self.split.items():
+            replica.seconds[name] += value
+        return self.before + self.last - self.begin
+
+
+def _read(rank: int, events: Iterable[Event]) -> _Replica:
+    replica, session = _Replica(), _Session(0.0)
+    for event in events:
+        kind = event.get("event")
+        if kind not in KINDS:
+            continue
+        t = _number(rank, event, "t")
+        if kind == "begin":
+            session = _Session(session.close(replica), begin=t)
+            step = int(_number(rank, event, "step"))
+            replica.losses = {at: loss for at, loss in replica.losses.items() if at < step}
+            replica.scores = [score for score in replica.scores if score[0] <= step]
+        elif kind == "step":
+            if event.get("mean_loss") is not None:
+                replica.losses[int(_number(rank, event, "step"))] = _number(rank, event, "mean_loss")
+            session.split["compute"] += _number(rank, event, "compute_s")
+            session.split["exposed_communication"] += _number(rank, event, "exposed_s")
+            session.split["data_wait"] += _number(rank, event, "data_s")
+        elif kind == "evaluation":
+            at = session.before + t - session.begin
+            replica.scores.append((int(_number(rank, event, "step")), at, _number(rank, event, "accuracy")))
+        elif kind == "end":
+            split = event.get("time_s")
+            if not isinstance(split, dict):
+                raise DataError(f"rank {rank}: an end event without time_s; the events are damaged")
+            session.split = {name: _number(rank, split, name) for name in PARTS_OF_TIME}
+            session.ended = True
+        session.last = max(session.last, t)
+    session.close(replica)
+    return replica
+
+
+def _number(rank: int, event: Event, name: str) -> float:
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        kind = event.get("event", "time split")
+        raise DataError(f"rank {rank}: a {kind} event without a number {name}; the events are damaged")
+    return value
+
+
+# --- from figures to a picture ----------------------------------------------------------------------------------
+
+
+def _draw(replicas: Mapping[int, _Replica], title: str, simulated: bool) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = min(8.0, max(4.6, 3.4 + 0.09 * len(replicas)))
+    figure = Figure(figsize=(15, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
+    head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
+    figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+    if simulated:
+        mark = right.annotate(
+            "SIMULATED: times are modelled", (1, 1), xycoords="figure fraction", xytext=(-15, -9),
+            textcoords="offset points", ha="right", va="top", fontsize=10, fontweight="bold", color="white",
+            bbox={"boxstyle": "round,pad=0.4", "facecolor": "#7A3E9D", "edgecolor": "none"},
+        )  # fmt: skip
+        mark.set_in_layout(False)  # the panels keep their width
+    # Losses and scores are equal on all replicas: those of the one that came farthest.
+    _draw_losses(left, max((replica.losses for replica in replicas.values()), key=len))
+    clock = "simulated time" if simulated else "time"
+    _draw_scores(middle, max((replica.scores for replica in replicas.values()), key=len), clock)
+    _draw_time(right, {rank: replica.seconds for rank, replica in replicas.items()}, clock)
+    return figure
+
+
+def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title="Training loss", xlabel="step", ylabel="mean loss over all replicas")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    finite = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
+    if not finite:
+        _say(axes, "no losses yet")
+        return
+    steps, values = (np.array(column) for column in zip(*finite, strict=True))
+    if len(values) < RAW_AT_LEAST:
+        axes.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=4)
+        return
+    half = max(2, len(values) // 50)
+    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.8, label="each step")
+    axes.plot(steps, _smooth(values, half), color=BLUE, linewidth=2, label=f"mean of {2 * half + 1} steps")
+    axes.legend(loc="upper right")
+
+
+def _smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
+    """The mean over ``half`` values on either side; fewer near the ends, and as many ahead as behind at the start."""
+    at = np.arange(len(values))
+    reach = np.minimum(at, half)
+    start, stop = at - reach, np.minimum(at + reach, len(values) - 1) + 1
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    means: NDArray[np.float64] = (sums[stop] - sums[start]) / (stop - start)
+    return means
+
+
+def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set(title="Test accuracy", xlabel=f"{clock} (s)", ylabel="accuracy on the test set (%)")
+    finite = [(t, score) for _, t, score in scores if math.isfinite(score)]
+    if not finite:
+        _say(axes, "not evaluated yet")
+        return
+    times, values = (np.array(column) for column in zip(*finite, strict=True))
+    axes.plot(times, values, color=VERMILLION, linewidth=2, marker="o", markersize=5)
+    axes.set_xlim(0, float(times.max()) * 1.08 or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    if values.min() >= 0 and values.max() <= 1:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+        if len(values) == 1:
+            axes.set_ylim(0, 1.08)
+        else:
+            spread = max(0.02, float(np.ptp(values)))
+            axes.set_ylim(max(0.0, values.min() - 0.08 * spread), values.max() + 0.14 * spread)
+    else:
+        axes.set(title="Test score", ylabel="score on the test set, higher is better")
+    axes.annotate(
+        score_words(values[-1])[1], (times[-1], values[-1]), xytext=(0, 9), textcoords="offset points",
+        ha="center", fontweight="bold", color=VERMILLION,
+    )  # fmt: skip
+
+
+def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title="Where each replica's time went", xlabel=f"{clock} (s)", ylabel="rank")
+    axes.grid(visible=False, axis="y")
+    ranks = np.arange(len(seconds))
+    longest = max(sum(split.values()) for split in seconds.values())
+    start = np.zeros(len(seconds))
+    for part, words in PARTS_OF_TIME.items():
+        width = np.array([split[part] for split in seconds.values()])
+        colour = COLOURS[part]
+        axes.barh(ranks, width, left=start, height=0.78, color=colour, label=words)
+        if len(seconds) <= NAMED_RANKS:
+            for y, (x, w, split) in enumerate(zip(start, width, seconds.values(), strict=True)):
+                if w > 0.09 * longest:
+                    share = f"{100 * w / sum(split.values()):.0f} %"
+                    ink = "white" if colour in ON_DARK else INK
+                    axes.text(x + w / 2, y, share, ha="center", va="center", color=ink, fontsize=9)
+        start = start + width
+    if len(seconds) <= NAMED_RANKS:
+        axes.set_yticks(ranks, [str(rank) for rank in seconds])
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(9, integer=True))
+    axes.set_xlim(0, longest * 1.02 or 1.0)
+    centre, half = (len(seconds) - 1) / 2, max(len(seconds), FEWEST_RANKS) / 2 + 0.1
+    axes.set_ylim(centre + half, centre - half)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.tick_params(axis="y", length=0)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.47, 0), borderaxespad=3.7, ncols=4, fontsize=9.5,
+        columnspacing=1.1, handlelength=1.0, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def _say(axes: Axes, words: str) -> None:
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#777777")

@@ -1,0 +1,78 @@
+"""How a run ended, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from farflung.errors import DataError
+from farflung.types import Json
+
+__all__ = ["PARTS_OF_TIME", "score_words", "summary_table"]
+
+PARTS_OF_TIME = {
+    "compute": "compute",
+    "exposed_communication": "exposed communication",
+    "data_wait": "data wait",
+    "other": "other",
+}
+"""The parts that a replica's time is split into, and what people call them."""
+
+
+def score_words(score: float) -> tuple[str, str]:
+    """What a metric is called and its value: an accuracy in percent where it can be one (0 to 1), else a score.
+
+    >>> score_words(0.8731), score_words(-2.5)
+    (('accuracy', '87.3 %'), ('score', '-2.5'))
+    """
+    return ("accuracy", f"{100 * score:.1f} %") if 0 <= score <= 1 else ("score", f"{score:.4g}")
+
+
+def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bool = False) -> Table:
+    """The end of a run as two columns: what, and how much.
+
+    Args:
+      summary: what :meth:`farflung.replica.Summary.to_json` gives, or an ``end`` event.
+      title: stands above the table.
+      simulated: says so beside every time.
+
+    Raises:
+      DataError: a figure is absent; names it.
+    """
+    clock = ", simulated" if simulated else ""
+    name, score = score_words(_number(summary, "final_accuracy"))
+    steps = f"{_number(summary, 'steps'):,.0f}"
+    table = Table(title=Text(title) if title else None, title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("how much", justify="right", no_wrap=True)
+    table.add_row(f"test {name}", score, style="bold")
+    table.add_row("test loss", f"{_number(summary, 'final_loss'):.4g}")
+    table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
+    table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
+    table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))
+    table.add_row(f"duration{clock}", _duration(_number(summary, "duration_s")), end_section=True)
+    split = summary.get("time_s")
+    if not isinstance(split, dict):
+        raise DataError("the summary of the run has no time_s: it is damaged or of another kind")
+    seconds = {name: _number(split, name) for name in PARTS_OF_TIME}
+    total = sum(seconds.values())
+    for name, words in PARTS_OF_TIME.items():
+        share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
+        table.add_row(f"  {words}{clock}", f"{_duration(seconds[name])}  {share}")
+    return table
+
+
+def _duration(seconds: float) -> str:
+    """Seconds up to 100 of them, else hours, minutes and seconds."""
+    return f"{seconds:.3g} s" if seconds < 99.95 else str(timedelta(seconds=round(seconds)))
+
+
+def _number(values: Mapping[str, Json], name: str) -> float:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"the summary of the run has no number {name}: it is damaged or of another kind")
+    return value

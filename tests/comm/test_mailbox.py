@@ -1,0 +1,237 @@
+"""Messages meet waits by source and tag, whichever comes first, and every wait can be ended with a reason."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.comm import Mailbox
+from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost
+from farflung.tasks import Pending
+from farflung.types import Payload, TensorSpec
+from tests.helpers import number_in, numbered, tag
+
+
+def received(pending: Pending[Payload]) -> float | None:
+    return number_in(pending.result()) if pending.done else None
+
+
+# --- matching ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_first", [True, False])
+@pytest.mark.parametrize("src", [3, None])
+def test_a_message_meets_its_wait(wait_first: bool, src: int | None) -> None:
+    mailbox = Mailbox()
+    if not wait_first:
+        mailbox.deliver(3, tag(), numbered(1), 0.0)
+    pending = mailbox.recv(src, tag(), None, 0.0)
+    assert pending.done != wait_first
+    if wait_first:
+        mailbox.deliver(3, tag(), numbered(1), 0.0)
+    assert received(pending) == 1
+    assert mailbox.oldest() is None
+
+
+@pytest.mark.parametrize("other", [tag(2), tag(1, 1), tag(1, 0, 1)])
+@pytest.mark.parametrize("src", [0, None])
+def test_another_tag_is_another_message(src: int | None, other: object) -> None:
+    mailbox = Mailbox()
+    early = mailbox.recv(src, tag(), None, 0.0)
+    mailbox.deliver(0, other, numbered(9), 0.0)  # type: ignore[arg-type]
+    assert not early.done
+    late = mailbox.recv(src, other, None, 0.0)  # type: ignore[arg-type]
+    assert received(late) == 9
+
+
+def test_another_source_is_another_message() -> None:
+    mailbox = Mailbox()
+    early = mailbox.recv(1, tag(), None, 0.0)
+    mailbox.deliver(2, tag(), numbered(2), 0.0)
+    assert not early.done
+    assert received(mailbox.recv(2, tag(), None, 0.0)) == 2
+    mailbox.deliver(1, tag(), numbered(1), 0.0)
+    assert received(early) == 1
+
+
+def test_from_anybody_takes_the_first_to_arrive() -> None:
+    mailbox = Mailbox()
+    for src in (2, 1, 3):
+        mailbox.deliver(src, tag(), numbered(src), 0.0)
+    assert received(mailbox.recv(1, tag(), None, 0.0)) == 1
+    assert received(mailbox.recv(None, tag(), None, 0.0)) == 2
+    assert received(mailbox.recv(None, tag(), None, 0.0)) == 3
+    assert not mailbox.recv(None, tag(), None, 0.0).done
+
+
+def test_a_wait_for_one_goes_before_a_wait_for_anybody() -> None:
+    mailbox = Mailbox()
+    anybody, one = mailbox.recv(None, tag(), None, 0.0), mailbox.recv(1, tag(), None, 0.0)
+    mailbox.deliver(1, tag(), numbered(1), 0.0)
+    assert received(one) == 1
+    assert not anybody.done
+    mailbox.deliver(1, tag(), numbered(2), 0.0)
+    assert received(anybody) == 2
+
+
+def test_duplicates_are_kept_in_their_order() -> None:
+    mailbox = Mailbox()
+    for value in (1, 2, 3):
+        mailbox.deliver(0, tag(), numbered(value), 0.0)
+    assert [received(mailbox.recv(0, tag(), None, 0.0)) for _ in range(4)] == [1, 2, 3, None]
+
+
+def test_two_waits_for_the_same_message_are_a_mistake() -> None:
+    mailbox = Mailbox()
+    mailbox.recv(0, tag(4, 5, 6), None, 0.0)
+    with pytest.raises(RuntimeError, match="two receives for exchange 4, part 5, hop 6 from 0"):
+        mailbox.recv(0, tag(4, 5, 6), None, 0.0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), max_size=60))
+def test_each_message_meets_one_wait_in_order_whatever_comes_first(events: list[tuple[bool, int, int]]) -> None:
+    mailbox = Mailbox()
+    sent: dict[tuple[int, int], list[float]] = defaultdict(list)
+    waits: dict[tuple[int, int], list[Pending[Payload]]] = defaultdict(list)
+    for number, (is_send, src, exchange) in enumerate(events):
+        key = (src, exchange)
+        if is_send:
+            sent[key].append(number)
+            mailbox.deliver(src, tag(exchange), numbered(number), 0.0)
+        elif all(pending.done for pending in waits[key]):
+            waits[key].append(mailbox.recv(src, tag(exchange), None, 0.0))
+    for key, pendings in waits.items():
+        got = [received(pending) for pending in pendings]
+        assert got == [*sent[key][: len(got)], *[None] * (len(got) - len(sent[key]))]
+
+
+@given(st.lists(st.sampled_from(["send 0", "send 1", "send 2", "wait"]), max_size=40))
+def test_waits_for_anybody_take_messages_in_order_of_arrival(events: list[str]) -> None:
+    mailbox = Mailbox()
+    sent: list[float] = []
+    waits: deque[Pending[Payload]] = deque()
+    for number, event in enumerate(events):
+        if event == "wait":
+            if not waits or waits[-1].done:
+                waits.append(mailbox.recv(None, tag(), None, 0.0))
+        else:
+            sent.append(number)
+            mailbox.deliver(int(event[-1]), tag(), numbered(number), 0.0)
+    got = [received(pending) for pending in waits]
+    assert got == [*sent[: len(got)], *[None] * (len(got) - len(sent))]
+
+
+# --- what is expected -------------------------------------------------------------------------------------------
+
+PAIR = Payload((torch.zeros(3), Payload((torch.zeros(2, 2, dtype=torch.float64),))))
+
+
+@pytest.mark.parametrize("wait_first", [True, False])
+@pytest.mark.parametrize(
+    "expect",
+    [
+        (TensorSpec((3,)), TensorSpec((2, 2), torch.float64)),
+        (TensorSpec((4,)), TensorSpec((2, 2), torch.float64)),
+        (TensorSpec((3,), torch.float16), TensorSpec((2, 2), torch.float64)),
+        (TensorSpec((3,)),),
+        (),
+    ],
+)
+def test_only_what_is_expected_is_handed_over(expect: tuple[TensorSpec, ...], wait_first: bool) -> None:
+    mailbox = Mailbox()
+    pending = mailbox.recv(5, tag(), expect, 0.0) if wait_first else None
+    mailbox.deliver(5, tag(7) if pending is None else tag(), PAIR, 0.0)
+    pending = pending or mailbox.recv(5, tag(7), expect, 0.0)
+    if expect == tuple(map(TensorSpec.of, PAIR.tensors())):
+        assert pending.result() is PAIR
+    else:
+        with pytest.raises(ProtocolError, match=r"rank 5 sent float32\[3\] \+ float64\[2, 2\] for exchange [17]"):
+            pending.result()
+
+
+def test_a_mismatch_names_the_sender_where_anybody_would_do_and_ends_that_wait_alone() -> None:
+    mailbox = Mailbox()
+    bad = mailbox.recv(None, tag(1), (TensorSpec((2,)),), 0.0)
+    good = mailbox.recv(None, tag(2), (TensorSpec((1,)),), 0.0)
+    mailbox.deliver(2, tag(1), numbered(0), 0.0)
+    mailbox.deliver(3, tag(2), numbered(8), 0.0)
+    with pytest.raises(ProtocolError, match=r"rank 2 sent float32\[1\] .* where float32\[2\] was due"):
+        bad.result()
+    assert received(good) == 8
+
+
+def test_nothing_is_described_as_such() -> None:
+    mailbox = Mailbox()
+    pending = mailbox.recv(0, tag(), (), 0.0)
+    mailbox.deliver(0, tag(), numbered(0), 0.0)
+    with pytest.raises(ProtocolError, match="where nothing was due"):
+        pending.result()
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_wait_expires_by_name() -> None:
+    mailbox = Mailbox()
+    assert mailbox.expire(1e9, 1.0) is None
+    mailbox.recv(4, tag(12, 3, 1), None, 10.0)
+    mailbox.recv(1, tag(12, 3, 2), None, 11.0)
+    assert mailbox.expire(12.4, 2.5) is None
+    error = mailbox.expire(12.5, 2.5)
+    assert isinstance(error, DeadlinePassed)
+    assert (error.rank, error.waited_s) == (4, 2.5)
+    assert str(error) == "lost rank 4: waited 2.5 s for exchange 12, part 3, hop 1"
+
+
+def test_a_wait_that_was_met_does_not_expire() -> None:
+    mailbox = Mailbox()
+    mailbox.recv(4, tag(1), None, 0.0)
+    mailbox.recv(None, tag(2), None, 5.0)
+    mailbox.deliver(4, tag(1), numbered(0), 6.0)
+    assert mailbox.longest_wait_s == 6.0
+    oldest = mailbox.oldest()
+    assert oldest is not None
+    assert oldest.since == 5.0
+    error = mailbox.expire(7.0, 2.0)
+    assert error is not None
+    assert str(error) == "lost any rank: waited 2.0 s for exchange 2, part 0, hop 0"
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_the_end_fails_every_wait_now_and_later() -> None:
+    mailbox = Mailbox()
+    waits = [mailbox.recv(src, tag(), None, 0.0) for src in (0, 1, None)]
+    first = RunLost("over")
+    mailbox.end(first)
+    mailbox.end(RunLost("over again"))
+    waits.append(mailbox.recv(0, tag(9), None, 0.0))
+    for pending in waits:
+        assert pending.error is first
+    assert mailbox.oldest() is None
+
+
+def test_what_arrived_before_the_end_can_still_be_received() -> None:
+    mailbox = Mailbox()
+    mailbox.deliver(0, tag(), numbered(3), 0.0)
+    mailbox.end(RunLost("over"))
+    assert received(mailbox.recv(0, tag(), None, 0.0)) == 3
+    assert isinstance(mailbox.recv(0, tag(), None, 0.0).error, RunLost)
+
+
+def test_one_sender_fails_alone() -> None:
+    mailbox = Mailbox()
+    lost = [mailbox.recv(1, tag(exchange), None, 0.0) for exchange in (1, 2)]
+    kept = [mailbox.recv(2, tag(1), None, 0.0), mailbox.recv(None, tag(2), None, 0.0)]
+    error = PeerLost(1, "it had left the run")
+    mailbox.fail_from(1, error)
+    assert [pending.error for pending in lost] == [error, error]
+    assert not any(pending.done for pending in kept)
+    mailbox.deliver(2, tag(1), numbered(1), 0.0)
+    mailbox.deliver(0, tag(2), numbered(2), 0.0)
+    assert [received(pending) for pending in kept] == [1, 2]

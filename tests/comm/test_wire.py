@@ -1,0 +1,214 @@
+"""Whatever is sent comes back bit for bit; whatever else arrives is refused, and takes no memory."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.comm import wire
+from farflung.comm.wire import INLINE, Kind, WireError, decode, encode
+from farflung.types import Payload, Tag
+from tests.helpers import raw, same_bits, same_payload
+
+ROOM = 1 << 24
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+HEADER = struct.calcsize("<2sBBIQII")
+TAG = Tag(exchange=2**63 + 5, part=2**32 - 1, hop=3)
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Any bits the dtype can have, NaNs among them."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    data = torch.randint(high, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return data.view(dtype).reshape(tuple(shape))
+
+
+def received(frames: Sequence[Any]) -> list[bytearray]:
+    """Frames as a socket would hand them out."""
+    return [bytearray(frame) for frame in frames]
+
+
+def round_trip(payload: Payload) -> Payload:
+    message = decode(received(encode(Kind.DATA, 7, TAG, payload)), max_nbytes=ROOM)
+    assert (message.kind, message.view, message.tag) == (Kind.DATA, 7, TAG)
+    return message.payload
+
+
+small = st.lists(st.integers(0, 5), max_size=4)
+large = st.sampled_from([[INLINE], [INLINE + 1], [INLINE // 8], [3, INLINE], [2, 0, INLINE]])
+tensors = st.builds(filled, small | large, st.sampled_from(DTYPES), st.integers(0, 2**32))
+trees = st.recursive(tensors, lambda parts: st.lists(parts, max_size=4).map(lambda p: Payload(tuple(p))), max_leaves=12)
+payloads = st.lists(trees, max_size=4).map(lambda parts: Payload(tuple(parts)))
+
+
+# --- what is sent comes back ------------------------------------------------------------------------------------
+
+
+@given(payloads)
+def test_payloads_come_back_bit_for_bit(payload: Payload) -> None:
+    back = round_trip(payload)
+    assert same_payload(back, payload)
+    assert back.nbytes == payload.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7), (INLINE // 2 + 1,), (1,) * 8], ids=str)
+def test_every_dtype_and_kind_of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = filled(shape, dtype)
+    assert same_payload(round_trip(Payload((tensor, tensor))), Payload((tensor, tensor)))
+
+
+def test_views_that_are_not_contiguous_and_need_a_gradient() -> None:
+    base = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    for view in (base.T, base[:, 1::2], base[1:2].expand(5, 4)):
+        (back,) = round_trip(Payload((view,))).tensors()
+        assert same_bits(back, view.detach())
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind(kind: Kind) -> None:
+    assert decode(received(encode(kind, 0, TAG, Payload(()))), max_nbytes=0).kind is kind
+
+
+def test_small_tensors_ride_in_the_header_and_large_ones_are_not_copied() -> None:
+    little, big = filled([INLINE], torch.uint8), filled([INLINE + 1], torch.uint8)
+    head, body = encode(Kind.DATA, 0, TAG, Payload((little, big)))
+    assert raw(little) in bytes(head)
+    big[0] += 1
+    assert bytes(body) == raw(big)
+    frames = received([head, body])
+    _, back = decode(frames, max_nbytes=ROOM).payload.tensors()
+    frames[1][1] ^= 0xFF
+    assert raw(back) == bytes(frames[1]) != raw(big)
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_a_frame_may_begin_at_any_address(offset: int) -> None:
+    tensor = filled([INLINE], torch.float64)
+    head, body = encode(Kind.DATA, 0, TAG, Payload((tensor,)))
+    shifted = memoryview(bytearray(offset) + bytearray(body))[offset:]
+    (back,) = decode([head, shifted], max_nbytes=ROOM).payload.tensors()
+    assert same_bits(back, tensor)
+
+
+# --- anything else is refused -----------------------------------------------------------------------------------
+
+
+def harmless(frames: Sequence[Any], room: int = ROOM) -> Payload | None:
+    """Decodes what may be nonsense: refused, or no larger than what arrived."""
+    try:
+        payload = decode(frames, max_nbytes=room).payload
+    except WireError:
+        return None
+    assert payload.nbytes <= min(room, sum(len(frame) for frame in frames))
+    for tensor in payload.tensors():
+        assert tensor.untyped_storage().nbytes() <= max(map(len, frames))
+    return payload
+
+
+@given(payloads, st.data())
+def test_every_truncation_is_refused(payload: Payload, data: st.DataObject) -> None:
+    frames = received(encode(Kind.DATA, 0, TAG, payload))
+    which = data.draw(st.integers(0, len(frames) - 1), label="frame")
+    keep = data.draw(st.integers(0, len(frames[which]) - 1), label="bytes kept")
+    cut = [*frames[:which], frames[which][:keep], *frames[which + 1 :]]
+    assert harmless(cut) is None
+    assert harmless(frames[:which]) is None
+    assert harmless([*frames, bytearray(1)]) is None
+    assert harmless([frames[0] + b"\0", *frames[1:]]) is None
+
+
+@given(payloads, st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_are_harmless(payload: Payload, flips: list[tuple[int, int]]) -> None:
+    frames = received(encode(Kind.DATA, 0, TAG, payload))
+    for where, mask in flips:
+        frames[0][where % len(frames[0])] ^= mask
+    harmless(frames)
+
+
+def test_each_single_flip_of_a_header() -> None:
+    payload = Payload((filled([3], torch.int16), Payload((filled([0, 2], torch.bool), filled([2000], torch.float32)))))
+    good = encode(Kind.DATA, 0, TAG, payload)
+    for where in range(len(good[0])):
+        for mask in (1, 0x80, 0xFF):
+            frames = received(good)
+            frames[0][where] ^= mask
+            harmless(frames)
+
+
+@given(st.lists(st.binary(max_size=80), max_size=3))
+def test_noise_is_harmless(frames: list[bytes]) -> None:
+    harmless(frames)
+
+
+def prefix(kind: int = 0, magic: bytes = wire.MAGIC, version: int = wire.VERSION) -> bytes:
+    return struct.pack("<2sBBIQII", magic, version, kind, 0, 0, 0, 0)
+
+
+@given(st.binary(max_size=60))
+@example(b"\xff\x01" * 200)
+def test_noise_after_a_good_header_is_harmless(noise: bytes) -> None:
+    harmless([prefix() + b"\xff" + noise])
+
+
+sizes = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+
+
+@given(st.integers(0, 12), st.lists(sizes, max_size=9))
+@example(0, [0, 2**63])
+@example(0, [2**40, 2**40, 0])
+@example(0, [2**62, 4])
+def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
+    head = prefix() + struct.pack(f"<4B{len(shape)}Q", 0xFF, 1, code, len(shape), *shape)
+    harmless([head + bytes(64)])
+    harmless([head, bytearray(8192)])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [prefix()],
+        [prefix(magic=b"XX") + b"\xff\0"],
+        [prefix(version=wire.VERSION + 1) + b"\xff\0"],
+        [prefix(kind=17) + b"\xff\0"],
+        [prefix() + b"\0\0"],
+        [prefix() + b"\xff\x01\x63\0"],
+        [prefix() + b"\xff\x01\0\x09" + bytes(72)],
+        [prefix() + b"\xff\x01" * 30 + b"\xff\0"],
+    ],
+    ids=["nothing", "empty", "no payload", "magic", "version", "kind", "bare tensor", "dtype", "dims", "nested too deep"],
+)
+def test_each_fault_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames, max_nbytes=ROOM)
+
+
+@pytest.mark.parametrize("numel", [100, INLINE])
+def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
+    tensor = filled([numel], torch.float32)
+    frames = received(encode(Kind.DATA, 0, TAG, Payload((tensor, Payload((tensor,))))))
+    assert decode(frames, max_nbytes=2 * tensor.nbytes).payload.nbytes == 2 * tensor.nbytes
+    with pytest.raises(WireError, match="larger than any"):
+        decode(frames, max_nbytes=2 * tensor.nbytes - 1)

@@ -1,0 +1,194 @@
+"""What several test files need: the codecs to try, bits to compare, and replicas of both worlds in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farflung.codecs import Identity, Truncate16
+from farflung.comm import LinkModel, ZmqCommunicator
+from farflung.runtime import VirtualWorld, WallRuntime
+from farflung.tasks import Pending
+from farflung.types import Codec, Payload, Runtime, Tag
+
+T = TypeVar("T")
+
+PATIENCE_S = 30.0
+"""How long a test on real sockets waits before it gives up; a test that passes never waits for it."""
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """One codec to try: adding a codec is adding a row.
+
+    Args:
+      codec: with the options to try it with.
+      error: the largest ``|C(g) - g| / |g|`` it may have, below 1; for an unbiased one the largest standard
+        deviation of it.
+    """
+
+    codec: Codec
+    error: float
+
+
+CODEC_ROWS: dict[str, CodecRow] = {
+    "identity": CodecRow(Identity(), error=0.0),
+    "truncate16": CodecRow(Truncate16(), error=2.0**-7),
+}
+"""Keys are names in CODECS, with a word in brackets where one name has several rows: ``topk (one percent)``."""
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The tensor's own bytes, whatever its dtype."""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, dtype and every bit, NaNs included."""
+    return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
+
+
+def same_payload(a: Payload, b: Payload) -> bool:
+    """Equal trees with equal bits."""
+    if len(a.parts) != len(b.parts):
+        return False
+    for one, other in zip(a.parts, b.parts, strict=True):
+        if isinstance(one, Payload) or isinstance(other, Payload):
+            if not (isinstance(one, Payload) and isinstance(other, Payload) and same_payload(one, other)):
+                return False
+        elif not same_bits(one, other):
+            return False
+    return True
+
+
+def same_tree(a: Any, b: Any) -> bool:
+    """Equal nested dicts of tensors and JSON values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_tree(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    return bool(type(a) is type(b) and a == b)
+
+
+def numbered(value: float) -> Payload:
+    """A payload that can be told from others."""
+    return Payload((torch.tensor([value]),))
+
+
+def number_in(payload: Payload) -> float:
+    """What :func:`numbered` put there."""
+    (tensor,) = payload.tensors()
+    return float(tensor)
+
+
+# --- drivers ----------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The least that drives tasks: a queue emptied by hand."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], None]] = deque()
+
+    def schedule(self, fn: Callable[[], None]) -> None:
+        self.queue.append(fn)
+
+    def run(self) -> None:
+        while self.queue:
+            self.queue.popleft()()
+
+
+def in_virtual_time(
+    size: int, body: Callable[[Runtime], Coroutine[Pending[Any], None, T]], link: LinkModel | None = None
+) -> tuple[list[T], float]:
+    """Runs ``body`` on every rank; the results, and the virtual seconds it took."""
+    world = VirtualWorld(size, link)
+    results = world.run([body(runtime) for runtime in world.runtimes])
+    return results, world.clock.now()
+
+
+def in_threads(*fns: Callable[[], T]) -> list[T | Exception]:
+    """Runs each function on a thread of its own, to the end; what it returned or raised."""
+    results: list[T | Exception] = [RuntimeError("it never ended")] * len(fns)
+
+    def call(index: int, fn: Callable[[], T]) -> None:
+        try:
+            results[index] = fn()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=item, daemon=True) for item in enumerate(fns)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+    return results
+
+
+def joined(size: int, store: dist.Store | None = None, **settings: Any) -> list[WallRuntime]:
+    """``size`` replicas of one process that have found each other; close them with :func:`parted`."""
+    meeting = store or dist.HashStore()
+    options: dict[str, Any] = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S, **settings}
+    found = in_threads(*(lambda rank=rank: WallRuntime(rank, size, meeting, **options) for rank in range(size)))
+    runtimes = [runtime for runtime in found if isinstance(runtime, WallRuntime)]
+    if len(runtimes) < size:
+        parted(runtimes)
+        raise next(error for error in found if isinstance(error, Exception))
+    return runtimes
+
+
+def parted(runtimes: Sequence[WallRuntime]) -> None:
+    """Closes runtimes side by side, as processes would."""
+    for result in in_threads(*(runtime.close for runtime in runtimes)):
+        if isinstance(result, Exception):
+            raise result
+
+
+class Cluster:
+    """Replicas on real sockets, kept from test to test: one group for each size, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[WallRuntime]] = {}
+        self._exchange = 0
+
+    def run(self, size: int, body: Callable[[Runtime, int], Coroutine[Pending[Any], None, T]]) -> list[T]:
+        """Runs ``body(runtime, exchange)`` on every rank's communication thread; their results in rank order."""
+        if any(runtime.comm.lost for runtime in self._groups.get(size, [])):
+            parted(self._groups.pop(size))
+        if size not in self._groups:
+            self._groups[size] = joined(size)
+        self._exchange += 1
+        pendings = [runtime.launch(body(runtime, self._exchange)) for runtime in self._groups[size]]
+        return [pending.wait() for pending in pendings]
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            parted(group)
+
+
+def turn(comms: Sequence[ZmqCommunicator], until: Callable[[], bool]) -> None:
+    """Lets communicators without a thread of their own work in turn until something has happened."""
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if until():
+            return
+        for comm in comms:
+            comm.poll(0.01 / len(comms))
+    raise AssertionError("it never happened")
+
+
+def tag(exchange: int = 1, part: int = 0, hop: int = 0) -> Tag:
+    """A tag."""
+    return Tag(exchange, part, hop)

@@ -1,0 +1,87 @@
+"""Long-lived worker processes for tests that need real replicas: started once, given one job after another."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE_S = 100
+
+
+class Pool:
+    """``size`` processes; a job runs as ``module.function(rank, size, store, **arguments)`` on the first few."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._jobs = 0
+        self._links: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._links.append(ours)
+            self._processes.append(process)
+
+    def run(self, size: int, function: str, **arguments: Any) -> list[Any]:
+        """The results of all ranks."""
+        self._jobs += 1
+        for rank, link in enumerate(self._links[:size]):
+            link.send((self._jobs, rank, size, function, arguments))
+        results, errors = [], []
+        for rank, link in enumerate(self._links[:size]):
+            assert link.poll(DEADLINE_S), f"rank {rank} gave no result of {function}"
+            good, result = link.recv()
+            (results if good else errors).append(result)
+        assert not errors, "\n".join(errors)
+        return results
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(link: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+    while True:
+        try:
+            job, rank, size, function, arguments = link.recv()
+        except EOFError:
+            return
+        try:
+            module, _, name = function.rpartition(".")
+            job_function = getattr(importlib.import_module(module), name)
+            result: tuple[bool, Any] = (
+                True,
+                job_function(rank, size, dist.PrefixStore(f"job-{job}", store), **arguments),
+            )
+        except Exception:
+            result = (False, f"rank {rank}:\n{traceback.format_exc()}")
+        link.send(result)
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names and bits."""
+    import hashlib
+
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(name.encode())
+        whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return whole.hexdigest()

@@ -1,0 +1,85 @@
+"""Settings are checked where they are made, and the message names the option."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from farflung.config import OPTIMIZERS, Training
+from farflung.errors import ConfigError
+
+GOOD: dict[str, Any] = {"steps": 10, "batch_size": 4, "learning_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("steps", 0),
+        ("steps", -1),
+        ("batch_size", 0),
+        ("evaluate_every", -1),
+        ("checkpoint_every", -1),
+        ("learning_rate", 0.0),
+        ("learning_rate", -0.1),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("momentum", math.nan),
+        ("weight_decay", -1e-9),
+        ("weight_decay", math.nan),
+        ("weight_decay", math.inf),
+        ("optimizer", "sdg"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, bad: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Training(**{**GOOD, name: bad})
+    assert f"--{name.replace('_', '-')} {bad}: must be" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [
+        ("steps", 1),
+        ("batch_size", 1),
+        ("evaluate_every", 0),
+        ("checkpoint_every", 0),
+        ("learning_rate", 1e-12),
+        ("momentum", 0.0),
+        ("momentum", 0.999),
+        ("weight_decay", 0.0),
+        *(("optimizer", name) for name in OPTIMIZERS),
+    ],
+)
+def test_the_ends_of_each_range_are_fine(name: str, fine: Any) -> None:
+    assert getattr(Training(**{**GOOD, name: fine}), name) == fine
+
+
+def test_what_is_given_comes_before_the_defaults() -> None:
+    defaults = {"steps": 300, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, "metric": "accuracy"}
+    given = {"steps": 5, "batch_size": None, "momentum": 0.0, "seed": 3}
+    training = Training.resolve(defaults, given)
+    assert training == Training(steps=5, batch_size=32, learning_rate=0.1, momentum=0.0, seed=3)
+
+
+def test_what_is_given_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="--steps 0"):
+        Training.resolve(GOOD, {"steps": 0})
+
+
+def test_json_holds_everything() -> None:
+    training = Training(**GOOD, momentum=0.5, optimizer="adam", seed=2**62)
+    told = json.loads(json.dumps(training.to_json()))
+    assert Training(**told) == training
+    assert set(told) == {field.name for field in dataclasses.fields(Training)}
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Training(**GOOD).steps = 3  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""A test whose part is absent skips, and fails where that part is required."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = """
+import pytest
+
+@pytest.mark.kafka
+def test_part():
+    raise AssertionError("it ran")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    here = Path(__file__).parent
+    (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
+    (tmp_path / "pyproject.toml").write_text((here.parent / "pyproject.toml").read_text())
+    (tmp_path / "test_probe.py").write_text(PROBE)
+    return tmp_path
+
+
+def run(project: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if k not in ("FARFLUNG_REQUIRE", "KAFKA_HOME", "JAVA_HOME")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_probe.py"],
+        cwd=project,
+        env=base | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_absent_part_skips_its_tests(project: Path) -> None:
+    result = run(project)
+    assert result.returncode == 0, result.stdout
+    assert "kafka: KAFKA_HOME is not set" in result.stdout
+    assert "1 skipped" in result.stdout
+
+
+def test_a_required_part_that_is_absent_fails_its_tests(project: Path) -> None:
+    result = run(project, FARFLUNG_REQUIRE="lab,kafka")
+    assert result.returncode == 1, result.stdout
+    assert "kafka is in FARFLUNG_REQUIRE, but: KAFKA_HOME is not set" in result.stdout
+
+
+def test_a_part_that_is_there_runs(project: Path) -> None:
+    for path in ("bin/kafka-server-start.sh", "bin/java"):
+        script = project / path
+        script.parent.mkdir(exist_ok=True)
+        script.write_text("#!/bin/sh\n")
+        script.chmod(0o755)
+    result = run(project, KAFKA_HOME=str(project), JAVA_HOME=str(project))
+    assert "it ran" in result.stdout
+
+
+def test_an_unknown_required_part_is_refused(project: Path) -> None:
+    result = run(project, FARFLUNG_REQUIRE="kafak")
+    assert result.returncode == 4
+    assert "kafak" in result.stderr

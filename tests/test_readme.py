@@ -1,0 +1,109 @@
+"""The README tells the truth: its commands and its Python run as they stand.
+
+A block stands alone and runs in an empty folder. ``<!-- not run: reason -->`` on the line before a block leaves it
+out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 100
+
+RUN = {"farflung", "python", "torchrun"}
+NOT_RUN = {("git", "clone"), ("pip", "install")}
+
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>sh|python)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, what it is in, and its text."""
+
+    line: int
+    language: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """One command a line; a backslash joins lines, a comment is none."""
+        lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+def blocks_of(text: str, language: str) -> list[Block]:
+    """The blocks in one language, those marked as not run left out."""
+    return [
+        Block(text.count("\n", 0, found.start("text")), found["language"], found["text"])
+        for found in BLOCK.finditer(text)
+        if found["language"] == language and not found["reason"]
+    ]
+
+
+def program(command: str) -> list[str]:
+    """The words of a command without the variables set before it and the comment after it."""
+    words = shlex.split(command, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        words.pop(0)
+    return words
+
+
+def run(command: list[str], cwd: Path) -> None:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+
+
+FENCE = re.compile(r"^\s*(?:```|~~~)\s*(?:sh|bash|shell|console|zsh|python|py|pycon)\b", re.MULTILINE)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHELL = blocks_of(README, "sh")
+PYTHON = blocks_of(README, "python")
+
+
+def where(block: Block) -> str:
+    return f"line {block.line}"
+
+
+def test_the_blocks_are_found() -> None:
+    assert len(BLOCK.findall(README)) == len(FENCE.findall(README)), (
+        "fences are ```sh or ```python, not indented"
+    )
+    assert ["make", "test"] in [program(command) for block in SHELL for command in block.commands()]
+
+
+@pytest.mark.timeout(LIMIT_S * 6)
+@pytest.mark.parametrize("block", SHELL, ids=where)
+def test_commands_run(block: Block, tmp_path: Path) -> None:
+    for command in block.commands():
+        words = program(command)
+        if words[0] == "make":
+            run(["make", "-n", *words[1:]], ROOT)
+        elif words[0] in RUN:
+            run(["bash", "-euc", command], tmp_path)
+        else:
+            known = tuple(words[:2]) in NOT_RUN or words[0] == "cd"
+            assert known, f"README line {block.line}: this test does not know what to do with: {command}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=where)
+def test_python_runs(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block.text, encoding="utf-8")
+    run([sys.executable, str(script)], tmp_path)

@@ -1,0 +1,265 @@
+"""The shape of the code base: the order of imports, what is public, what is banned, how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src"
+PACKAGE = SRC / "farflung"
+
+MAX_LINES = 400
+
+# A module imports from groups above its own in this list, or from its own package; never from a neighbour.
+ORDER: list[set[str]] = [
+    {"types", "errors", "tasks", "seeding", "config", "telemetry"},
+    {"network"},
+    {"codecs"},
+    {"comm"},
+    {"reducers", "schedules", "sampling", "data"},
+    {"workloads", "membership", "coded"},
+    {"replica"},
+    {"runtime"},
+    {"attach", "timing", "recipes"},
+    {"report"},
+    {"__init__"},  # farflung itself, which names what a user imports
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {unit: level for level, group in enumerate(ORDER) for unit in group}
+BOTTOM = ORDER[0]  # these may import each other, without cycles
+
+BANNED_MODULES = {"asyncio", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve", "_pickle"}
+OBJECT_COLLECTIVES = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+BANNED_NAMES = {"torch.load", "torch.save"} | {
+    f"{module}.{name}" for module in ("torch.distributed", "dist") for name in OBJECT_COLLECTIVES
+}
+
+
+# --- reading the source -----------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """``src/farflung/codecs/__init__.py`` is ``farflung.codecs``."""
+    parts = list(path.relative_to(SRC).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit_of(module: str) -> str:
+    """The package or top-level module that ``farflung.a.b.c`` belongs to: ``a``."""
+    return [*module.split("."), "__init__"][1]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported anywhere in a file, names of ``from`` imports included."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*start, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def units_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and unit of each import of farflung; ``__init__`` where it is a name of farflung itself."""
+    for line, name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "farflung":
+            unit = unit_of(name)
+            there = (PACKAGE / unit).is_dir() or (PACKAGE / f"{unit}.py").is_file()
+            yield line, unit if there else "__init__"
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, those inside ``if`` and ``try`` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            for part in ("body", "orelse", "finalbody"):
+                yield from top_level(getattr(node, part, []))
+            for handler in getattr(node, "handlers", []):
+                yield from top_level(handler.body)
+
+
+def assigned(node: ast.stmt) -> Iterator[str]:
+    """The names a statement assigns, type variables left out."""
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("TypeVar", "ParamSpec"):
+        return
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    for target in targets:
+        yield from (leaf.id for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+
+
+def public_names(path: Path) -> set[str]:
+    """What a module defines without an underscore; in an ``__init__``, what it re-exports from its package too."""
+    package = module_name(path)
+    names: set[str] = set()
+    for node in top_level(tree_of(path).body):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
+            if f"{node.module}.".startswith(f"{package}."):
+                names.update(alias.asname or alias.name for alias in node.names)
+        else:
+            names.update(assigned(node))
+    return {name for name in names if not name.startswith("_")}
+
+
+def exported(path: Path) -> set[str]:
+    """The public names of a module, and those that the ``__init__`` files take from it."""
+    names = public_names(path) if path in PUBLIC else set()
+    for package in PACKAGES:
+        for node in ast.walk(tree_of(package)):
+            if isinstance(node, ast.ImportFrom) and node.module == module_name(path):
+                names.update(alias.name for alias in node.names)
+    return names
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+PACKAGES = [path for path in FILES if path.name == "__init__.py"]
+PUBLIC = [  # farflung itself, its packages and its top-level modules
+    path
+    for path in FILES
+    if path.name != "__main__.py"
+    and (path.parent == PACKAGE or (path.name == "__init__.py" and path.parent.parent == PACKAGE))
+]
+every_file = pytest.mark.parametrize("path", FILES, ids=module_name)
+every_public = pytest.mark.parametrize("path", PUBLIC, ids=module_name)
+
+
+# --- the order of imports ---------------------------------------------------------------------------------------
+
+
+def test_the_source_is_found() -> None:
+    assert {"farflung.types", "farflung.tasks"} <= {module_name(path) for path in FILES}
+
+
+@every_file
+def test_imports_go_one_way(path: Path) -> None:
+    unit = unit_of(module_name(path))
+    assert unit in LEVEL, f"{unit} has no place in ORDER yet: give it one"
+    for line, other in units_imported(path):
+        assert other in LEVEL, f"{path}:{line} imports {other}, which has no place in ORDER"
+        fine = other == unit or LEVEL[other] < LEVEL[unit] or {unit, other} <= BOTTOM
+        assert fine, f"{path}:{line}: {unit} may not import {other}"
+
+
+def test_the_lowest_modules_import_each_other_without_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        unit = unit_of(module_name(path))
+        if unit in BOTTOM:
+            others = {other for _, other in units_imported(path)}
+            graph.setdefault(unit, set()).update((others & BOTTOM) - {unit})
+    assert graph
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+# --- what is public ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted({*PUBLIC, *PACKAGES}), ids=module_name)
+def test_all_names_what_is_public(path: Path) -> None:
+    module = importlib.import_module(module_name(path))
+    declared = list(getattr(module, "__all__", []))
+    assert len(declared) == len(set(declared)), f"{path}: __all__ names something twice"
+    assert set(declared) - {"__version__"} == public_names(path)
+    for name in declared:
+        assert hasattr(module, name), f"{path}: __all__ names {name}, which is not there"
+
+
+@every_file
+def test_what_is_public_has_a_docstring(path: Path) -> None:
+    body = list(top_level(tree_of(path).body))
+    bare = []
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                bare.append(node.name)
+        elif not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+            bare += exported(path) & set(assigned(node))  # a string on the line after it is its docstring
+    assert not bare, f"{path}: no docstring: {', '.join(bare)}"
+
+
+@every_public
+def test_the_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+
+
+REFERENCE = re.compile(r"^\.\. automodule:: (\S+)$", re.MULTILINE)
+
+
+@every_public
+def test_the_reference_has_every_public_name(path: Path) -> None:
+    name = module_name(path)
+    listed = REFERENCE.findall((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"))
+    assert listed.count(name) == 1, f"docs/reference.md needs one '.. automodule:: {name}'"
+
+
+def test_the_reference_has_nothing_else() -> None:
+    listed = REFERENCE.findall((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"))
+    assert set(listed) <= {module_name(path) for path in PUBLIC}
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert importlib.import_module("farflung").__version__ == project["version"]
+
+
+# --- what is banned ---------------------------------------------------------------------------------------------
+
+
+@every_file
+def test_nothing_is_pickled_and_no_event_loop_is_borrowed(path: Path) -> None:
+    found = [(line, name) for line, name in imports_of(path) if name.split(".")[0] in BANNED_MODULES]
+    found += [(line, name) for line, name in imports_of(path) if name in BANNED_NAMES]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name in BANNED_NAMES:
+                found.append((node.lineno, name))
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and ast.unparse(node.value) != "False"
+        ):
+            found.append((node.value.lineno, "allow_pickle"))
+    assert not found, ", ".join(f"{path}:{line}: {name}" for line, name in found)
+
+
+@pytest.mark.parametrize("folder", ["src", "tests"])
+def test_files_are_short_enough_to_read(folder: str) -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert lengths
+    assert {path: count for path, count in lengths.items() if count > MAX_LINES} == {}

@@ -1,0 +1,278 @@
+"""A result arrives once, errors travel to whoever awaits them, and a task never leaves its driver."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.tasks import Pending, Task, done, failed, first_of
+from tests.helpers import PATIENCE_S, Driver
+
+
+def run(coroutine: Coroutine[Pending[Any], None, Any]) -> Any:
+    driver = Driver()
+    task = Task(coroutine, driver.schedule)
+    driver.run()
+    return task.result()
+
+
+async def wait_for(pending: Pending[Any]) -> Any:
+    return await pending
+
+
+# --- pending results --------------------------------------------------------------------------------------------
+
+
+def test_a_value_arrives() -> None:
+    pending: Pending[int] = Pending()
+    assert not pending.done
+    with pytest.raises(RuntimeError, match="not there yet"):
+        pending.result()
+    pending.set(3)
+    assert pending.done
+    assert pending.error is None
+    assert pending.result() == 3
+    assert pending.wait() == 3
+
+
+def test_an_error_arrives() -> None:
+    pending: Pending[int] = Pending()
+    error = ValueError("no")
+    pending.fail(error)
+    assert pending.done
+    assert pending.error is error
+    for ask in (pending.result, pending.wait):
+        with pytest.raises(ValueError, match="no") as caught:
+            ask()
+        assert caught.value is error
+
+
+def test_the_first_completion_stands() -> None:
+    value: Pending[int] = Pending()
+    value.set(1)
+    value.set(2)
+    value.fail(ValueError())
+    assert value.result() == 1
+    error: Pending[int] = Pending()
+    error.fail(KeyError("first"))
+    error.fail(ValueError("second"))
+    error.set(1)
+    with pytest.raises(KeyError, match="first"):
+        error.result()
+
+
+def test_callbacks_come_once_in_order_and_at_once_when_it_is_late() -> None:
+    seen: list[str] = []
+    pending: Pending[None] = Pending()
+    pending.on_done(lambda _: seen.append("a"))
+    pending.on_done(lambda p: seen.append("b" if p.done else "too early"))
+    assert seen == []
+    pending.set(None)
+    pending.set(None)
+    assert seen == ["a", "b"]
+    pending.on_done(lambda _: seen.append("c"))
+    assert seen == ["a", "b", "c"]
+
+
+def test_one_is_there_from_the_start() -> None:
+    assert done("x").result() == "x"
+    with pytest.raises(OSError, match="gone"):
+        failed(OSError("gone")).result()
+
+
+def test_a_thread_waits_for_another() -> None:
+    pending: Pending[int] = Pending()
+    asked = threading.Event()
+
+    def set_it() -> None:
+        asked.wait(PATIENCE_S)
+        pending.set(5)
+
+    other = threading.Thread(target=set_it)
+    other.start()
+    asked.set()
+    assert pending.wait() == 5
+    other.join()
+
+
+def test_of_many_threads_one_completes_it() -> None:
+    pending: Pending[int] = Pending()
+    seen: list[int] = []
+    pending.on_done(lambda p: seen.append(p.result()))
+    start = threading.Barrier(8)
+
+    def set_it(value: int) -> None:
+        start.wait(PATIENCE_S)
+        pending.set(value)
+
+    threads = [threading.Thread(target=set_it, args=(value,)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [pending.result()]
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_before_the_driver_does() -> None:
+    driver, seen = Driver(), []
+
+    async def body() -> int:
+        seen.append("ran")
+        return 4
+
+    task = Task(body(), driver.schedule)
+    assert seen == []
+    assert not task.done
+    driver.run()
+    assert seen == ["ran"]
+    assert task.result() == 4
+
+
+def test_it_resumes_when_what_it_awaits_arrives() -> None:
+    driver = Driver()
+    arrives: Pending[int] = Pending()
+
+    async def body() -> int:
+        return 1 + await arrives
+
+    task = Task(body(), driver.schedule)
+    driver.run()
+    assert not task.done
+    arrives.set(6)
+    assert not task.done, "it resumed outside its driver"
+    driver.run()
+    assert task.result() == 7
+
+
+def test_an_error_is_raised_where_it_is_awaited_and_can_be_caught() -> None:
+    async def careful() -> str:
+        try:
+            await failed(KeyError("k"))
+        except KeyError as error:
+            return f"caught {error}"
+        return "nothing happened"
+
+    assert run(careful()) == "caught 'k'"
+    with pytest.raises(KeyError, match="k"):
+        run(wait_for(failed(KeyError("k"))))
+
+
+def test_tasks_await_each_other() -> None:
+    driver = Driver()
+    first: Pending[int] = Pending()
+    inner = Task(wait_for(first), driver.schedule)
+    one, two = Task(wait_for(inner), driver.schedule), Task(wait_for(inner), driver.schedule)
+    driver.run()
+    first.fail(ValueError("deep"))
+    driver.run()
+    for task in (one, two):
+        with pytest.raises(ValueError, match="deep"):
+            task.result()
+
+
+def test_what_is_there_already_costs_no_turn_and_no_stack() -> None:
+    async def body() -> int:
+        return sum([await done(1) for _ in range(20_000)])
+
+    driver = Driver()
+    task = Task(body(), driver.schedule)
+    assert len(driver.queue) == 1
+    driver.queue.popleft()()
+    assert task.result() == 20_000
+
+
+def test_a_task_ended_from_outside_unwinds() -> None:
+    driver, seen = Driver(), []
+    never: Pending[None] = Pending()
+
+    async def body() -> None:
+        try:
+            await never
+        finally:
+            seen.append("unwound")
+
+    task = Task(body(), driver.schedule)
+    driver.run()
+    task.fail(RuntimeError("ended"))
+    never.set(None)
+    driver.run()
+    assert seen == ["unwound"]
+    with pytest.raises(RuntimeError, match="ended"):
+        task.result()
+
+
+def test_a_task_stays_on_its_drivers_thread_whoever_completes() -> None:
+    turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    arrives: Pending[int] = Pending()
+    threads = []
+
+    async def body() -> int:
+        threads.append(threading.get_ident())
+        value = await arrives
+        threads.append(threading.get_ident())
+        return value
+
+    task = Task(body(), turns.put)
+    turns.get(timeout=PATIENCE_S)()
+    other = threading.Thread(target=arrives.set, args=(9,))
+    other.start()
+    turns.get(timeout=PATIENCE_S)()
+    other.join()
+    assert task.result() == 9
+    assert threads == [threading.get_ident()] * 2
+
+
+@given(order=st.permutations(range(6)), bad=st.sets(st.integers(0, 5)))
+def test_results_do_not_depend_on_the_order_of_arrival(order: list[int], bad: set[int]) -> None:
+    driver = Driver()
+    arrivals: list[Pending[int]] = [Pending() for _ in range(6)]
+
+    async def body() -> list[int]:
+        got = []
+        for pending in arrivals:
+            try:
+                got.append(await pending)
+            except ValueError:
+                got.append(-1)
+        return got
+
+    task = Task(body(), driver.schedule)
+    for index in order:
+        driver.run()
+        if index in bad:
+            arrivals[index].fail(ValueError())
+        else:
+            arrivals[index].set(index)
+    driver.run()
+    assert task.result() == [-1 if index in bad else index for index in range(6)]
+
+
+# --- the first of several ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_first_of_names_the_first(first: int) -> None:
+    pendings: list[Pending[int]] = [Pending() for _ in range(3)]
+    index = first_of(pendings)
+    assert not index.done
+    pendings[first].set(1)
+    for pending in pendings:
+        pending.set(2)
+    assert index.result() == first
+
+
+def test_first_of_takes_the_lowest_of_a_tie() -> None:
+    assert first_of([Pending(), done(1), done(2)]).result() == 1
+
+
+def test_an_error_is_a_completion_too() -> None:
+    assert first_of([Pending(), failed(ValueError())]).result() == 1

@@ -1,0 +1,107 @@
+"""Every workload keeps the contract of the protocol."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from farflung.errors import ConfigError, DataError, UnknownName
+from farflung.types import Batch, Workload
+from farflung.workloads import WORKLOADS, workload
+
+SMALL = {"fashion-mnist/cnn": {"data": "packaged"}, "fashion-mnist/mlp": {"data": "packaged"}}
+
+
+@pytest.fixture(params=sorted(WORKLOADS), scope="module")
+def task(request: pytest.FixtureRequest) -> Workload:
+    return workload(request.param, **SMALL.get(request.param, {}))
+
+
+@pytest.fixture(scope="module")
+def batches(task: Workload) -> tuple[Batch, Batch]:
+    try:
+        train, test = task.datasets()
+    except DataError as error:
+        pytest.skip(str(error))
+    for data in (train, test):
+        assert data.labels is None or (data.labels.dtype == torch.int64 and len(data.labels) == len(data))
+    return train.take(torch.tensor([0, 2, 1]), train=True), test.take(torch.tensor([1, 0]), train=False)
+
+
+def fresh(task: Workload, seed: int = 0) -> torch.nn.Module:
+    return task.model(torch.Generator().manual_seed(seed))
+
+
+def test_name_and_defaults(task: Workload) -> None:
+    assert task.name in WORKLOADS
+    assert set(task.defaults) == {"batch_size", "learning_rate", "momentum", "weight_decay", "steps"}
+    for key, value in task.defaults.items():
+        assert isinstance(value, int if key in ("batch_size", "steps") else float)
+
+
+def test_model_depends_on_the_generator_alone(task: Workload) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one = fresh(task).state_dict()
+    assert torch.equal(torch.get_rng_state(), before), "the global random state is left as it was"
+    torch.manual_seed(2)
+    two, other = fresh(task).state_dict(), fresh(task, 1).state_dict()
+    assert all(torch.equal(value, two[key]) for key, value in one.items())
+    assert any(not torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_one_generator_gives_unlike_models(task: Workload) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.cat([p.flatten() for p in task.model(generator).parameters()]) for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+def test_loss_and_metric_per_sample(task: Workload, batches: tuple[Batch, Batch]) -> None:
+    model = fresh(task)
+    for batch in batches:
+        loss, metric = task.loss(model, batch), task.metric(model, batch)
+        assert loss.shape == metric.shape == (len(batch),)
+        assert bool(loss.isfinite().all())
+        assert bool(metric.isfinite().all())
+        assert loss.requires_grad
+        assert loss.dtype == torch.float32
+
+
+def test_samples_do_not_mix_in_evaluation(task: Workload, batches: tuple[Batch, Batch]) -> None:
+    model = fresh(task).eval()
+    batch = batches[1]
+    with torch.no_grad():
+        together = task.loss(model, batch)
+        apart = [task.loss(model, Batch(batch.inputs[i : i + 1], batch.targets[i : i + 1])) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-4, atol=1e-5)
+
+
+def test_every_parameter_gets_a_gradient(task: Workload, batches: tuple[Batch, Batch]) -> None:
+    model = fresh(task)
+    task.loss(model, batches[0]).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+
+
+def test_training_repeats_from_a_seed(task: Workload, batches: tuple[Batch, Batch]) -> None:
+    def trained() -> torch.Tensor:
+        torch.manual_seed(7)
+        model = fresh(task)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            task.loss(model, batches[0]).mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(trained(), trained())
+
+
+def test_names_and_options() -> None:
+    with pytest.raises(UnknownName, match=r"unknown workload 'x'; known: .*fashion-mnist/cnn"):
+        workload("x")
+    with pytest.raises(ConfigError, match="fashion-mnist/cnn has no option 'size'; it has: data"):
+        workload("fashion-mnist/cnn", size=3)
+    with pytest.raises(ConfigError, match="auto, packaged, full"):
+        workload("fashion-mnist/cnn", data="some").datasets()

@@ -1,0 +1,102 @@
+"""What the pool's workers run, and its counterpart in virtual time."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from farflung.comm import LinkModel
+from farflung.config import Training
+from farflung.recipes import recipe
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld, WallRuntime
+from farflung.seeding import RandomState, derive, generator
+from farflung.telemetry import Telemetry
+from farflung.types import PoolView, Runtime
+from farflung.workloads import workload
+from tests.pool import digest
+
+WORKLOAD = "fashion-mnist/cnn"
+
+
+def replica(runtime: Runtime, parts: dict[str, str], steps: int, batch_size: int) -> Replica:
+    """One replica of a small run on the packaged data, with dropout and augmentation."""
+    work = workload(WORKLOAD, data="packaged")
+    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+    return Replica(
+        runtime,
+        work,
+        training,
+        recipe("synchronous").but(**parts).parts(training.seed),
+        Telemetry(runtime.comm.rank),
+    )
+
+
+async def steps(replica: Replica) -> dict[str, Any]:
+    """Trains without the evaluation at the end; what two worlds must agree on."""
+    for _ in range(replica.training.steps):
+        await replica.step()
+    return {
+        "parameters": digest(dict(replica.model.state_dict())),
+        "bytes": replica._exchanges.sent_nbytes,
+        "samples": replica._samples,
+    }
+
+
+def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, Any]:
+    """A real replica."""
+    runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
+    try:
+        return runtime.run(steps(replica(runtime, **arguments)))
+    finally:
+        runtime.close()
+
+
+def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
+    """All replicas in virtual time, on links slow enough that exchanges overlap backward."""
+    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4)
+    return world.run([steps(replica(runtime, **arguments)) for runtime in world.runtimes])
+
+
+def ddp(rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int) -> dict[str, torch.Tensor]:
+    """The same training by DistributedDataParallel."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        work = workload(WORKLOAD, data="packaged")
+        training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+        data, _ = work.datasets()
+        model = DistributedDataParallel(work.model(generator(3, "model")))
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=training.learning_rate,
+            momentum=training.momentum,
+            weight_decay=training.weight_decay,
+        )
+        sampler = recipe("synchronous").parts(3).sampler
+        with RandomState.scope():
+            RandomState(derive(3, "replica", rank)).install()
+            for step in range(steps):
+                draw = sampler.next(PoolView(step, rank, size, batch_size, len(data)))
+                batch = data.take(draw.ids, train=True)
+                model.train()
+                work.loss(model, batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return {name: value.clone() for name, value in model.module.state_dict().items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, torch.Tensor]:
+    """The parameters that a real replica ends with."""
+    runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
+    try:
+        trained = replica(runtime, **arguments)
+        runtime.run(steps(trained))
+        return {name: value.clone() for name, value in trained.model.state_dict().items()}
+    finally:
+        runtime.close()

@@ -1,0 +1,94 @@
+"""Real processes and virtual time agree bit for bit, and both with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from farflung.codecs import CODECS
+from farflung.comm import COLLECTIVES
+from farflung.schedules import SCHEDULES
+from tests.pool import Pool
+from tests.worlds import jobs
+
+IDENTITY = {"codec": "identity", "collective": "direct", "schedule": "synchronous"}
+FAMILIES = {
+    "codec": sorted(CODECS),
+    # The backend's own collectives have no virtual counterpart and add in an order of their own.
+    "collective": sorted(set(COLLECTIVES) - {"native"}),
+    "schedule": sorted(SCHEDULES),
+}
+
+
+def _combinations() -> list[dict[str, str]]:
+    """Each member once beside identities, then whatever is needed to have every pair of members met."""
+    chosen = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
+    missing = {
+        frozenset(pair)
+        for one, other in itertools.combinations(FAMILIES, 2)
+        for pair in itertools.product(
+            ((one, member) for member in FAMILIES[one]), ((other, member) for member in FAMILIES[other])
+        )
+    }
+    unique = {tuple(sorted(c.items())): c for c in chosen}
+    candidates = [dict(zip(FAMILIES, members, strict=True)) for members in itertools.product(*FAMILIES.values())]
+
+    def meets(combination: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
+        return {frozenset(pair) for pair in itertools.combinations(combination.items(), 2)} & missing
+
+    for combination in unique.values():
+        missing -= meets(combination)
+    while missing:
+        best = max(candidates, key=lambda c: len(meets(c)))
+        unique[tuple(sorted(best.items()))] = best
+        missing -= meets(best)
+    return list(unique.values())
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("parts", _combinations(), ids=lambda parts: "-".join(parts.values()))
+def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> None:
+    run = {"parts": parts, "steps": 6, "batch_size": 8}
+    real = pool.run(size, "tests.worlds.jobs.wall", **run)
+    simulated = jobs.virtual(size, **run)
+    assert real == simulated
+    assert len({r["parameters"] for r in real}) == 1
+
+
+def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) -> None:
+    """The comparison above means something only if the random state has a part in it."""
+    one = jobs.virtual(1, parts=IDENTITY, steps=2, batch_size=8)
+    train = jobs.workload(jobs.WORKLOAD, data="packaged").datasets()[0]
+    ids = torch.arange(8)
+    torch.manual_seed(0)
+    first = train.take(ids, train=True).inputs
+    assert not torch.equal(first, train.take(ids, train=True).inputs)
+    assert one[0]["bytes"] == 0
+
+
+def test_equals_ddp_bit_for_bit_at_two_ranks(pool: Pool) -> None:
+    theirs = pool.run(2, "tests.worlds.jobs.ddp", steps=50, batch_size=12)
+    ours = pool.run(2, "tests.worlds.jobs.farflung_parameters", parts=IDENTITY, steps=50, batch_size=12)
+    for name, value in theirs[0].items():
+        assert torch.equal(value, ours[0][name]), name
+        assert torch.equal(value, ours[1][name]), name
+
+
+@pytest.mark.parametrize("collective", ["direct", "ring", "native"])
+def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool, collective: str) -> None:
+    theirs = pool.run(4, "tests.worlds.jobs.ddp", steps=5, batch_size=8)[0]
+    parts = {**IDENTITY, "collective": collective}
+    ours = pool.run(4, "tests.worlds.jobs.farflung_parameters", parts=parts, steps=5, batch_size=8)[0]
+    for name, value in theirs.items():
+        distance = (value - ours[name]).norm() / value.norm().clamp_min(1e-12)
+        assert distance <= 1e-6, (name, float(distance))
