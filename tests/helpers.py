@@ -85,7 +85,7 @@ def same_tree(a: Any, b: Any) -> bool:
 
 def numbered(value: float) -> Payload:
     """A payload that can be told from others."""
-    return Payload((torch.tensor([value]),))
+    return Payload((torch.tensor([value], dtype=torch.float32),))
 
 
 def number_in(payload: Payload) -> float:
@@ -142,7 +142,9 @@ def joined(size: int, store: dist.Store | None = None, **settings: Any) -> list[
     """``size`` replicas of one process that have found each other; close them with :func:`parted`."""
     meeting = store or dist.HashStore()
     options: dict[str, Any] = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S, **settings}
-    found = in_threads(*(lambda rank=rank: WallRuntime(rank, size, meeting, **options) for rank in range(size)))
+    found = in_threads(
+        *(lambda rank=rank: WallRuntime(rank, size, meeting, **options) for rank in range(size))
+    )
     runtimes = [runtime for runtime in found if isinstance(runtime, WallRuntime)]
     if len(runtimes) < size:
         parted(runtimes)

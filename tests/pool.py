@@ -38,7 +38,8 @@ class Pool:
         self._jobs += 1
         for rank, link in enumerate(self._links[:size]):
             link.send((self._jobs, rank, size, function, arguments))
-        results, errors = [], []
+        results: list[Any] = []
+        errors: list[str] = []
         for rank, link in enumerate(self._links[:size]):
             assert link.poll(DEADLINE_S), f"rank {rank} gave no result of {function}"
             good, result = link.recv()
@@ -83,5 +84,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     whole = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         whole.update(name.encode())
-        whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        whole.update(
+            tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        )
     return whole.hexdigest()

@@ -66,7 +66,12 @@ def test_replicas_that_take_turns_draw_what_they_draw_alone(turns: str) -> None:
 def test_installing_it_again_changes_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     switches: list[Any] = []
     put = torch.set_rng_state
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: (switches.append(1), put(state)))
+    
+    def counted(state: torch.Tensor) -> None:
+        switches.append(1)
+        put(state)
+
+    monkeypatch.setattr(torch, "set_rng_state", counted)
     state = RandomState(5)
     drawn = []
     for _ in range(4):
@@ -175,7 +180,14 @@ def test_unlike_labels_give_unlike_seeds(one: Any, other: Any) -> None:
 
 
 def test_labels_do_not_run_together() -> None:
-    seeds = {derive(1, 1, 1), derive(1, 11), derive(11, 1), derive(111), derive(1, "1", "", "1"), derive(1, "11", "")}
+    seeds = {
+        derive(1, 1, 1),
+        derive(1, 11),
+        derive(11, 1),
+        derive(111),
+        derive(1, "1", "", "1"),
+        derive(1, "11", ""),
+    }
     assert len(seeds) == 6
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from farflung.cli import main
+from farflung.cli.main import main
 
 __all__: list[str] = []
 

@@ -12,6 +12,7 @@ from farflung.types import Json
 __all__ = ["OPTIMIZERS", "Training"]
 
 OPTIMIZERS = ("sgd", "adam")
+"""What ``--optimizer`` may say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,7 @@ class _Snapshot:
 
     @staticmethod
     def taken() -> _Snapshot:
-        return _Snapshot(
-            torch.get_rng_state(), dict(np.random.get_state(legacy=False)), random.getstate()
-        )
+        return _Snapshot(torch.get_rng_state(), dict(np.random.get_state(legacy=False)), random.getstate())
 
     def put_back(self) -> None:
         torch.set_rng_state(self.torch)

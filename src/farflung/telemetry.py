@@ -15,9 +15,11 @@ from farflung.types import Json
 __all__ = ["Event", "JsonLines", "Sink", "Telemetry", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
+"""One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
 Sink: TypeAlias = "Callable[[Event], None]"
+"""Where events go."""
 
-FLUSH_EVERY_S = 1.0
+_FLUSH_EVERY_S = 1.0
 
 
 class Telemetry:
@@ -48,7 +50,7 @@ class JsonLines:
 
     def __call__(self, event: Event) -> None:
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
-        if event["event"] != "step" or time.monotonic() - self._flushed > FLUSH_EVERY_S:
+        if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
             self._file.flush()
             self._flushed = time.monotonic()
 

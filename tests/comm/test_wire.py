@@ -57,7 +57,9 @@ def round_trip(payload: Payload) -> Payload:
 small = st.lists(st.integers(0, 5), max_size=4)
 large = st.sampled_from([[INLINE], [INLINE + 1], [INLINE // 8], [3, INLINE], [2, 0, INLINE]])
 tensors = st.builds(filled, small | large, st.sampled_from(DTYPES), st.integers(0, 2**32))
-trees = st.recursive(tensors, lambda parts: st.lists(parts, max_size=4).map(lambda p: Payload(tuple(p))), max_leaves=12)
+trees = st.recursive(
+    tensors, lambda parts: st.lists(parts, max_size=4).map(lambda p: Payload(tuple(p))), max_leaves=12
+)
 payloads = st.lists(trees, max_size=4).map(lambda parts: Payload(tuple(parts)))
 
 
@@ -147,7 +149,9 @@ def test_flipped_bytes_are_harmless(payload: Payload, flips: list[tuple[int, int
 
 
 def test_each_single_flip_of_a_header() -> None:
-    payload = Payload((filled([3], torch.int16), Payload((filled([0, 2], torch.bool), filled([2000], torch.float32)))))
+    payload = Payload(
+        (filled([3], torch.int16), Payload((filled([0, 2], torch.bool), filled([2000], torch.float32))))
+    )
     good = encode(Kind.DATA, 0, TAG, payload)
     for where in range(len(good[0])):
         for mask in (1, 0x80, 0xFF):
@@ -198,7 +202,18 @@ def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
         [prefix() + b"\xff\x01\0\x09" + bytes(72)],
         [prefix() + b"\xff\x01" * 30 + b"\xff\0"],
     ],
-    ids=["nothing", "empty", "no payload", "magic", "version", "kind", "bare tensor", "dtype", "dims", "nested too deep"],
+    ids=[
+        "nothing",
+        "empty",
+        "no payload",
+        "magic",
+        "version",
+        "kind",
+        "bare tensor",
+        "dtype",
+        "dims",
+        "nested too deep",
+    ],
 )
 def test_each_fault_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):

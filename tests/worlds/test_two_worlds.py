@@ -11,6 +11,7 @@ import torch
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
 from farflung.schedules import SCHEDULES
+from farflung.workloads import workload
 from tests.pool import Pool
 from tests.worlds import jobs
 
@@ -34,7 +35,9 @@ def _combinations() -> list[dict[str, str]]:
         )
     }
     unique = {tuple(sorted(c.items())): c for c in chosen}
-    candidates = [dict(zip(FAMILIES, members, strict=True)) for members in itertools.product(*FAMILIES.values())]
+    candidates = [
+        dict(zip(FAMILIES, members, strict=True)) for members in itertools.product(*FAMILIES.values())
+    ]
 
     def meets(combination: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
         return {frozenset(pair) for pair in itertools.combinations(combination.items(), 2)} & missing
@@ -68,7 +71,7 @@ def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> No
 def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) -> None:
     """The comparison above means something only if the random state has a part in it."""
     one = jobs.virtual(1, parts=IDENTITY, steps=2, batch_size=8)
-    train = jobs.workload(jobs.WORKLOAD, data="packaged").datasets()[0]
+    train = workload(jobs.WORKLOAD, data="packaged").datasets()[0]
     ids = torch.arange(8)
     torch.manual_seed(0)
     first = train.take(ids, train=True).inputs

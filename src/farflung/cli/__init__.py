@@ -1,5 +1,3 @@
-"""The ``farflung`` command."""
+"""The ``farflung`` command; it starts in :mod:`farflung.cli.main`."""
 
-from farflung.cli.main import main
-
-__all__ = ["main"]
+__all__: list[str] = []

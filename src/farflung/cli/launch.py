@@ -15,16 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from farflung.cli.run import RunConfig, RunFolder
-from farflung.cli.worker import EVENTS
+from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import BadInput, RunLost
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
 __all__ = ["launch"]
 
-LISTEN_S = 0.1
-GRACE_S = 0.3
+LISTEN_S = 0.05
+GRACE_S = 0.1
 """How long the workers may take to end by themselves once one has reported an error."""
 STOP_S = 30.0
 """How long a stop that was asked for may take."""
@@ -54,7 +53,9 @@ def launch(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Jso
 class _Watch:
     """Follows one torchrun job to its end."""
 
-    def __init__(self, job: subprocess.Popen[bytes], events: socket.socket, show: Sink, folder: RunFolder) -> None:
+    def __init__(
+        self, job: subprocess.Popen[bytes], events: socket.socket, show: Sink, folder: RunFolder
+    ) -> None:
         self._job, self._events, self._show, self._folder = job, events, show, folder
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
@@ -80,10 +81,8 @@ class _Watch:
         return self._outcome()
 
     def _listen(self) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             self._hear(self._events.recv(1 << 20))
-        except TimeoutError:
-            pass
 
     def _hear(self, datagram: bytes) -> None:
         event: Event = json.loads(datagram)
@@ -124,7 +123,9 @@ class _Watch:
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt
-        raise RunLost(f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}")
+        raise RunLost(
+            f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}"
+        )
 
 
 @contextlib.contextmanager

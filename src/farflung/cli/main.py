@@ -6,9 +6,9 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, Union
+from typing import Protocol
 
 import tyro
 
@@ -17,7 +17,6 @@ from farflung.cli.train import Train
 from farflung.errors import ConfigError, FarflungError
 
 __all__ = ["main"]
-
 
 
 class Command(Protocol):
@@ -38,7 +37,7 @@ class Version:
         return 0
 
 
-COMMANDS: dict[str, type[Command]] = {"train": Train, "version": Version}
+COMMANDS: dict[str, Callable[..., Command]] = {"train": Train, "version": Version}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -58,16 +57,17 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: Sequence[str]) -> Command:
-    commands = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(  # type: ignore[no-any-return]
-                Union[commands],  # type: ignore[arg-type]
+            command: Command = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS,
                 prog="farflung",
+                description="Train one PyTorch model on many devices that are far apart.",
                 args=list(args) or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes,),
             )
+            return command
     except SystemExit as end:
         if end.code in (0, None):
             raise

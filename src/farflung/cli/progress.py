@@ -34,7 +34,7 @@ class Progress:
     """A sink that shows how far a run has come: a bar in a terminal, else a line per evaluation and checkpoint.
 
     Times are those of whoever watches; samples per second are on the run's own clock, which a simulated run does not
-    share with the watcher. A terminal is written to from a thread of its own, so that a slow one holds up nothing, and
+    share with the watcher, and bytes sent are rank 0's. A terminal is written to from a thread of its own, so that a slow one holds up nothing, and
     no trouble with it reaches whoever emits the events. Printing the object itself gives the bar as it stands.
 
     Args:
@@ -60,6 +60,7 @@ class Progress:
         self._first = self._done = self._steps = 0
         self._begin_t = self._t = 0.0
         self._started_at: float | None = None
+        self._ended_at: float | None = None
         self._first_step_at = self._last_step_at = 0.0
         self._loss: float | None = None
         self._score: float | None = None
@@ -123,13 +124,15 @@ class Progress:
             self._tell(event, f"checkpoint {event['path']}")
         elif kind == "end":
             self._state = "stopped" if event.get("stopped") else "done"
+            self._ended_at = self._clock()
 
     def _step(self, event: Event) -> None:
         self._done = int(_number(event["step"])) + 1
         self._t = _number(event["t"])
         self._last_step_at = self._clock()
         if self._done == self._first + 1:
-            self._first_step_at = self._last_step_at
+            self._ended_at: float | None = None
+        self._first_step_at = self._last_step_at
         if event["mean_loss"] is not None:
             self._loss = _number(event["mean_loss"])
         self._sent = int(_number(event["bytes_sent"]))
@@ -160,22 +163,20 @@ class Progress:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The bar and, below it, the figures."""
-        width = min(options.max_width, WIDEST)
         head = Table.grid(Column(), Column(ratio=1), Column(), padding=(0, 1))
-        head.width = width
-        bar = ProgressBar(total=max(1, self._steps), completed=self._done)
+        head.width = min(options.max_width, WIDEST)
+        bar = ProgressBar(total=max(1, self._steps), completed=self._done, complete_style="cyan")
         head.add_row(Text(self._state, style="bold"), bar, Text(self._head(), no_wrap=True))
         yield head
-        figures = Text("  ".join(self._figures()), no_wrap=True, overflow="ellipsis", style="dim")
-        figures.truncate(width, overflow="ellipsis")
-        yield figures
+        yield Text("  ".join(self._figures()), no_wrap=True, overflow="ellipsis", style="dim")
 
     def _head(self) -> str:
         if self._started_at is None:
             return ""
+        now = self._clock() if self._ended_at is None else self._ended_at
+        words = [f"{self._done:,}/{self._steps:,}", _clock_text(now - self._started_at)]
         left = self._seconds_left()
-        words = [f"{self._done:,}/{self._steps:,}", _clock_text(self._clock() - self._started_at)]
-        if self._state not in {"done", "stopped"} and left is not None:
+        if self._ended_at is None and left is not None:
             words.append(f"{_clock_text(left)} left")
         return "  ".join(words)
 
@@ -190,7 +191,7 @@ class Progress:
         if clock or rate:
             figures.append(", ".join(filter(None, (clock, rate))))
         if self._sent:
-            figures.append(f"rank 0 sent {decimal(self._sent)}")
+            figures.append(f"sent {decimal(self._sent)}")
         if len(self._began) > 1:
             figures.append(f"{len(self._began)} replicas")
         if self._first:
@@ -199,7 +200,7 @@ class Progress:
 
 
 class _Live(Live):
-    """Keeps to itself that a terminal cannot be written to: nobody could be told."""
+    """Keeps to itself that a terminal cannot be written to, and tries again: there is nobody to tell."""
 
     def refresh(self) -> None:
         with suppress(Exception):

@@ -11,12 +11,16 @@ from pathlib import Path
 from farflung.config import Training
 from farflung.errors import CheckpointError, ConfigError
 from farflung.recipes import Recipe, recipe
-from farflung.replica import Checkpoints
+from farflung.replica import Checkpoints, check_model
+from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
 from farflung.types import Json, Workload
 from farflung.workloads import workload
 
-__all__ = ["RunConfig", "RunFolder"]
+__all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json"]
+
+EVENTS = "FARFLUNG_EVENTS"
+"""Names the datagram socket on which the starting command listens to its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,9 @@ class RunConfig:
         if "recipe" in given:
             said = {**said, **{name: given.get(name) for name in ("codec", "collective", "schedule")}}
         defaults = workload(str(said.get("workload", "fashion-mnist/cnn"))).defaults
-        training = Training.resolve(defaults, {k: v for k, v in said.items() if k in Training.__dataclass_fields__})
+        training = Training.resolve(
+            defaults, {k: v for k, v in said.items() if k in Training.__dataclass_fields__}
+        )
         parts = preset.but(**{name: said.get(name) for name in ("codec", "collective", "schedule")})  # type: ignore[arg-type]
         return RunConfig(
             workload=str(said.get("workload", "fashion-mnist/cnn")),
@@ -109,6 +115,22 @@ class RunConfig:
                 "use at most one replica per sample"
             )
 
+    def check_resumable(self, folder: RunFolder) -> None:
+        """Finds out whether the newest checkpoint of a run belongs to this configuration.
+
+        Raises:
+          BadInput: says what is wrong with it.
+        """
+        for rank in range(self.workers):
+            checkpoints = folder.checkpoints(rank, self.workers, leader=False)
+            step = checkpoints.newest()
+            shared, _ = checkpoints.load(step)
+            if rank == 0:
+                model = self.make_workload().model(generator(self.seed, "model"))
+                check_model(shared, model, f"{checkpoints.folder}, step {step}")
+            if step >= self.steps:
+                raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
+
     def to_json(self) -> dict[str, Json]:
         """For the run's folder and for comparing ranks."""
         return asdict(self)
@@ -139,7 +161,9 @@ class RunFolder:
           ConfigError: another run is in it.
         """
         if self.config.exists() and not self.resumed:
-            raise ConfigError(f"{self.path} holds a run already: choose another --out, or continue it with --resume")
+            raise ConfigError(
+                f"{self.path} holds a run already: choose another --out, or continue it with --resume"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config, config.to_json())
 
@@ -152,7 +176,9 @@ class RunFolder:
         try:
             stored = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path}: no run to resume there ({self.config.name} is missing)") from None
+            raise CheckpointError(
+                f"{self.path}: no run to resume there ({self.config.name} is missing)"
+            ) from None
         except ValueError:
             raise CheckpointError(f"{self.config}: damaged; start the run anew") from None
         if not isinstance(stored, dict) or not set(stored) <= set(RunConfig.fields()):

@@ -15,10 +15,10 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from farflung.cli.join import work
 from farflung.cli.launch import launch
 from farflung.cli.progress import Progress
 from farflung.cli.run import RunConfig, RunFolder
-from farflung.cli.worker import work
 from farflung.errors import ConfigError
 from farflung.report import run_picture, summary_table
 from farflung.types import Json
@@ -84,6 +84,8 @@ class Train:
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
             return self._join(config, folder)
         config.check()
+        if folder.resumed:
+            config.check_resumable(folder)
         with Progress(quiet=self.quiet or self.json) as progress:
             summary = launch(config, folder, progress)
         self._report(config, folder, summary)
@@ -91,9 +93,7 @@ class Train:
 
     def _config(self) -> RunConfig:
         given: dict[str, Json] = {
-            name: getattr(self, name)
-            for name in RunConfig.fields()
-            if getattr(self, name, None) is not None
+            name: getattr(self, name) for name in RunConfig.fields() if getattr(self, name, None) is not None
         }
         if self.resume is not None:
             return RunConfig.resolve(RunFolder(self.resume).stored_config(), given)
@@ -102,7 +102,9 @@ class Train:
     def _folder(self, config: RunConfig) -> RunFolder:
         if self.resume is not None:
             if self.out is not None and self.out != self.resume:
-                raise ConfigError("--out and --resume name different folders: a run resumes in its own folder")
+                raise ConfigError(
+                    "--out and --resume name different folders: a run resumes in its own folder"
+                )
             return RunFolder(self.resume, resumed=True)
         if self.out is not None:
             return RunFolder(self.out)

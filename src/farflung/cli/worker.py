@@ -1,34 +1,20 @@
-"""One worker process: joins the run that torchrun describes in the environment, and trains."""
+"""One worker process that ``farflung train`` has started through torchrun: reports to it and trains."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 import traceback
-from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from farflung.cli.join import work
+from farflung.cli.run import EVENTS, RunConfig, RunFolder
+from farflung.errors import FarflungError, RunLost
+from farflung.telemetry import Event, Sink
 
-from farflung.cli.run import RunConfig, RunFolder, write_json
-from farflung.errors import CheckpointError, FarflungError, RunLost
-from farflung.replica import Replica
-from farflung.runtime import WallRuntime
-from farflung.telemetry import Event, JsonLines, Sink, Telemetry
-from farflung.types import Json
-
-__all__ = ["EVENTS", "main", "work"]
-
-EVENTS = "FARFLUNG_EVENTS"
-"""Names the datagram socket on which the starting command listens for events."""
-JOIN_S = 60.0
+__all__ = ["main"]
 
 
 def main() -> int:
@@ -36,7 +22,6 @@ def main() -> int:
     folder = RunFolder(Path(sys.argv[1]), resumed=sys.argv[2:] == ["resume"])
     tell = _teller(os.environ[EVENTS])
     rank = int(os.environ["RANK"])
-    tell({"event": "hello", "rank": rank, "pid": os.getpid()})
     try:
         work(RunConfig(**folder.stored_config()), folder, tell)  # type: ignore[arg-type]
     except FarflungError as error:
@@ -49,64 +34,6 @@ def main() -> int:
         tell(_error_event(rank, error, what, 1))
         return 1
     return 0
-
-
-def work(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Json]:
-    """Trains as one replica; ``show`` gets its events. Returns the summary."""
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
-    asked = _stop_on_signals()
-    store: dist.Store | None = None
-    if size > 1:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))
-    recipe = config.make_recipe()
-    runtime = WallRuntime(
-        rank,
-        size,
-        store,
-        settings=config.to_json(),
-        deadline_s=config.deadline,
-        native=recipe.collective == "native",
-        join_s=JOIN_S,
-    )
-    try:
-        with JsonLines(folder.telemetry(rank)) as file:
-            replica = Replica(
-                runtime,
-                config.make_workload(),
-                config.make_training(),
-                recipe.parts(config.seed),
-                Telemetry(rank, file, show),
-                folder.checkpoints(rank, size, leader=leader),
-                asked.is_set,
-            )
-            if folder.resumed:
-                _resume(replica)
-            summary = runtime.run(replica.run()).to_json()
-    except BaseException as error:
-        runtime.close(error)
-        raise
-    runtime.close()
-    if rank == 0:
-        write_json(folder.summary, summary)
-    return summary
-
-
-def _resume(replica: Replica) -> None:
-    assert replica.checkpoints is not None
-    steps = replica.checkpoints.complete()
-    if not steps:
-        raise CheckpointError(f"{replica.checkpoints.folder}: no complete checkpoint to resume from")
-    replica.resume(steps[-1])
-
-
-def _stop_on_signals() -> threading.Event:
-    asked = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: asked.set())
-    return asked
 
 
 def _teller(address: str) -> Sink:

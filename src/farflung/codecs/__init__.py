@@ -12,3 +12,4 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "identity": Identity,
     "truncate16": Truncate16,
 }
+"""All of them by name."""

@@ -27,9 +27,7 @@ class Identity:
         del spec, seeds
         return CodecState()
 
-    def encode(
-        self, state: CodecState, grad: Tensor, *, step: int, count: int
-    ) -> tuple[Payload, CodecState]:
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """The tensor itself."""
         del step, count
         return Payload((grad,)), state

@@ -40,9 +40,7 @@ class Truncate16:
             raise Unsupported(f"codec truncate16 needs float32 gradients, not {spec.dtype}")
         return CodecState()
 
-    def encode(
-        self, state: CodecState, grad: Tensor, *, step: int, count: int
-    ) -> tuple[Payload, CodecState]:
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """An int16 tensor of as many elements."""
         del step, count
         words = grad.contiguous().view(torch.int32)

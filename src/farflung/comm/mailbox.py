@@ -104,4 +104,7 @@ def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
 
 
 def _describe(specs: tuple[TensorSpec, ...]) -> str:
-    return " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs) or "nothing"
+    return (
+        " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
+        or "nothing"
+    )

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from farflung.types import Payload, Tag
 
-__all__ = ["INLINE", "MAGIC", "VERSION", "Buffer", "Frame", "Kind", "Message", "WireError", "decode", "encode"]
+__all__ = [
+    "INLINE",
+    "MAGIC",
+    "VERSION",
+    "Buffer",
+    "Frame",
+    "Kind",
+    "Message",
+    "WireError",
+    "decode",
+    "encode",
+]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
@@ -75,7 +86,7 @@ class Message:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload) -> list[Frame]:

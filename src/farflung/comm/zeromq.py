@@ -34,6 +34,8 @@ ZERO_COPY_NBYTES = 1 << 16
 """Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
 LINGER_S = 5
 _CONTROL = Tag(0)
+_FEATURES: frozenset[Feature] = frozenset({"tags", "any_source"})
+_NATIVE: frozenset[Feature] = frozenset({"native"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class ZmqCommunicator:
         native: Callable[[Tensor], Pending[Tensor]] | None = None,
     ) -> None:
         self.rank, self.size, self.view = rank, size, view
-        self.features: frozenset[Feature] = frozenset({"tags", "any_source"} | ({"native"} if native else set()))
+        self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
         self.mailbox = Mailbox()
         self.refused = 0
         self.ready: Pending[None] = Pending()

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farflung.data import fashion_mnist
+from farflung.data import (
+    ag_news,
+    aid,
+    cifar,
+    covtype,
+    fashion_mnist,
+    newsgroups,
+    shakespeare,
+    speech_commands,
+    svhn,
+)
 from farflung.data.source import Location, Source, find
 from farflung.errors import DataError, UnknownName
 
 __all__ = ["CATALOG", "Entry", "entries", "source_named"]
 
-CATALOG: dict[str, Source] = {item.name: item for item in (fashion_mnist.SOURCE,)}
+CATALOG: dict[str, Source] = {
+    item.name: item
+    for item in (
+        ag_news.SOURCE,
+        aid.SOURCE,
+        cifar.CIFAR10.source,
+        cifar.CIFAR100.source,
+        covtype.SOURCE,
+        fashion_mnist.SOURCE,
+        newsgroups.SOURCE,
+        shakespeare.SOURCE,
+        *speech_commands.SOURCES.values(),
+        svhn.SOURCE,
+    )
+}
 """Every data set by name."""
 
 

@@ -42,7 +42,7 @@ class Recipe:
     def but(self, **given: str | None) -> Recipe:
         """The same with other members where one is given."""
         changes = {field: value for field, value in given.items() if value is not None}
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
 
     def parts(self, seed: int) -> Parts:
         """Fresh members for one replica.
@@ -87,3 +87,4 @@ RECIPES: dict[str, Recipe] = {
         Recipe("parameter_server", "synchronous SGD through one server", collective="parameter_server"),
     )
 }
+"""The presets, by name."""

@@ -35,7 +35,9 @@ class CodecReducer:
 
     def __post_init__(self) -> None:
         if not self.codec.stateless:
-            raise Unsupported(f"codec {self.codec!r} keeps state and cannot run inside collective {self.collective}")
+            raise Unsupported(
+                f"codec {self.codec!r} keeps state and cannot run inside collective {self.collective}"
+            )
         if self.collective == "native" and not isinstance(self.codec, Identity):
             raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
 
@@ -43,9 +45,7 @@ class CodecReducer:
         """The codec's."""
         return self.codec.init(spec, seeds)
 
-    async def reduce(
-        self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int
-    ) -> Reduced:
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """One all-reduce."""
         tensor = own.tensor if own.weight == 1.0 else own.tensor.mul_(own.weight)
         side = torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.rider))

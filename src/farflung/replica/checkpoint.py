@@ -6,6 +6,7 @@ one ``rank-<r>-of-<size>.safetensors`` for each. It counts once all of these are
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from farflung.errors import CheckpointError
 from farflung.types import Json, State
 
-__all__ = ["Checkpoints", "load_tree", "save_tree"]
+__all__ = ["Checkpoints", "check_model", "fingerprint", "load_tree", "save_tree"]
 
 _META = "farflung"
 
@@ -34,7 +35,11 @@ def save_tree(path: Path, tree: State) -> None:
     _flatten(tree, "", tensors, values)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, partial, {_META: json.dumps(values)})
+    save_file(
+        {name: t.detach().contiguous().clone() for name, t in tensors.items()},
+        partial,
+        {_META: json.dumps(values)},
+    )
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
@@ -53,7 +58,9 @@ def load_tree(path: Path) -> State:
             values = json.loads((file.metadata() or {})[_META])
             flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: cut short or damaged ({error}); remove it to use an older one") from None
+        raise CheckpointError(
+            f"{path}: cut short or damaged ({error}); remove it to use an older one"
+        ) from None
     tree: State = {}
     for name, leaf in {**flat, **values}.items():
         *folders, last = name.split("/")
@@ -62,6 +69,25 @@ def load_tree(path: Path) -> State:
             node = node.setdefault(_unescape(folder), {})
         node[_unescape(last)] = leaf
     return tree
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short hash of the names, shapes and dtypes in a model's state."""
+    layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()]
+    return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+
+
+def check_model(shared: State, model: nn.Module, where: str) -> None:
+    """Whether the shared tree of a checkpoint belongs to ``model``.
+
+    Raises:
+      CheckpointError: it is of another.
+    """
+    if shared.get("fingerprint") != fingerprint(model):
+        raise CheckpointError(
+            f"{where}: the checkpoint is of another model, trained as {shared.get('workload')}; "
+            "resume with the workload it was made with"
+        )
 
 
 class Checkpoints:
@@ -100,9 +126,25 @@ class Checkpoints:
             match = re.fullmatch(r"step-(\d+)", folder.name)
             ranks = {int(m[1]): int(m[2]) for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
             sizes = set(ranks.values())
-            if match and (folder / "shared.safetensors").exists() and len(sizes) == 1 and len(ranks) == sizes.pop():
+            if (
+                match
+                and (folder / "shared.safetensors").exists()
+                and len(sizes) == 1
+                and len(ranks) == sizes.pop()
+            ):
                 steps.append(int(match[1]))
         return steps
+
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        steps = self.complete()
+        if not steps:
+            raise CheckpointError(f"{self.folder}: no complete checkpoint to resume from")
+        return steps[-1]
 
     def load(self, step: int) -> tuple[State, State]:
         """The shared tree and this replica's own.
@@ -124,7 +166,9 @@ class Checkpoints:
 _RANK_FILE = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, Json]) -> None:
+def _flatten(
+    tree: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, Json]
+) -> None:
     for key, leaf in tree.items():
         name = prefix + _escape(str(key))
         if isinstance(leaf, Mapping) and leaf:

@@ -23,9 +23,7 @@ class Score:
     loss: float
 
 
-async def evaluate(
-    runtime: Runtime, workload: Workload, model: nn.Module, data: Dataset, step: int
-) -> Score:
+async def evaluate(runtime: Runtime, workload: Workload, model: nn.Module, data: Dataset, step: int) -> Score:
     """Each replica scores its share; the sums travel in one exchange and are equal everywhere.
 
     Running statistics (batch norm) are averaged over the replicas for the evaluation; each replica trains on with
@@ -36,7 +34,9 @@ async def evaluate(
     if own_buffers and comm.size > 1:
         flat = torch.cat([b.reshape(-1) for b in own_buffers.values()])
         mean = (await _sum(runtime, flat, torch.zeros(1, dtype=torch.float64), step, part=1))[0] / comm.size
-        _load_buffers(model, dict(zip(own_buffers, mean.split([b.numel() for b in own_buffers.values()]), strict=True)))
+        _load_buffers(
+            model, dict(zip(own_buffers, mean.split([b.numel() for b in own_buffers.values()]), strict=True))
+        )
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
     sums = await runtime.compute(Cost("evaluate", len(share)), lambda: _score(workload, model, data, share))
     _load_buffers(model, own_buffers)

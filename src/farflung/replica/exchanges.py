@@ -113,7 +113,9 @@ class Exchanges:
     def begin(self, step: int, vote: Vote) -> None:
         """Plans a step, before its backward pass."""
         self._step, self._vote = step, vote
-        self._planned = {_bucket_of(transfer).index: transfer for transfer in self._schedule.plan(self._state, step)}
+        self._planned = {
+            _bucket_of(transfer).index: transfer for transfer in self._schedule.plan(self._state, step)
+        }
         self._filled.clear()
         self._launchable = 0
 
@@ -181,7 +183,10 @@ class Exchanges:
         rider = self._vote.rider(self._runtime.comm.rank)
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self._step), bucket.index)
         exchange: Coroutine[Any, None, Reduced] = self._reducer.reduce(
-            channel, self._slots[bucket.index], Contribution(tensor, self._vote.weight, rider), step=self._step
+            channel,
+            self._slots[bucket.index],
+            Contribution(tensor, self._vote.weight, rider),
+            step=self._step,
         )
         self._in_flight.append(_InFlight(transfer, self._runtime.launch(exchange), channel))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.config import Training
-from farflung.errors import CheckpointError, ConfigError
+from farflung.errors import ConfigError
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints
+from farflung.replica.checkpoint import Checkpoints, check_model, fingerprint
 from farflung.replica.evaluation import Score, barrier, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
@@ -72,8 +71,9 @@ class Summary:
 
     steps: int
     samples: int
-    final_accuracy: float
-    final_loss: float
+    final_accuracy: float | None
+    """The last one measured; ``None`` where the run was stopped before any."""
+    final_loss: float | None
     bytes_sent: int
     duration_s: float
     time_s: TimeSplit
@@ -141,7 +141,9 @@ class Replica:
         self.optimizer = make_optimizer(self.training, self.model)
         self._random = RandomState(derive(seed, "replica", comm.rank))
         self._buckets = GradientBuckets(self.model.named_parameters())
-        self._exchanges = Exchanges(self.runtime, self._buckets, self.parts.reducer, self.parts.schedule, seed)
+        self._exchanges = Exchanges(
+            self.runtime, self._buckets, self.parts.reducer, self.parts.schedule, seed
+        )
 
     # --- the whole run ----------------------------------------------------------------------------------------
 
@@ -153,25 +155,28 @@ class Replica:
           RunLost: somebody was lost.
         """
         begin = self.runtime.now()
-        stopped = False
+        stopped, score = False, None
         self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps)
         while self.step_done < self.training.steps and not stopped:
             stopped = (await self.step()).stop
-            if not stopped:
-                if _is_due(self.step_done, self.training.evaluate_every):
-                    await self.evaluate()
-                if _is_due(self.step_done, self.training.checkpoint_every):
-                    await self.save()
-        await self.save()
-        score = await self.evaluate()
+            finished = self.step_done == self.training.steps
+            if finished or stopped or _is_due(self.step_done, self.training.checkpoint_every):
+                await self.save()
+            if finished or _is_due(self.step_done, self.training.evaluate_every):
+                score = await self.evaluate()
+        if score is None and not stopped:
+            score = await self.evaluate()
+        duration = self.runtime.now() - begin
+        split = self.time_s
+        split.other = duration - split.compute - split.exposed_communication - split.data_wait
         summary = Summary(
             steps=self.step_done,
             samples=self._samples,
-            final_accuracy=score.metric,
-            final_loss=score.loss,
+            final_accuracy=None if score is None else score.metric,
+            final_loss=None if score is None else score.loss,
             bytes_sent=self._exchanges.sent_nbytes,
-            duration_s=self.runtime.now() - begin,
-            time_s=self.time_s,
+            duration_s=duration,
+            time_s=split,
             stopped=stopped,
         )
         self.telemetry.emit("end", t=self.runtime.now(), **summary.to_json())
@@ -239,9 +244,7 @@ class Replica:
 
     async def evaluate(self) -> Score:
         """Loss and metric on the test set, each replica taking a share of it; equal on all."""
-        begin = self.runtime.now()
         score = await evaluate(self.runtime, self.workload, self.model, self._test, self.step_done)
-        self.time_s.other += self.runtime.now() - begin
         self.telemetry.emit(
             "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
         )
@@ -249,21 +252,15 @@ class Replica:
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def fingerprint(self) -> str:
-        """A short hash of names, shapes and dtypes of the model's state."""
-        layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()]
-        return hashlib.sha256(repr((self.workload.name, layout)).encode()).hexdigest()[:16]
-
     async def save(self) -> None:
         """A checkpoint of the whole replica; returns when every replica has written its part."""
         if self.checkpoints is None:
             return
-        begin = self.runtime.now()
         buffers = dict(self.model.named_buffers())
         parameters = {name: t for name, t in self.model.state_dict().items() if name not in buffers}
         shared: State = {
             "step": self.step_done,
-            "fingerprint": self.fingerprint(),
+            "fingerprint": fingerprint(self.model),
             "workload": self.workload.name,
             "training": self.training.to_json(),
             "model": parameters,
@@ -280,7 +277,6 @@ class Replica:
         folder = self.checkpoints.save(self.step_done, shared, own)
         await barrier(self.runtime, self.step_done, Purpose.CHECKPOINT)
         self.checkpoints.prune()
-        self.time_s.other += self.runtime.now() - begin
         self.telemetry.emit("checkpoint", t=self.runtime.now(), step=self.step_done, path=str(folder))
 
     def resume(self, step: int) -> None:
@@ -291,11 +287,7 @@ class Replica:
         """
         assert self.checkpoints is not None
         shared, own = self.checkpoints.load(step)
-        if shared.get("fingerprint") != self.fingerprint():
-            raise CheckpointError(
-                f"{self.checkpoints.folder}: the checkpoint of step {step} is of another model "
-                f"({shared.get('workload')}), not {self.workload.name}"
-            )
+        check_model(shared, self.model, f"{self.checkpoints.folder}, step {step}")
         self.model.load_state_dict({**shared["model"], **own["buffers"]})
         load_optimizer_state(self.optimizer, own["optimizer"])
         self._random.load_state_dict(own["random"])

@@ -25,10 +25,12 @@ __all__ = ["run_picture"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
+LIGHT_BLUE = "#BFDCEC"
 COLOURS = {"compute": BLUE, "exposed_communication": VERMILLION, "data_wait": YELLOW, "other": GREY}
 ON_DARK = {BLUE, VERMILLION}
 
 STYLE: dict[str, object] = {
+    "agg.path.chunksize": 10_000,  # long noisy lines are more than Agg takes at once
     "axes.axisbelow": True,
     "axes.edgecolor": "#888888",
     "axes.grid": True,
@@ -50,7 +52,7 @@ DPI = 120
 RAW_AT_LEAST = 30  # with fewer losses than this there is nothing to smooth
 KINDS = {"begin", "step", "evaluation", "checkpoint", "end"}
 FEWEST_RANKS = 3  # room for so many bars is kept, so that a single one is not a wall
-NAMED_RANKS = 16  # with more, not every bar has its rank and its percentages beside it
+NAMED_RANKS = 16  # with more, some bars go without their rank and all without percentages
 
 
 def run_picture(
@@ -150,7 +152,7 @@ def _read(rank: int, events: Iterable[Event]) -> _Replica:
         elif kind == "end":
             split = event.get("time_s")
             if not isinstance(split, dict):
-                raise DataError(f"rank {rank}: an end event without time_s; the events are damaged")
+                raise DataError(f"rank {rank}: no time_s in an event (end); the events are damaged")
             session.split = {name: _number(rank, split, name) for name in PARTS_OF_TIME}
             session.ended = True
         session.last = max(session.last, t)
@@ -162,7 +164,7 @@ def _number(rank: int, event: Event, name: str) -> float:
     value = event.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         kind = event.get("event", "time split")
-        raise DataError(f"rank {rank}: a {kind} event without a number {name}; the events are damaged")
+        raise DataError(f"rank {rank}: no number {name} in an event ({kind}); the events are damaged")
     return value
 
 
@@ -196,10 +198,11 @@ def _draw(replicas: Mapping[int, _Replica], title: str, simulated: bool) -> Figu
 
 
 def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set(title="Training loss", xlabel="step", ylabel="mean loss over all replicas")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     finite = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not finite:
         _say(axes, "no losses yet")
@@ -209,16 +212,16 @@ def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
         axes.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=4)
         return
     half = max(2, len(values) // 50)
-    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.8, label="each step")
-    axes.plot(steps, _smooth(values, half), color=BLUE, linewidth=2, label=f"mean of {2 * half + 1} steps")
+    axes.plot(steps, values, color=LIGHT_BLUE, linewidth=0.8, label="each step")
+    axes.plot(steps, _smooth(values, half), color=BLUE, linewidth=2, label=f"moving mean of {2 * half + 1:,}")
     axes.legend(loc="upper right")
 
 
 def _smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
-    """The mean over ``half`` values on either side; fewer near the ends, and as many ahead as behind at the start."""
+    """The mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
     at = np.arange(len(values))
-    reach = np.minimum(at, half)
-    start, stop = at - reach, np.minimum(at + reach, len(values) - 1) + 1
+    reach = np.clip(at, half // 10, half)
+    start, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
     sums = np.concatenate(([0.0], np.cumsum(values)))
     means: NDArray[np.float64] = (sums[stop] - sums[start]) / (stop - start)
     return means
@@ -236,6 +239,7 @@ def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str)
     axes.plot(times, values, color=VERMILLION, linewidth=2, marker="o", markersize=5)
     axes.set_xlim(0, float(times.max()) * 1.08 or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
     if values.min() >= 0 and values.max() <= 1:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
         if len(values) == 1:
@@ -252,7 +256,7 @@ def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str)
 
 
 def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: str) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set(title="Where each replica's time went", xlabel=f"{clock} (s)", ylabel="rank")
     axes.grid(visible=False, axis="y")
@@ -270,14 +274,13 @@ def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: st
                     ink = "white" if colour in ON_DARK else INK
                     axes.text(x + w / 2, y, share, ha="center", va="center", color=ink, fontsize=9)
         start = start + width
-    if len(seconds) <= NAMED_RANKS:
-        axes.set_yticks(ranks, [str(rank) for rank in seconds])
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(9, integer=True))
+    every = math.ceil(len(seconds) / NAMED_RANKS)
+    axes.set_yticks(ranks[::every], [str(rank) for rank in seconds][::every])
     axes.set_xlim(0, longest * 1.02 or 1.0)
     centre, half = (len(seconds) - 1) / 2, max(len(seconds), FEWEST_RANKS) / 2 + 0.1
     axes.set_ylim(centre + half, centre - half)
     axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
     axes.tick_params(axis="y", length=0)
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.47, 0), borderaxespad=3.7, ncols=4, fontsize=9.5,

@@ -44,13 +44,16 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
       DataError: a figure is absent; names it.
     """
     clock = ", simulated" if simulated else ""
-    name, score = score_words(_number(summary, "final_accuracy"))
     steps = f"{_number(summary, 'steps'):,.0f}"
     table = Table(title=Text(title) if title else None, title_justify="left", show_header=False)
     table.add_column("what", no_wrap=True)
     table.add_column("how much", justify="right", no_wrap=True)
-    table.add_row(f"test {name}", score, style="bold")
-    table.add_row("test loss", f"{_number(summary, 'final_loss'):.4g}")
+    if summary.get("stopped") and summary.get("final_accuracy") is None:
+        table.add_row("test accuracy", "stopped before any")
+    else:
+        name, score = score_words(_number(summary, "final_accuracy"))
+        table.add_row(f"test {name}", score, style="bold")
+        table.add_row("test loss", f"{_number(summary, 'final_loss'):.4g}")
     table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
     table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))

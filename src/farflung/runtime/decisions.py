@@ -13,6 +13,7 @@ from farflung.types import Communicator, Decision, Json, Payload, Tag
 
 __all__ = ["DecisionLog", "decide_by_rank_0"]
 
+
 class DecisionLog:
     """The decisions of a run, in order. With an equal log a run is a function of its seed."""
 

@@ -69,12 +69,16 @@ class CommunicationThread(threading.Thread):
         return task
 
     def stop(self) -> None:
-        """Lets the thread end once what was queued before has run."""
+        """Ends the thread once what was queued before has run; returns when it has ended."""
 
         def end() -> None:
             self._stopping = True
 
         self.soon(end)
+        self.join()
+        # Not before: `soon` may be about to ring while the thread is already past its last turn.
+        self._bell.close()
+        self._ear.close()
 
     def run(self) -> None:
         """The loop; an error in it fails everything that waits."""
@@ -88,10 +92,9 @@ class CommunicationThread(threading.Thread):
             for task in list(self._launched):
                 task.fail(lost)
         finally:
+            self._sleeping = False
             self.cpu_s = time.thread_time()
             self._comm.close()
-            self._bell.close()
-            self._ear.close()
 
     def _turn(self) -> None:
         while self._soon:
@@ -223,7 +226,6 @@ class WallRuntime:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()
-        self._thread.join()
         if self._group is not None:
             dist.destroy_process_group()
 
@@ -237,7 +239,9 @@ class WallRuntime:
             try:
                 store.wait([key], timedelta(seconds=left))
             except (dist.DistStoreError, RuntimeError) as error:
-                raise DeadlinePassed(rank, f"its address in the store ({type(error).__name__})", self.now()) from None
+                raise DeadlinePassed(
+                    rank, f"its address in the store ({type(error).__name__})", self.now()
+                ) from None
             peers.append(Peer.from_json(store.get(key)))
         return peers
 

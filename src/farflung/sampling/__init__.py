@@ -10,3 +10,4 @@ __all__ = ["SAMPLERS", "Uniform"]
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
     "uniform": Uniform,
 }
+"""All of them by name; each is made from its seed."""

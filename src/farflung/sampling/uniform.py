@@ -12,10 +12,10 @@ __all__ = ["Uniform"]
 
 
 class Uniform:
-    """Shuffled passes over the data with one global cursor.
+    r"""Shuffled passes over the data with one global cursor.
 
-    Position :math:`p` of the endless sequence of passes holds sample :math:`\\pi_{\\lfloor p/n \\rfloor}(p \\bmod n)`,
-    where :math:`\\pi_e` is a permutation drawn from the seed and the pass. At each step rank :math:`r` of :math:`R`
+    Position :math:`p` of the endless sequence of passes holds sample :math:`\pi_{\lfloor p/n \rfloor}(p \bmod n)`,
+    where :math:`\pi_e` is a permutation drawn from the seed and the pass. At each step rank :math:`r` of :math:`R`
     takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
     sample comes exactly once per pass, whatever the number of replicas and also where it changes.
 
@@ -41,6 +41,7 @@ class Uniform:
     def meanwhile(self, model: nn.Module, budget_s: float) -> Work | None:
         """Nothing to do."""
         del model, budget_s
+        return None
 
     def state_dict(self) -> State:
         """The cursor."""

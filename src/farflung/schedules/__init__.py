@@ -10,3 +10,4 @@ __all__ = ["SCHEDULES", "Synchronous"]
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "synchronous": Synchronous,
 }
+"""All of them by name."""

@@ -25,7 +25,7 @@ def cnn(data: Which = "auto") -> Workload:
         name="fashion-mnist/cnn",
         network=_cnn,
         load=partial(fashion_mnist.load, data),
-        defaults=settings(batch_size=32, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, steps=1500),
+        defaults=settings(batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=3000),
     )
 
 
@@ -38,25 +38,24 @@ def mlp(data: Which = "auto") -> Workload:
     return Classification(
         name="fashion-mnist/mlp",
         network=_mlp,
-        load=partial(fashion_mnist.load, data),
-        defaults=settings(batch_size=32, learning_rate=0.05, momentum=0.9, weight_decay=1e-4, steps=1500),
+        load=partial(fashion_mnist.load, data, augment=False),
+        defaults=settings(batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=3000),
     )
 
 
 def _cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5, padding=2),
-        nn.ReLU(),
+        nn.Conv2d(1, 16, 3, padding=1),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5, padding=2),
         nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
         nn.MaxPool2d(2),
+        nn.ReLU(),
         nn.Flatten(),
-        nn.Dropout(0.25),
-        nn.Linear(32 * 7 * 7, 128),
+        nn.Dropout(0.1),
+        nn.Linear(32 * 7 * 7, 64),
         nn.ReLU(),
-        nn.Dropout(0.25),
-        nn.Linear(128, 10),
+        nn.Linear(64, 10),
     )
 
 

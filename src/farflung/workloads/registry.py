@@ -7,14 +7,32 @@ from collections.abc import Callable
 
 from farflung.errors import ConfigError, UnknownName
 from farflung.types import Json, Workload
-from farflung.workloads import fashion_mnist, synthetic
+from farflung.workloads import (
+    aid,
+    cifar,
+    covtype,
+    fashion_mnist,
+    news,
+    shakespeare,
+    speech_commands,
+    synthetic,
+)
 
 __all__ = ["WORKLOADS", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "ag-news/lstm": news.ag_news_lstm,
+    "aid/mobilenet": aid.mobilenet,
+    "cifar10/resnet20": cifar.resnet20,
+    "cifar10/resnet8": cifar.resnet8,
+    "cifar10/vgg": cifar.vgg8,
+    "covtype/softmax": covtype.softmax,
     "fashion-mnist/cnn": fashion_mnist.cnn,
     "fashion-mnist/mlp": fashion_mnist.mlp,
+    "newsgroups/lstm": news.newsgroups_lstm,
+    "speech-commands/vgg": speech_commands.vgg,
     "synthetic/quadratic": synthetic.Quadratic,
+    "tinyshakespeare/lstm": shakespeare.LSTM,
 }
 """Each can be called without arguments; the arguments it takes are its options."""
 

@@ -104,7 +104,7 @@ class Quadratic:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """:math:`f_i(w)` of each sample."""
         offsets: Tensor = model(batch.inputs)
-        return 0.5 * torch.mv(offsets.square(), self.curvature().to(offsets))
+        return torch.mv(offsets.square(), self.curvature().to(offsets)).mul(0.5)
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
         """Minus the distance to the optimum, the same for every sample; at best 0."""

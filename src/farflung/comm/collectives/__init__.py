@@ -36,3 +36,4 @@ COLLECTIVES: dict[str, Collective] = {
     "multi_parameter_server": multi_parameter_server,
     "native": native,
 }
+"""All of them by name."""

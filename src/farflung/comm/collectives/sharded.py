@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
+from farflung.comm.collectives.segments import Wire, cut, sum_in_order
 from farflung.types import Channel, Codec, TensorSpec
 
 __all__ = ["direct", "multi_parameter_server", "parameter_server"]

@@ -1,0 +1,29 @@
+# Short names for the scripts; arguments go in ARGS: make test ARGS="tests/codecs -k qsgd"
+
+.PHONY: help setup demo test check bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv and install farflung in it; the others do this first
+	@scripts/setup
+
+demo: setup ## train a small model with four workers on this machine
+	@scripts/demo $(ARGS)
+
+test: setup ## run the tests
+	@scripts/test $(ARGS)
+
+check: setup ## format, lint and types (ARGS=--fix mends)
+	@scripts/check $(ARGS)
+
+bench: setup ## run a benchmark: make bench NAME=...; without NAME, list them
+	@scripts/bench $(NAME) $(ARGS)
+
+docs: setup ## build the documentation
+	@scripts/docs $(ARGS)
+
+clean: ## remove what builds and tools left behind; keeps .venv and runs
+	@rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,68 @@
+"""How Sphinx builds these pages: scripts/docs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util import logging
+
+project = "farflung"
+author = "The farflung authors"
+version = release = installed_version("farflung")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_type_aliases = {name: f"farflung.types.{name}" for name in ("Json", "SampleIds", "State")}
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"farflung {version}"
+
+REFERENCE = (Path(__file__).parent / "reference.md").read_text(encoding="utf-8")
+MODULES = re.findall(r"^\.\. automodule:: (\S+)$", REFERENCE, re.MULTILINE)
+
+
+def lend_docstrings(app: Sphinx) -> None:
+    """Gives a package the docstrings of the constants it re-exports; autodoc looks for them in it alone."""
+    for module in MODULES:
+        source = Path(importlib.import_module(module).__file__ or "")
+        package = ModuleAnalyzer.for_module(module)
+        package.analyze()
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{module}."):
+                origin = ModuleAnalyzer.for_module(node.module or "")
+                origin.analyze()
+                for alias in node.names:
+                    if ("", alias.name) in origin.attr_docs:
+                        package.attr_docs["", alias.asname or alias.name] = origin.attr_docs["", alias.name]
+
+
+def find_missing_names(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warns of public names that the reference page does not show, for want of a docstring."""
+    shown = env.domains.python_domain.objects
+    for module in MODULES:
+        for name in importlib.import_module(module).__all__:
+            if f"{module}.{name}" not in shown and not name.startswith("_"):
+                logging.getLogger(__name__).warning("%s.%s is not in the reference", module, name)
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", lend_docstrings)
+    app.connect("env-check-consistency", find_missing_names)

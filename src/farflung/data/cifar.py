@@ -1,0 +1,169 @@
+"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 colour images of 32 x 32, from the official binary archives.
+
+A record is one byte for the class (CIFAR-100: coarse, then fine) and 3,072 bytes of red, green and blue rows. Read
+from the archive itself or from its unpacked folder. The other official archives hold pickles and are not read.
+
+Reference: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from farflung.data.archive import read_members
+from farflung.data.datasets import TensorDataset
+from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
+from farflung.data.source import File, Location, Source, locate, verify
+from farflung.errors import DataError
+
+__all__ = ["CIFAR10", "CIFAR100", "Layout", "load", "read"]
+
+_HOME = "https://www.cs.toronto.edu/~kriz/"
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one of the two sets is laid out.
+
+    Args:
+      source: name, archive and folder.
+      train: training files and the records in each.
+      test: test files and the records in each.
+      label_bytes: bytes before the pixels; the last one is the class.
+      classes: how many.
+      normalize: mean and spread of the training pixels.
+      md5: published checksums of the unpacked files.
+    """
+
+    source: Source
+    train: dict[str, int]
+    test: dict[str, int]
+    label_bytes: int
+    classes: int
+    normalize: Normalize
+    md5: dict[str, str]
+
+
+def _source(name: str, title: str, archive: File, unpacked: list[str]) -> Source:
+    return Source(name, title, "no licence stated", _HOME + "cifar.html", (archive,), (tuple(unpacked),))
+
+
+_TEN = [f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6)]
+_TEN_TEST = "cifar-10-batches-bin/test_batch.bin"
+_HUNDRED, _HUNDRED_TEST = "cifar-100-binary/train.bin", "cifar-100-binary/test.bin"
+
+CIFAR10 = Layout(
+    source=_source(
+        "cifar-10",
+        "50,000 + 10,000 colour images 32x32, 10 classes",
+        File(
+            "cifar-10-binary.tar.gz",
+            170052171,
+            _HOME + "cifar-10-binary.tar.gz",
+            md5="c32a1d4ab5d03f1284b67883e8d87530",
+        ),
+        [*_TEN, _TEN_TEST],
+    ),
+    train=dict.fromkeys(_TEN, 10_000),
+    test={_TEN_TEST: 10_000},
+    label_bytes=1,
+    classes=10,
+    normalize=Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    md5={
+        _TEN[0]: "5dd7e06a14cb22eb9f671a540d1b7c25",
+        _TEN[1]: "5ea93a67294ea407fff1d09f752e9692",
+        _TEN[2]: "942cd6a4bcdd0dd3c604fbe906cb4421",
+        _TEN[3]: "ae636b3ba5c66a11e91e8cb52e771fcb",
+        _TEN[4]: "53f37980c15c3d472c316c40844f3f0d",
+        _TEN_TEST: "803d5f7f4d78ea53de84dbe85f74fb6d",
+    },
+)
+"""CIFAR-10."""
+
+CIFAR100 = Layout(
+    source=_source(
+        "cifar-100",
+        "50,000 + 10,000 colour images 32x32, 100 classes",
+        File(
+            "cifar-100-binary.tar.gz",
+            168513733,
+            _HOME + "cifar-100-binary.tar.gz",
+            md5="03b5dce01913d631647c71ecec9e9cb8",
+        ),
+        [_HUNDRED, _HUNDRED_TEST],
+    ),
+    train={_HUNDRED: 50_000},
+    test={_HUNDRED_TEST: 10_000},
+    label_bytes=2,
+    classes=100,
+    normalize=Normalize((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    md5={
+        _HUNDRED: "6172c7755cfe09b2fe270c85cebc1b15",
+        _HUNDRED_TEST: "4499cfba6c016c1be1438163640a0898",
+    },
+)
+"""CIFAR-100 with its 100 fine classes."""
+
+
+def load(layout: Layout) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set; training images are shifted by up to 4 pixels and mirrored at random.
+
+    Raises:
+      DataError: absent, truncated or altered files.
+    """
+    found = locate(layout.source)
+    if found.names != tuple(file.name for file in layout.source.files):
+        for name, md5 in layout.md5.items():
+            verify(found.path(name), File(name, md5=md5))
+    return read(found, layout)
+
+
+def read(found: Location, layout: Layout) -> tuple[TensorDataset, TensorDataset]:
+    """Reads what lies in ``found``: the archive, or the files it unpacks to.
+
+    Raises:
+      DataError: absent or truncated files, or classes that do not exist.
+    """
+    names = [*layout.train, *layout.test]
+    archive = layout.source.files[0].name
+    if found.names == (archive,):
+        path = found.path(archive)
+        contents = read_members(path, names)
+    else:
+        path = found.folder
+        contents = [found.path(name).read_bytes() for name in names]
+    split = len(layout.train)
+    return (
+        _dataset(path, layout, layout.train, contents[:split], train=True),
+        _dataset(path, layout, layout.test, contents[split:], train=False),
+    )
+
+
+def _dataset(
+    path: Path, layout: Layout, files: dict[str, int], contents: list[bytes], *, train: bool
+) -> TensorDataset:
+    size = layout.label_bytes + _PIXELS
+    for (name, count), content in zip(files.items(), contents, strict=True):
+        if len(content) != count * size:
+            raise DataError(
+                f"{path}: {name}: expected {count} records of {size} bytes ({count * size}), "
+                f"found {len(content)} bytes"
+            )
+    records = np.frombuffer(bytearray().join(contents), dtype=np.uint8).reshape(-1, size)
+    labels = torch.from_numpy(records[:, layout.label_bytes - 1].astype(np.int64))
+    if len(labels) and int(labels.max()) >= layout.classes:
+        raise DataError(f"{path}: expected classes 0 to {layout.classes - 1}, found {int(labels.max())}")
+    pixels = torch.from_numpy(np.ascontiguousarray(records[:, layout.label_bytes :])).reshape(-1, 3, 32, 32)
+    return TensorDataset(
+        pixels,
+        labels,
+        labels,
+        transform=layout.normalize,
+        augment=Chain(RandomShift(4), RandomFlip()) if train else None,
+        origin=f"{layout.source.name}, {path}",
+    )

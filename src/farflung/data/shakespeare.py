@@ -1,0 +1,77 @@
+"""Tiny Shakespeare: 1,115,394 characters of plays, 65 symbols; a sample is a window and the characters after it.
+
+The first nine tenths are for training. A split by order gives each replica its own plays.
+
+Reference: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from farflung.data.datasets import TensorDataset
+from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.text import as_index
+from farflung.errors import DataError
+
+__all__ = ["SOURCE", "SYMBOLS", "load", "read"]
+
+SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+SOURCE = Source(
+    name="tinyshakespeare",
+    title="1,115,394 characters of plays, 65 symbols",
+    licence="public domain",
+    homepage="https://github.com/karpathy/char-rnn",
+    files=(
+        File(
+            "input.txt",
+            1115394,
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+    ),
+)
+
+
+def load(*, length: int) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test windows of ``length`` characters that do not overlap.
+
+    Raises:
+      DataError: absent, truncated or altered file.
+    """
+    found = locate(SOURCE)
+    verify(found.path("input.txt"), SOURCE.files[0])
+    return read(found, length=length)
+
+
+def read(found: Location, *, length: int) -> tuple[TensorDataset, TensorDataset]:
+    """Reads ``input.txt`` in ``found``.
+
+    Raises:
+      DataError: a symbol that is not among :data:`SYMBOLS`, or less text than two windows.
+    """
+    path = found.path("input.txt")
+    content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    numbers = np.full(256, 255, dtype=np.uint8)
+    numbers[np.frombuffer(SYMBOLS.encode(), dtype=np.uint8)] = np.arange(len(SYMBOLS), dtype=np.uint8)
+    text = numbers[content]
+    if bool((text == 255).any()):
+        where = int((text == 255).argmax())
+        raise DataError(f"{path}: unexpected byte {content[where]} at {where}")
+    border = len(text) * 9 // 10
+    if min(border, len(text) - border) <= length:
+        raise DataError(f"{path}: {len(text)} characters are too few for windows of {length}")
+    sets = []
+    for part in (text[:border], text[border:]):
+        windows = torch.from_numpy(part.copy()).unfold(0, length + 1, length)
+        sets.append(
+            TensorDataset(
+                windows[:, :-1],
+                windows[:, 1:].to(torch.int64),
+                transform=as_index,
+                origin=f"tinyshakespeare, {found.folder}",
+            )
+        )
+    return sets[0], sets[1]

@@ -1,0 +1,202 @@
+"""Google Speech Commands: single words of one second as log-mel spectrograms (see :mod:`farflung.data.log_mel`).
+
+Three sets: the official archives of version 0.01 (30 words) and 0.02 (35 words), with the test set that their
+``testing_list.txt`` names, and ``speech-commands-9``, a speaker-disjoint selection of nine words of version 0.01 whose
+spectrograms come ready in one file. Those of an archive take minutes to compute; they are kept in the cache, as
+``log-mel.npz`` in the data set's folder.
+
+Reference: Warden, "Speech Commands", 2018, arXiv:1804.03209.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.data.archive import members
+from farflung.data.datasets import TensorDataset
+from farflung.data.images import Normalize, RandomShift
+from farflung.data.log_mel import BANDS, FRAMES, log_mel, read_wav
+from farflung.data.source import File, Source, cache_folder, locate, verify
+from farflung.errors import DataError
+
+__all__ = ["SOURCES", "WORDS", "Version", "load", "read_archive", "read_features"]
+
+Version: TypeAlias = Literal["nine", "v0.01", "v0.02"]
+
+_BASE = "http://download.tensorflow.org/data/"
+_LICENCE = "CC BY 4.0"
+_HOME = "https://arxiv.org/abs/1804.03209"
+_FEATURES = "log-mel.npz"
+_CHUNK = 512
+
+SOURCES: dict[Version, Source] = {
+    "nine": Source(
+        name="speech-commands-9",
+        title="4,500 + 500 spoken words, 9 words, log-mel 64x101",
+        licence=_LICENCE,
+        homepage=_HOME,
+        files=(File(_FEATURES),),
+        by_hand="it comes as one file, log-mel.npz; without it take all words of the official archive: "
+        'data="v0.02", fetched with: farflung data fetch speech-commands-v0.02',
+    ),
+    "v0.01": Source(
+        name="speech-commands-v0.01",
+        title="64,727 spoken words, 30 words, WAV 16 kHz",
+        licence=_LICENCE,
+        homepage=_HOME,
+        files=(
+            File(
+                "speech_commands_v0.01.tar.gz",
+                1489096277,
+                _BASE + "speech_commands_v0.01.tar.gz",
+                sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
+            ),
+        ),
+    ),
+    "v0.02": Source(
+        name="speech-commands-v0.02",
+        title="105,829 spoken words, 35 words, WAV 16 kHz",
+        licence=_LICENCE,
+        homepage=_HOME,
+        files=(
+            File(
+                "speech_commands_v0.02.tar.gz",
+                2428923189,
+                _BASE + "speech_commands_v0.02.tar.gz",
+                sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
+            ),
+        ),
+    ),
+}
+"""Each set by its version."""
+
+WORDS: dict[Version, int] = {"nine": 9, "v0.01": 30, "v0.02": 35}
+"""Number of words in each."""
+
+_CLIPS = {"v0.01": 64_727, "v0.02": 105_829}
+
+NORMALIZE = Normalize((0.395,), (0.182,))
+
+
+def load(version: Version = "nine") -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set; training spectrograms are shifted by up to 4 cells in time and pitch.
+
+    Raises:
+      DataError: absent, truncated or altered files.
+    """
+    source = SOURCES[version]
+    if version == "nine":
+        return read_features(locate(source).path(_FEATURES), source.name, words=9, test="dev")
+    computed = cache_folder() / source.name / _FEATURES
+    if not computed.is_file():
+        found = locate(source)
+        archive = found.path(source.files[0].name)
+        verify(archive, source.files[0])
+        read_archive(archive, computed, clips=_CLIPS[version], words=WORDS[version])
+    return read_features(computed, source.name, words=WORDS[version], test="test")
+
+
+def read_features(path: Path, name: str, *, words: int, test: str) -> tuple[TensorDataset, TensorDataset]:
+    """Reads spectrograms: ``train_x``, ``train_y``, the same of the ``test`` set, and ``words``.
+
+    Args:
+      path: the ``.npz`` file.
+      name: of the data set, for reports.
+      words: how many words there must be.
+      test: what the arrays of the test set begin with.
+
+    Raises:
+      DataError: truncated, or arrays of other shapes, types or words.
+    """
+    keys = ("train_x", "train_y", f"{test}_x", f"{test}_y", "words")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in keys}
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: not the expected arrays, or truncated ({error})") from None
+    if arrays["words"].shape != (words,):
+        raise DataError(f"{path}: expected {words} words, found {len(arrays['words'])}")
+    sets = []
+    for split in ("train", test):
+        x, y = arrays[f"{split}_x"], arrays[f"{split}_y"]
+        if x.dtype != np.uint8 or x.shape != (len(y), BANDS, FRAMES) or (len(y) and int(y.max()) >= words):
+            raise DataError(
+                f"{path}: expected {split}_x of uint8 (n, {BANDS}, {FRAMES}) and words 0 to {words - 1}, "
+                f"found {x.dtype} {x.shape} for {len(y)} words up to {int(y.max(initial=0))}"
+            )
+        labels = torch.from_numpy(y.astype(np.int64))
+        sets.append(
+            TensorDataset(
+                torch.from_numpy(x).unsqueeze(1),
+                labels,
+                labels,
+                transform=NORMALIZE,
+                augment=None if sets else RandomShift(4),
+                origin=f"{name}, {path.parent}",
+            )
+        )
+    return sets[0], sets[1]
+
+
+def read_archive(archive: Path, features: Path, *, clips: int, words: int) -> None:
+    """Computes the spectrograms of an official archive and writes them to ``features``, whole or not at all.
+
+    Args:
+      archive: a tar of ``<word>/<speaker>_nohash_<n>.wav`` and ``testing_list.txt``.
+      features: the ``.npz`` file to write.
+      clips: spoken words there must be.
+      words: different ones there must be.
+
+    Raises:
+      DataError: truncated, or other clips than there should be.
+    """
+    tested: set[str] = set()
+    names: list[str] = []
+    pictures: list[Tensor] = []
+    waiting: list[Tensor] = []
+    for name, content in _clips(archive):
+        if name == "testing_list.txt":
+            tested.update(content.decode().split())
+            continue
+        names.append(name)
+        waiting.append(read_wav(f"{archive}: {name}", content))
+        if len(waiting) == _CHUNK:
+            pictures.append(log_mel(torch.stack(waiting)))
+            waiting.clear()
+    if waiting:
+        pictures.append(log_mel(torch.stack(waiting)))
+    spoken = sorted({name.split("/")[0] for name in names})
+    if len(names) != clips or len(spoken) != words or not tested:
+        raise DataError(
+            f"{archive}: expected {clips} clips of {words} words and a list of those for testing, "
+            f"found {len(names)} of {len(spoken)} and {len(tested)} listed"
+        )
+    order = sorted(range(len(names)), key=names.__getitem__)
+    everything = torch.cat(pictures)
+    arrays = {}
+    for split in ("train", "test"):
+        ids = [i for i in order if (names[i] in tested) == (split == "test")]
+        arrays[f"{split}_x"] = everything[ids].numpy()
+        arrays[f"{split}_y"] = np.array([spoken.index(names[i].split("/")[0]) for i in ids], dtype=np.uint8)
+    features.parent.mkdir(parents=True, exist_ok=True)
+    part = features.with_name(features.name + ".part")
+    with part.open("wb") as out:
+        np.savez(out, words=np.array(spoken), **arrays)
+    part.replace(features)
+
+
+def _clips(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """The spoken words and the list; background noise is neither."""
+    return members(
+        archive,
+        lambda name: (
+            name == "testing_list.txt" or (name.endswith(".wav") and not name.startswith("_background"))
+        ),
+    )

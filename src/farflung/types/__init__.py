@@ -1,0 +1,78 @@
+"""The nouns and the protocols: what the parts of farflung say to each other.
+
+Every protocol has its identity member elsewhere in the package (identity codec, synchronous schedule, uniform
+sampler, in-memory stream, no sharing); together they equal plain data-parallel SGD. The protocols are structural:
+a new member inherits from nothing.
+"""
+
+from farflung.types.data import (
+    Arrivals,
+    Batch,
+    Dataset,
+    Draw,
+    PoolView,
+    Sampler,
+    Sharing,
+    Stream,
+    Work,
+    Workload,
+)
+from farflung.types.exchange import Codec, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot
+from farflung.types.schedule import (
+    Bucket,
+    Fragment,
+    Merge,
+    Outer,
+    Part,
+    Replace,
+    Schedule,
+    SharedStats,
+    Slice,
+    Swap,
+    Transfer,
+)
+from farflung.types.tensors import Json, Payload, SampleIds, State, TensorSpec
+from farflung.types.world import Channel, Communicator, Cost, Decision, Feature, Runtime, Tag
+
+__all__ = [
+    "Arrivals",
+    "Batch",
+    "Bucket",
+    "Channel",
+    "Codec",
+    "CodecState",
+    "Communicator",
+    "Contribution",
+    "Cost",
+    "Dataset",
+    "Decision",
+    "Draw",
+    "Feature",
+    "Fragment",
+    "Json",
+    "Merge",
+    "Outer",
+    "Part",
+    "Payload",
+    "PoolView",
+    "Reduced",
+    "Reducer",
+    "Replace",
+    "Runtime",
+    "SampleIds",
+    "Sampler",
+    "Schedule",
+    "Seeds",
+    "SharedStats",
+    "Sharing",
+    "Slice",
+    "State",
+    "StateSlot",
+    "Stream",
+    "Swap",
+    "Tag",
+    "TensorSpec",
+    "Transfer",
+    "Work",
+    "Workload",
+]

@@ -1,0 +1,130 @@
+"""Codecs and reducers: how a gradient travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from farflung.types.tensors import Payload, State, TensorSpec
+from farflung.types.world import Channel
+
+__all__ = ["Codec", "CodecState", "Contribution", "Reduced", "Reducer", "Seeds", "StateSlot"]
+
+
+class Seeds(NamedTuple):
+    """Where a part's randomness comes from: ``shared`` is equal on all replicas, ``own`` differs on each."""
+
+    shared: int
+    own: int
+
+
+@dataclass(frozen=True, slots=True)
+class CodecState:
+    """State passed in and out of a codec or reducer, never kept inside it.
+
+    ``shared`` is equal on all ranks: sent to a joiner, compared by hash. ``local`` stays with its owner
+    (residuals); a joiner starts with what ``init`` gives.
+    """
+
+    shared: State = field(default_factory=dict)
+    local: State = field(default_factory=dict)
+
+
+class Codec(Protocol):
+    """Gradient to payload and back. Hyperparameters are frozen; state is passed in and out.
+
+    ``count`` is how many replicas' tensors are summed in what is encoded or decoded: 1 for one's own gradient.
+    """
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expectation of ``decode(encode(g))`` is ``g``."""
+        ...
+
+    @property
+    def stateless(self) -> bool:
+        """Whether :meth:`init` gives an empty state that :meth:`encode` never fills: such a codec may
+        re-encode partial sums on every hop of a ring.
+        """
+        ...
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """State for one flat tensor."""
+        ...
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Leaves ``grad`` untouched."""
+        ...
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """A dense tensor of ``spec``."""
+        ...
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns from what was aggregated, equal on all replicas."""
+        ...
+
+    def linear(self, state: CodecState) -> bool:
+        """Whether payloads may be summed part by part before decoding; may depend on the state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one replica gives to one exchange.
+
+    Args:
+      tensor: flat; given away: the reducer may write in it, and return it as the mean.
+      weight: this replica's weight in the mean; 1 for a full batch.
+      rider: float64 vector summed over the replicas beside the tensor, in rank order: losses, votes, flags.
+    """
+
+    tensor: Tensor
+    weight: float
+    rider: Tensor
+
+
+@dataclass(slots=True)
+class StateSlot:
+    """Holds the state of one bucket's reducer between exchanges."""
+
+    state: CodecState
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What an exchange brings.
+
+    Args:
+      mean: the weighted mean; may share memory with what was contributed.
+      weight: the sum of the weights.
+      rider: the sum of the riders.
+      learn: what the state becomes when the result is merged; ``None`` where it stays.
+    """
+
+    mean: Tensor
+    weight: float
+    rider: Tensor
+    learn: Callable[[CodecState], CodecState] | None = None
+
+
+class Reducer(Protocol):
+    """One bucket's whole journey over the network, possibly several rounds; equal results on all ranks.
+
+    Exchanges of one bucket may overlap, so state changes at two moments that are alike on all ranks: up to the
+    first ``await`` (what encoding leaves behind, such as a residual), and when the result is merged
+    (:attr:`Reduced.learn`).
+    """
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """State for one flat tensor."""
+        ...
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """The weighted mean over all replicas of ``channel``."""
+        ...

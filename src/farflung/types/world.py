@@ -1,0 +1,168 @@
+"""The world: messages, clock, compute, decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from farflung.tasks import Pending
+from farflung.types.tensors import Json, Payload, TensorSpec
+
+__all__ = ["Channel", "Communicator", "Cost", "Decision", "Feature", "Runtime", "Tag"]
+
+T = TypeVar("T")
+
+
+class Tag(NamedTuple):
+    """Names a message inside one membership view; sends and receives match by source and tag, never by order."""
+
+    exchange: int
+    part: int = 0
+    hop: int = 0
+
+
+Feature: TypeAlias = Literal["any_source", "native", "tags"]
+"""What a communicator may offer; a part that needs an absent one is refused by name."""
+
+
+class Communicator(Protocol):
+    """Point-to-point messages and native collectives over one membership view; each call returns at once."""
+
+    @property
+    def rank(self) -> int:
+        """This replica."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        ...
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it offers."""
+        ...
+
+    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+        """Done when the transport has taken the message over."""
+        ...
+
+    def recv(
+        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        """The message with this tag from ``src``; ``None``: from whoever is first.
+
+        A message whose tensors are not as ``expect`` says fails the wait with :class:`ProtocolError`; without it
+        any size up to the communicator's bound will do. The tensors received are read-only.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """The sum by the backend's own collective. Feature ``native``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a computation is, so that virtual time can charge for it."""
+
+    kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice that depended on time or arrival, made by one decider and recorded with its step."""
+
+    name: str
+    step: int
+    value: Json
+
+
+class Channel(Protocol):
+    """One exchange's share of a communicator: hops instead of tags, and its own count of bytes.
+
+    All replicas run the same code inside one exchange, so each numbers its hops alike.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This replica."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        ...
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it offers."""
+        ...
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload bytes sent so far, counted from tensors."""
+        ...
+
+    def hops(self, count: int) -> int:
+        """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
+        ...
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        """See :meth:`Communicator.send`."""
+        ...
+
+    def recv(
+        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        """See :meth:`Communicator.recv`."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        """See :meth:`Communicator.all_reduce`."""
+        ...
+
+
+class Runtime(Protocol):
+    """The one seam between the code and the world: clock, compute, messages, decisions."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The membership view's communicator."""
+        ...
+
+    def now(self) -> float:
+        """Seconds since the run began, wall or virtual."""
+        ...
+
+    def sleep_until(self, t: float) -> Pending[None]:
+        """Done when the clock shows ``t``."""
+        ...
+
+    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
+        """The index of whichever completes first."""
+        ...
+
+    def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
+        """Runs ``fn``; virtual time charges the modelled seconds."""
+        ...
+
+    def backward(
+        self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
+    ) -> Pending[None]:
+        """Runs ``fn(ready)``, which calls ``ready(i)`` as bucket ``i`` fills; ``on_ready(i)`` follows at the
+        time the bucket is ready in this world. Done when all of backward is.
+        """
+        ...
+
+    def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
+        """Starts an exchange beside the replica; its end is the result."""
+        ...
+
+    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
+        """A choice that depends on time or arrival: ``local`` is asked on one decider, all get its value."""
+        ...

@@ -1,0 +1,50 @@
+"""Inverted residual blocks: MobileNetV2 cut down to pictures of 64 x 64."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+__all__ = ["mobilenet"]
+
+
+def mobilenet(classes: int) -> nn.Module:
+    """A stem, seven inverted residual blocks of 16 to 96 channels, and the mean of a 4 x 4 picture.
+
+    Args:
+      classes: outputs.
+
+    References: Sandler et al. 2018, arXiv:1801.04381; expansion 4 in place of 6, widths halved.
+    """
+    layers: list[nn.Module] = [*_conv(3, 16, 3, stride=2)]
+    width = 16
+    for out, stride in ((16, 1), (24, 2), (24, 1), (48, 2), (48, 1), (96, 2), (96, 1)):
+        layers.append(_Inverted(width, out, stride))
+        width = out
+    layers += _conv(width, 192, 1)
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(192, classes)
+    )
+
+
+def _conv(width: int, out: int, kernel: int, *, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(width, out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(out), nn.ReLU6()]
+
+
+class _Inverted(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * width
+        self.body = nn.Sequential(
+            *_conv(width, wide, 1),
+            *_conv(wide, wide, 3, stride=stride, groups=wide),
+            nn.Conv2d(wide, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.residual = stride == 1 and width == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = cast("Tensor", self.body(x))
+        return x + y if self.residual else y

@@ -1,0 +1,59 @@
+"""Recurrent networks over numbered symbols: one answer per text, or one per position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from farflung.data.text import PADDING
+
+__all__ = ["NextSymbol", "TextClassifier"]
+
+
+class TextClassifier(nn.Module):
+    """Embedding, LSTM in both directions, the largest of each feature over the words, one dense layer.
+
+    Args:
+      size: entries of the vocabulary.
+      width: of the embedding.
+      hidden: of the LSTM, in each direction.
+      classes: outputs.
+    """
+
+    def __init__(self, size: int, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size, width, padding_idx=PADDING)
+        self.lstm = nn.LSTM(width, hidden, batch_first=True, bidirectional=True)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(2 * hidden, classes)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Logits, shape ``(n, classes)``, of ``words``, shape ``(n, length)``."""
+        states, _ = self.lstm(self.embedding(words))
+        states = states.masked_fill((words == PADDING).unsqueeze(-1), -1.0)  # no state of an LSTM is below -1
+        logits: Tensor = self.head(self.dropout(states.amax(dim=1)))
+        return logits
+
+
+class NextSymbol(nn.Module):
+    """Embedding, LSTM, one dense layer at every position.
+
+    Args:
+      symbols: how many there are.
+      width: of the embedding.
+      hidden: of the LSTM.
+    """
+
+    def __init__(self, symbols: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.lstm = nn.LSTM(width, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, symbols)
+        with torch.no_grad():  # remember by default: forget gates start open
+            self.lstm.bias_ih_l0[hidden : 2 * hidden].fill_(1.0)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Logits of what follows each position, shape ``(n, length, symbols)``."""
+        states, _ = self.lstm(self.embedding(symbols))
+        logits: Tensor = self.head(states)
+        return logits

@@ -1,0 +1,22 @@
+"""What a place is, seen from the air."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from farflung.data import aid
+from farflung.types import Workload
+from farflung.workloads._classification import Classification, settings
+from farflung.workloads._inverted import mobilenet as inverted
+
+__all__ = ["mobilenet"]
+
+
+def mobilenet() -> Workload:
+    """AID at 64 x 64 with a small MobileNetV2."""
+    return Classification(
+        name="aid/mobilenet",
+        network=partial(inverted, 30),
+        load=aid.load,
+        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=1500),
+    )

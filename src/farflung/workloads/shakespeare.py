@@ -1,0 +1,63 @@
+"""The next character of a play."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from farflung.data import shakespeare
+from farflung.errors import ConfigError
+from farflung.types import Batch, Dataset, Json
+from farflung.workloads._classification import settings
+from farflung.workloads._init import build
+from farflung.workloads._recurrent import NextSymbol
+
+__all__ = ["LSTM"]
+
+
+@dataclass
+class LSTM:
+    """Predicts each character of a window from those before it in the window.
+
+    A sample is a window; its loss is the mean over its characters, its score the share predicted right.
+
+    Args:
+      length: characters in a window.
+      hidden: width of the LSTM.
+    """
+
+    length: int = 64
+    hidden: int = 128
+    name: str = field(default="tinyshakespeare/lstm", init=False)
+    defaults: Mapping[str, Json] = field(
+        default_factory=lambda: settings(batch_size=32, learning_rate=1.0, momentum=0.9, steps=1000),
+        init=False,
+    )
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.hidden < 1:
+            raise ConfigError(
+                f"tinyshakespeare/lstm needs length and hidden above 0, not {self.length} and {self.hidden}"
+            )
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """A fresh model whose initial weights depend on ``generator`` alone."""
+        return build(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy over the characters of each window."""
+        logits: Tensor = model(batch.inputs)
+        return F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(dim=1)
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Share of the characters of each window that are predicted right."""
+        logits: Tensor = model(batch.inputs)
+        return (logits.argmax(dim=-1) == batch.targets).to(torch.float32).mean(dim=1)
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Windows of the first nine tenths of the text, and of the last."""
+        return shakespeare.load(length=self.length)

@@ -1,0 +1,30 @@
+"""Spoken words as pictures of sound."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from farflung.data import speech_commands
+from farflung.data.speech_commands import SOURCES, WORDS, Version
+from farflung.errors import ConfigError
+from farflung.types import Workload
+from farflung.workloads._classification import Classification, settings
+from farflung.workloads._plain import vgg as plain
+
+__all__ = ["vgg"]
+
+
+def vgg(data: Version = "nine") -> Workload:
+    """Speech Commands with four convolutions.
+
+    Args:
+      data: ``nine`` words, or all of version ``v0.01`` or ``v0.02``.
+    """
+    if data not in SOURCES:
+        raise ConfigError(f"data={data!r} is not one of {', '.join(SOURCES)}")
+    return Classification(
+        name="speech-commands/vgg",
+        network=partial(plain, 1, (16, None, 32, None, 64, None, 64, None), WORDS[data]),
+        load=partial(speech_commands.load, data),
+        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=600),
+    )

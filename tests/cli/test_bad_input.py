@@ -1,0 +1,132 @@
+"""Bad input: one clear message, exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from farflung.cli.main import main
+from farflung.cli.run import RunConfig, RunFolder
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Telemetry
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Runs the command, which must refuse; what it says."""
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= 2
+    assert err.startswith("farflung: ")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--workload", "fashion-mnist/ccn"], "unknown workload 'fashion-mnist/ccn'; known: "),
+        (["--recipe", "sinchronous"], "unknown recipe 'sinchronous'; known: "),
+        (["--codec", "truncate15"], "unknown codec 'truncate15'; known: "),
+        (["--codec", "truncate16(bits=3)"], "codec 'truncate16(bits=3)': "),
+        (["--codec", "truncate16("], "write it as name or name(option=value)"),
+        (["--collective", "star"], "unknown collective 'star'; known: "),
+        (["--schedule", "sometimes"], "unknown schedule 'sometimes'; known: "),
+        (["--collective", "native", "--codec", "truncate16"], "'native' cannot carry a codec"),
+        (["--workers", "0"], "--workers 0: must be 1 or more"),
+        (["--workers", "-1"], "--workers -1: must be 1 or more"),
+        (["--workers", "10001", "--data", "packaged"], "--workers 10001: fashion-mnist/cnn has 10000 training samples"),
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--steps", "many"], "--steps"),
+        (["--stepps", "3"], "--stepps"),
+        (["--learning-rate", "-1"], "--learning-rate -1.0: must be a number above 0"),
+        (["--learning-rate", "nan"], "--learning-rate nan: must be a number above 0"),
+        (["--momentum", "1"], "--momentum 1.0: must be in [0, 1)"),
+        (["--optimizer", "lion"], "--optimizer lion: must be one of sgd, adam"),
+        (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
+        (["--data", "elsewhere"], "elsewhere"),
+        (["--resume", "nowhere"], "nowhere: no run to resume there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
+    assert says in refused(capsys, "train", *args)
+
+
+def test_a_truncated_data_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"{name}-ubyte.gz").write_bytes(b"\x1f\x8b\x08")
+    monkeypatch.setenv("FARFLUNG_DATA", str(tmp_path))
+    said = refused(capsys, "train", "--data", "full")
+    assert str(folder) in said
+
+
+def test_a_folder_that_holds_a_run_already(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds a run already" in refused(capsys, "train", "--workers", "1", "--out", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run: two steps of one replica."""
+    config = RunConfig.resolve({}, {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"})
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
+    folder.create(config)
+    world = VirtualWorld(1)
+    replica = Replica(
+        world.runtimes[0],
+        config.make_workload(),
+        config.make_training(),
+        config.make_recipe().parts(config.seed),
+        Telemetry(0),
+        folder.checkpoints(0, 1, leader=True),
+    )
+    world.run([replica.run()])
+    return folder.path
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be broken."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    said = refused(capsys, "train", "--resume", str(run), "--steps", "4", "--workload", "fashion-mnist/cnn")
+    assert "the checkpoint is of another model, trained as fashion-mnist/mlp" in said
+
+
+@pytest.mark.parametrize("name", ["shared", "rank-0-of-1"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_checkpoint_cut_short(capsys: pytest.CaptureFixture[str], run: Path, name: str, kept: float) -> None:
+    (file,) = run.glob(f"checkpoints/step-00000002/{name}.safetensors")
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+    said = refused(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert f"{file}: cut short or damaged" in said
+
+
+def test_a_checkpoint_of_more_replicas(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    said = refused(capsys, "train", "--resume", str(run), "--steps", "4", "--workers", "2")
+    assert "saved by another number of replicas than 2" in said
+
+
+def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert "no complete checkpoint to resume from" in refused(capsys, "train", "--resume", str(run), "--steps", "4")
+
+
+def test_a_run_that_is_over(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert "has done 2 already" in refused(capsys, "train", "--resume", str(run), "--steps", "2")
+
+
+def test_a_damaged_configuration(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    (run / "config.json").write_text('{"steps": ')
+    assert "config.json: damaged" in refused(capsys, "train", "--resume", str(run))

@@ -1,0 +1,165 @@
+"""The main job, as a person runs it: real workers, faults, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+
+from farflung.replica import load_tree
+from farflung.telemetry import read_events
+
+TRAIN = [sys.executable, "-m", "farflung", "train", "--data", "packaged"]
+DEADLINE_S = 60
+
+
+@contextmanager
+def training(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A training command that is ended with the test."""
+    process = subprocess.Popen([*TRAIN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def line_with(stream: IO[str] | None, text: str) -> str:
+    """The next line that contains ``text``; the lines come as things happen."""
+    assert stream is not None
+    for line in stream:
+        if text in line:
+            return line
+    raise AssertionError(f"the command ended without saying {text!r}")
+
+
+def worker(folder: Path, rank: int) -> int:
+    """The process id of a worker that has begun."""
+    events = read_events(folder / "telemetry" / f"rank-{rank}.jsonl")
+    return next(int(str(event["pid"])) for event in events if event["event"] == "hello")
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """All of stdout, and the last lines of stderr."""
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return out, err.strip().splitlines()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model in a checkpoint."""
+    model: dict[str, torch.Tensor] = load_tree(folder / "checkpoints" / f"step-{step:08d}" / "shared.safetensors")["model"]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "says"),
+    [
+        (signal.SIGKILL, [], "lost rank 2: its connection was closed from its end"),
+        (signal.SIGSTOP, ["--deadline", "2"], "lost rank 2: waited 2"),
+    ],
+    ids=["kill", "stop"],
+)
+def test_a_lost_worker_is_named(tmp_path: Path, number: int, options: list[str], says: str) -> None:
+    out = tmp_path / "run"
+    with training(
+        "--workers", "4", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5",
+        "--evaluate-every", "0", "--out", str(out), *options,
+    ) as process:  # fmt: skip
+        line_with(process.stderr, "checkpoint")
+        pids = [worker(out, rank) for rank in range(4)]
+        os.kill(pids[2], number)
+        _, err = finished(process)
+    assert process.returncode == 1
+    assert says in err[-1]
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    options = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
+    settings = [*options, "--steps", "30", "--checkpoint-every", "10", "--quiet"]
+    with training(*settings, "--out", str(whole)) as process:
+        finished(process)
+    assert process.returncode == 0
+
+    with training(*options, "--steps", "100000", "--checkpoint-every", "10", "--out", str(broken)) as process:
+        line_with(process.stderr, "checkpoint")
+        os.kill(worker(broken, 1), signal.SIGKILL)
+        finished(process)
+    assert process.returncode == 1
+    for later in sorted((broken / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+
+    with training("--resume", str(broken), "--steps", "30", "--json") as process:
+        said, _ = finished(process)
+    assert process.returncode == 0
+    assert json.loads(said)["steps"] == 30
+    resumed = parameters(broken, 30)
+    assert resumed.keys() == parameters(whole, 30).keys()
+    for name, value in parameters(whole, 30).items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_ctrl_c_keeps_the_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with training(
+        "--workers", "2", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "7",
+        "--evaluate-every", "0", "--out", str(out),
+    ) as process:  # fmt: skip
+        line_with(process.stderr, "checkpoint")
+        process.send_signal(signal.SIGINT)
+        _, err = finished(process)
+    assert process.returncode == 130, err
+    assert "Traceback" not in "\n".join(err)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["stopped"]
+    assert (out / "checkpoints" / f"step-{summary['steps']:08d}" / "shared.safetensors").exists()
+
+
+def test_a_non_finite_loss_stops_all_and_names_the_replica(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with training(
+        "--workers", "2", "--steps", "50", "--batch-size", "4", "--learning-rate", "1e30", "--momentum", "0",
+        "--out", str(out), "--checkpoint-every", "1", "--evaluate-every", "0",
+    ) as process:  # fmt: skip
+        _, err = finished(process)
+    assert process.returncode == 1
+    assert "non-finite loss at step" in err[-1]
+    assert "on rank" in err[-1]
+    assert list((out / "checkpoints").glob("step-*/shared.safetensors"))
+
+
+def test_the_summary_and_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--workload", "fashion-mnist/mlp", "--workers", "2", "--steps", "10", "--batch-size", "8"]
+    with training(*options, "--json", "--out", str(out)) as process:
+        said, _ = finished(process)
+    assert process.returncode == 0
+    summary = json.loads(said)
+    assert {
+        "final_accuracy", "final_loss", "steps", "samples", "bytes_sent_per_replica", "duration_s", "time_s",
+    } <= summary.keys()  # fmt: skip
+    assert set(summary["time_s"]) == {"compute", "exposed_communication", "data_wait", "other"}
+    assert sum(summary["time_s"].values()) == pytest.approx(summary["duration_s"])
+    assert summary["samples"] == 2 * 8 * 10
+    assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [e["step"] for e in read_events(out / "telemetry" / "rank-1.jsonl") if e["event"] == "step"] == [*range(10)]
