@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung.codecs import Identity, Truncate16
-from farflung.comm import LinkModel, ZmqCommunicator
+from farflung.comm import LinkModel, Peer, ZmqCommunicator
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -181,16 +182,60 @@ class Cluster:
             parted(group)
 
 
-def turn(comms: Sequence[ZmqCommunicator], until: Callable[[], bool]) -> None:
-    """Lets communicators without a thread of their own work in turn until something has happened."""
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if until():
-            return
-        for comm in comms:
-            comm.poll(0.01 / len(comms))
-    raise AssertionError("it never happened")
-
-
 def tag(exchange: int = 1, part: int = 0, hop: int = 0) -> Tag:
     """A tag."""
     return Tag(exchange, part, hop)
+
+
+class Group:
+    """Communicators of one process, all driven by the test's own thread, on a clock set by hand."""
+
+    def __init__(self, size: int, settings: list[dict[str, Any]] | None = None, **options: Any) -> None:
+        self.clock = 0.0
+        given = settings or [{}] * size
+        self.comms = [
+            ZmqCommunicator(rank, size, now=lambda: self.clock, settings=given[rank], **options)
+            for rank in range(size)
+        ]
+        self._open = list(self.comms)
+
+    def meet(self) -> Group:
+        peers = [Peer.from_json(comm.me.to_json()) for comm in self.comms]
+        for comm in self.comms:
+            comm.connect(peers)
+        self.until(lambda: all(comm.ready.done for comm in self.comms))
+        return self
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Lets them work in turn until something has happened."""
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if condition():
+                return
+            for comm in self._open:
+                comm.poll(0.01 / len(self._open))
+        raise AssertionError("it never happened")
+
+    def exchange(self, number: int, src: int = 0, dst: int = 1) -> None:
+        """A message each way; whatever was sent before on these connections has then arrived."""
+        for a, b in ((src, dst), (dst, src)):
+            self.comms[a].send(numbered(number), b, tag(number))
+            arrived = self.comms[b].recv(a, tag(number))
+            self.until(lambda arrived=arrived: arrived.done)
+            assert number_in(arrived.result()) == number
+
+    def raw(self, src: int, dst: int, *frames: bytes) -> None:
+        """Any bytes at all from one member to another."""
+        self.comms[src]._socket.send_multipart([self.comms[dst].me.token, *frames])
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """What a replica does at its end, on a clock that jumps: it waits for nobody."""
+        comm = self.comms[rank]
+        comm._now = itertools.count(0.0, 1e6).__next__
+        comm.farewell(error)
+        self.close(comm)
+
+    def close(self, *comms: ZmqCommunicator) -> None:
+        """Closes some, or all that are still open."""
+        for comm in comms or tuple(self._open):
+            self._open.remove(comm)
+            comm.close()

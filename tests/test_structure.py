@@ -29,7 +29,8 @@ ORDER: list[set[str]] = [
     {"workloads", "membership", "coded"},
     {"replica"},
     {"runtime"},
-    {"attach", "timing", "recipes"},
+    {"timing", "recipes"},
+    {"attach"},
     {"report"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},

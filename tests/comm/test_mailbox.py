@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox
-from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost
+from farflung.errors import PeerLost, ProtocolError, RunLost
 from farflung.tasks import Pending
 from farflung.types import Payload, TensorSpec
 from tests.helpers import number_in, numbered, tag
@@ -178,33 +178,24 @@ def test_nothing_is_described_as_such() -> None:
         pending.result()
 
 
-# --- deadlines --------------------------------------------------------------------------------------------------
+# --- how long ---------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_wait_expires_by_name() -> None:
+def test_the_oldest_wait_is_the_one_that_began_first() -> None:
     mailbox = Mailbox()
-    assert mailbox.expire(1e9, 1.0) is None
+    assert mailbox.oldest() is None
     mailbox.recv(4, tag(12, 3, 1), None, 10.0)
     mailbox.recv(1, tag(12, 3, 2), None, 11.0)
-    assert mailbox.expire(12.4, 2.5) is None
-    error = mailbox.expire(12.5, 2.5)
-    assert isinstance(error, DeadlinePassed)
-    assert (error.rank, error.waited_s) == (4, 2.5)
-    assert str(error) == "lost rank 4: waited 2.5 s for exchange 12, part 3, hop 1"
-
-
-def test_a_wait_that_was_met_does_not_expire() -> None:
-    mailbox = Mailbox()
-    mailbox.recv(4, tag(1), None, 0.0)
-    mailbox.recv(None, tag(2), None, 5.0)
-    mailbox.deliver(4, tag(1), numbered(0), 6.0)
-    assert mailbox.longest_wait_s == 6.0
     oldest = mailbox.oldest()
     assert oldest is not None
-    assert oldest.since == 5.0
-    error = mailbox.expire(7.0, 2.0)
-    assert error is not None
-    assert str(error) == "lost any rank: waited 2.0 s for exchange 2, part 0, hop 0"
+    assert (oldest.src, oldest.since, oldest.what) == (4, 10.0, "exchange 12, part 3, hop 1")
+    mailbox.deliver(4, tag(12, 3, 1), numbered(0), 16.0)
+    oldest = mailbox.oldest()
+    assert oldest is not None
+    assert (oldest.src, oldest.since) == (1, 11.0)
+    mailbox.deliver(1, tag(12, 3, 2), numbered(0), 12.0)
+    assert mailbox.oldest() is None
+    assert mailbox.longest_wait_s == 6.0
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -241,3 +232,12 @@ def test_one_sender_fails_alone() -> None:
     mailbox.deliver(2, tag(1), numbered(1), 0.0)
     mailbox.deliver(0, tag(2), numbered(2), 0.0)
     assert [received(pending) for pending in kept] == [1, 2]
+
+
+def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
+    mailbox = Mailbox()
+    mailbox.deliver(1, tag(), numbered(3), 0.0)
+    error = PeerLost(1, "it had left the run")
+    mailbox.fail_from(1, error)
+    assert received(mailbox.recv(1, tag(), None, 0.0)) == 3
+    assert mailbox.recv(1, tag(), None, 0.0).error is error

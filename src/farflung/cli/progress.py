@@ -34,8 +34,9 @@ class Progress:
     """A sink that shows how far a run has come: a bar in a terminal, else a line per evaluation and checkpoint.
 
     Times are those of whoever watches; samples per second are on the run's own clock, which a simulated run does not
-    share with the watcher, and bytes sent are rank 0's. A terminal is written to from a thread of its own, so that a slow one holds up nothing, and
-    no trouble with it reaches whoever emits the events. Printing the object itself gives the bar as it stands.
+    share with the watcher. Bytes sent are those of rank 0. A terminal is written to from a thread of its own, so that
+    a slow one holds up nothing, and no trouble with it reaches whoever emits the events. Printing the object itself
+    gives the bar as it stands.
 
     Args:
       quiet: shows nothing at all.
@@ -131,8 +132,7 @@ class Progress:
         self._t = _number(event["t"])
         self._last_step_at = self._clock()
         if self._done == self._first + 1:
-            self._ended_at: float | None = None
-        self._first_step_at = self._last_step_at
+            self._first_step_at = self._last_step_at
         if event["mean_loss"] is not None:
             self._loss = _number(event["mean_loss"])
         self._sent = int(_number(event["bytes_sent"]))

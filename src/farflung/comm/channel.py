@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     EVALUATION = 2
     CHECKPOINT = 3
     SHARING = 4
+    START = 5
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""

@@ -4,6 +4,9 @@ One ROUTER socket per replica both listens and connects: of two replicas the hig
 one TCP connection and works where one side alone can be reached. A routing id is a random token that only the run's
 replicas learn, through the store; whatever comes from another id is refused and counted.
 
+Off loopback everything is encrypted, and both ends of a connection prove their keys before a message passes: see
+:mod:`farflung.comm.gate`. A rank is then bound to the key that was published with its routing id.
+
 There are no ZeroMQ heartbeats: on a missed one libzmq would close the connection and drop what it held, while TCP
 carries everything across a cut by itself. A healthy but slow or silent peer is therefore only ever put out by a
 deadline, whereas a connection closed from the peer's end ends the view at once.
@@ -14,17 +17,27 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import parse_monitor_message
 
+from farflung.comm.connections import Connections
+from farflung.comm.gate import Gate
+from farflung.comm.interface import LOOPBACK, is_loopback, tcp
+from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox, Waiting
+from farflung.comm.peer import Peer, check_peers
 from farflung.comm.wire import Kind, Message, WireError, decode, encode
-from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
+from farflung.errors import (
+    ConfigError,
+    DeadlinePassed,
+    FarflungError,
+    PeerFailed,
+    PeerLost,
+    ProtocolError,
+)
 from farflung.tasks import Pending, done, failed
 from farflung.types import Feature, Json, Payload, Tag, TensorSpec
 
@@ -33,35 +46,13 @@ __all__ = ["Peer", "ZmqCommunicator"]
 ZERO_COPY_NBYTES = 1 << 16
 """Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
 LINGER_S = 5
+HANDSHAKE_S = 10.0
+"""How long anybody may take from connecting to having proved a key."""
+PARTING_S = 1.0
+"""How long a replica that leaves waits for the others to leave too."""
 _CONTROL = Tag(0)
 _FEATURES: frozenset[Feature] = frozenset({"tags", "any_source"})
 _NATIVE: frozenset[Feature] = frozenset({"native"})
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """How a replica is reached and recognised."""
-
-    rank: int
-    address: str
-    token: bytes
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps({"rank": self.rank, "address": self.address, "token": self.token.hex()})
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Peer:
-        """Reads :meth:`to_json`.
-
-        Raises:
-          ProtocolError: something else was published.
-        """
-        try:
-            fields = json.loads(text)
-            return Peer(int(fields["rank"]), str(fields["address"]), bytes.fromhex(fields["token"]))
-        except (ValueError, KeyError, TypeError):
-            raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
 
 
 class ZmqCommunicator:
@@ -73,11 +64,15 @@ class ZmqCommunicator:
       rank: this replica.
       size: number of replicas.
       interface: the address to bind, loopback by default.
+      keys: what to prove this replica with; everything is encrypted then. Off loopback there have to be some.
       view: the membership view; messages of other views are refused.
       settings: what must be equal on all ranks, by name; compared at the start.
       max_nbytes: the largest payload accepted.
       now: the clock, in seconds.
       native: sums a tensor by the backend's collective, or ``None`` where there is none.
+
+    Raises:
+      ConfigError: the address is none of this machine's, or not loopback and there are no keys.
     """
 
     def __init__(
@@ -86,12 +81,17 @@ class ZmqCommunicator:
         size: int,
         *,
         now: Callable[[], float],
-        interface: str = "127.0.0.1",
+        interface: str = LOOPBACK,
+        keys: Keys | None = None,
         view: int = 0,
         settings: Mapping[str, Json] | None = None,
         max_nbytes: int = 1 << 31,
         native: Callable[[Tensor], Pending[Tensor]] | None = None,
     ) -> None:
+        if not is_loopback(interface) and keys is None:
+            raise ConfigError(
+                f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
+            )
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
         self.mailbox = Mailbox()
@@ -104,7 +104,6 @@ class ZmqCommunicator:
         self._token = secrets.token_bytes(16)
         self._peers: dict[int, Peer] = {}
         self._rank_of: dict[bytes, int] = {}
-        self._connection: dict[int, int] = {}
         self._greeted: set[int] = set()
         self._left: set[int] = set()
         self._announced: Waiting | None = None
@@ -118,14 +117,24 @@ class ZmqCommunicator:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, max_nbytes + (1 << 16)),
+            (zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000)),
+            (zmq.IPV6, ":" in interface),
             (zmq.LINGER, LINGER_S * 1000),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 30),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        port = self._socket.bind_to_random_port(f"tcp://{interface}")
-        self.me = Peer(rank, f"tcp://{interface}:{port}", self._token)
+        self._connections = Connections(self._socket)
+        self._monitor = self._connections.monitor
+        self._gate = Gate(self._context, keys) if keys else None
+        if self._gate:
+            self._gate.guard(self._socket)
+        try:
+            port = self._socket.bind_to_random_port(tcp(interface))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
+        self.me = Peer(rank, f"{tcp(interface)}:{port}", self._token, keys.public if keys else None)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -133,13 +142,25 @@ class ZmqCommunicator:
             self.ready.set(None)
 
     def connect(self, peers: Iterable[Peer]) -> None:
-        """Learns everybody's address; connects to the lower ranks and greets them."""
-        for peer in peers:
-            if peer.rank == self.rank:
-                continue
+        """Learns everybody's address and key; connects to the lower ranks and greets them.
+
+        Raises:
+          ConfigError: a key is not on this replica's list, or some encrypt and others do not.
+          ProtocolError: the peers do not make up a run.
+        """
+        others = [peer for peer in peers if peer.rank != self.rank]
+        check_peers(self.me, others, self._gate.keys if self._gate else None)
+        for peer in others:
             self._peers[peer.rank] = peer
             self._rank_of[peer.token] = peer.rank
+        if self._gate:
+            self._gate.admit(peer.key for peer in others if peer.key and peer.rank > self.rank)
+            self._poller.register(self._gate.questions, zmq.POLLIN)
+        for peer in others:
             if peer.rank < self.rank:
+                if self._gate and peer.key:
+                    self._gate.approach(self._socket, peer.key)
+                self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token)
                 self._socket.connect(peer.address)
                 self._say(Kind.HELLO, peer.rank, {"rank": self.rank, "settings": self._settings})
@@ -147,6 +168,13 @@ class ZmqCommunicator:
     def missing(self) -> list[int]:
         """The ranks that have not greeted yet."""
         return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+
+    def greeting_of(self, rank: int) -> str:
+        """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.address not in self._connections.failed:
+            return "its greeting"
+        return f"its greeting: {peer.address} was reached, but did not prove to be that rank"
 
     # --- the communicator -------------------------------------------------------------------------------------
 
@@ -180,9 +208,11 @@ class ZmqCommunicator:
     def poll(self, timeout_s: float | None) -> None:
         """Waits for something to happen, and delivers all there is."""
         events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
+        if self._gate and self._gate.questions in events:
+            self._gate.answer()
         if self._socket in events:
             self._receive_all()
-        if self._monitor in events:
+        if self._monitor in events or self._connections.any_closed:
             self._look_for_losses()
 
     def check_deadline(self, deadline_s: float) -> float | None:
@@ -200,7 +230,7 @@ class ZmqCommunicator:
             return None
         if age >= deadline_s / 2 and self._announced is not waiting:
             self._announced = waiting
-            for rank in self._greeted - self._left:
+            for rank in self._present():
                 self._say(Kind.WAITING, rank, {"for": waiting.src})
         return waiting.since + (deadline_s if self._announced is waiting else deadline_s / 2)
 
@@ -227,15 +257,24 @@ class ZmqCommunicator:
         else:
             detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
-        for rank in self._greeted - self._left:
+        for rank in self._present():
             self._say(kind, rank, body)
+        # A message for a peer that closes at the same moment would wait for a reconnection as long as it may linger:
+        # see who leaves before closing.
+        until = self._now() + PARTING_S
+        while self._present() and (left_s := until - self._now()) > 0:
+            self.poll(left_s)
 
     def close(self) -> None:
-        """Closes the sockets; what was sent before still leaves, for a few seconds at most."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
+        """Closes the sockets; what was sent to those still here leaves, for a few seconds at most."""
+        self._connections.close()
+        if self._gate:
+            self._gate.close()
+        self._socket.close(linger=LINGER_S * 1000 if self._present() else 0)
         self._context.term()
+
+    def _present(self) -> set[int]:
+        return self._greeted - self._left
 
     def _receive_all(self) -> None:
         while True:
@@ -250,6 +289,8 @@ class ZmqCommunicator:
                 message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
                 if message.view != self.view:
                     raise WireError("a message of another view")
+                if self._gate:
+                    self._check_origin(self._gate, rank, message.kind, frames[0])
                 if message.kind is Kind.DATA:
                     self._blocked_on.pop(rank, None)
                     self.mailbox.deliver(rank, message.tag, message.payload, self._now())
@@ -261,7 +302,7 @@ class ZmqCommunicator:
     def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
         body = _json_of(message.payload)
         if message.kind is Kind.HELLO:
-            self._connection[frame.get(zmq.SRCFD)] = rank
+            self._connections.bind(frame.get(zmq.SRCFD), rank)
             if rank > self.rank:
                 self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings})
             self._greeted.add(rank)
@@ -299,20 +340,31 @@ class ZmqCommunicator:
                 return
 
     def _look_for_losses(self) -> None:
-        gone = []
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                break
-            gone.append(event["value"])
+        self._connections.read()
         # What a peer sent before it went is in the socket by now, its farewell too.
         self._receive_all()
-        for connection in gone:
-            rank = self._connection.pop(connection, None)
-            if rank is not None and rank not in self._left:
+        ranks, strangers = self._connections.take_closed()
+        if self._gate:
+            self.refused += strangers
+        for rank in ranks:
+            if rank not in self._left:
                 self._left.add(rank)
                 self.end(PeerLost(rank, "its connection was closed from its end"))
+        for rank, peer in self._peers.items():
+            if peer.address in self._connections.denied and rank not in self._greeted:
+                self.end(
+                    ProtocolError(
+                        f"rank {rank} does not accept this replica's key: it was given another list"
+                    )
+                )
+
+    def _check_origin(self, gate: Gate, rank: int, kind: Kind, frame: zmq.Frame) -> None:
+        """A rank's greeting comes with its key, or over the connection made to it; all else comes the same way."""
+        if kind is Kind.HELLO:
+            if gate.key_of(frame) != (self._peers[rank].key if rank > self.rank else None):
+                raise WireError("a greeting under another's name")
+        elif self._connections.rank_of(frame.get(zmq.SRCFD)) != rank:
+            raise WireError("a message under another's name")
 
     def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
@@ -336,8 +388,10 @@ class ZmqCommunicator:
 def _json_of(payload: Payload) -> dict[str, Any]:
     try:
         (text,) = payload.tensors()
-        body = json.loads(bytes(text.tolist()))
-    except ValueError as error:
+        if text.dtype != torch.uint8 or text.dim() != 1:
+            raise ValueError("no text")
+        body = json.loads(text.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
         raise WireError(f"a control message that is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise WireError("a control message that is no JSON object")

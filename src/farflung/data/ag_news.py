@@ -42,7 +42,7 @@ def load(*, length: int, size: int) -> tuple[TensorDataset, TensorDataset]:
 
     Args:
       length: words kept of each text.
-      size: entries of the vocabulary, learned from the training texts.
+      size: entries of the vocabulary, learned from those words of the training texts.
 
     Raises:
       DataError: absent, truncated or altered files.
@@ -64,7 +64,7 @@ def read(
       DataError: truncated files, or rows that are not what they should be.
     """
     rows = [_rows(found.path(name), count) for name, count in zip(found.names, counts, strict=True)]
-    texts = [[words(text) for text, _ in split] for split in rows]
+    texts = [[words(text, length) for text, _ in split] for split in rows]
     numbers = vocabulary(texts[0], size)
     sets = []
     for split, tokens in zip(rows, texts, strict=True):

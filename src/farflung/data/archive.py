@@ -37,7 +37,7 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
                     yield name, content
     except _BROKEN as error:
         raise DataError(
-            f"{path}: not a tar archive, or truncated ({error or type(error).__name__})"
+            f"{path}: not a tar archive, or truncated ({str(error) or type(error).__name__})"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None

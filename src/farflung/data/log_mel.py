@@ -7,6 +7,7 @@ scale from 20 Hz to 8 kHz, not normalised; 10 log10 of the power, clamped to [-8
 from __future__ import annotations
 
 import io
+import math
 import wave
 from functools import cache
 
@@ -76,8 +77,8 @@ def log_mel(clips: Tensor) -> Tensor:
 @cache
 def _bands() -> Tensor:
     """Weights of each frequency in each band, shape ``(64, 201)``."""
-    ends = 2595.0 * np.log10(1.0 + np.array([_LOWEST_HZ, _HIGHEST_HZ]) / 700.0)
-    corners = 700.0 * (10.0 ** (np.linspace(*ends, BANDS + 2) / 2595.0) - 1.0)
+    lowest, highest = (2595.0 * math.log10(1.0 + hz / 700.0) for hz in (_LOWEST_HZ, _HIGHEST_HZ))
+    corners = 700.0 * (10.0 ** (np.linspace(lowest, highest, BANDS + 2) / 2595.0) - 1.0)
     frequencies = np.linspace(0.0, RATE / 2, _WINDOW // 2 + 1)
     below, peak, above = corners[:-2, None], corners[1:-1, None], corners[2:, None]
     rising, falling = (frequencies - below) / (peak - below), (above - frequencies) / (above - peak)

@@ -46,7 +46,7 @@ def load(*, length: int, size: int) -> tuple[TensorDataset, TensorDataset]:
 
     Args:
       length: words kept of each post.
-      size: entries of the vocabulary, learned from the training posts.
+      size: entries of the vocabulary, learned from those words of the training posts.
 
     Raises:
       DataError: absent, truncated or altered files.
@@ -66,15 +66,15 @@ def read(
       DataError: truncated files, or another number of posts or groups.
     """
     posts = _from_archive(found) if found.names == (SOURCE.files[0].name,) else _from_lines(found)
-    for split, have, want in zip(("training", "test"), posts, counts, strict=True):
+    for kind, have, want in zip(("training", "test"), posts, counts, strict=True):
         if len(have) != want:
             raise DataError(
-                f"20newsgroups in {found.folder}: expected {want} {split} posts, found {len(have)}"
+                f"20newsgroups in {found.folder}: expected {want} {kind} posts, found {len(have)}"
             )
     names = sorted({group for group, _ in posts[0]})
     if len(names) != groups or not {group for group, _ in posts[1]} <= set(names):
         raise DataError(f"20newsgroups in {found.folder}: expected {groups} groups, found {len(names)}")
-    texts = [[words(_essence(text)) for _, text in split] for split in posts]
+    texts = [[words(_essence(text), length) for _, text in split] for split in posts]
     numbers = vocabulary(texts[0], size)
     sets = []
     for split, tokens in zip(posts, texts, strict=True):

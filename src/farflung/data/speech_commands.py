@@ -117,13 +117,13 @@ def read_features(path: Path, name: str, *, words: int, test: str) -> tuple[Tens
     """
     keys = ("train_x", "train_y", f"{test}_x", f"{test}_y", "words")
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in keys}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not the expected arrays, or truncated ({error})") from None
     if arrays["words"].shape != (words,):
         raise DataError(f"{path}: expected {words} words, found {len(arrays['words'])}")
-    sets = []
+    sets: list[TensorDataset] = []
     for split in ("train", test):
         x, y = arrays[f"{split}_x"], arrays[f"{split}_y"]
         if x.dtype != np.uint8 or x.shape != (len(y), BANDS, FRAMES) or (len(y) and int(y.max()) >= words):
@@ -180,15 +180,20 @@ def read_archive(archive: Path, features: Path, *, clips: int, words: int) -> No
         )
     order = sorted(range(len(names)), key=names.__getitem__)
     everything = torch.cat(pictures)
-    arrays = {}
-    for split in ("train", "test"):
-        ids = [i for i in order if (names[i] in tested) == (split == "test")]
-        arrays[f"{split}_x"] = everything[ids].numpy()
-        arrays[f"{split}_y"] = np.array([spoken.index(names[i].split("/")[0]) for i in ids], dtype=np.uint8)
+    labels = np.array([spoken.index(name.split("/")[0]) for name in names], dtype=np.uint8)
+    test = [i for i in order if names[i] in tested]
+    train = [i for i in order if names[i] not in tested]
     features.parent.mkdir(parents=True, exist_ok=True)
     part = features.with_name(features.name + ".part")
     with part.open("wb") as out:
-        np.savez(out, words=np.array(spoken), **arrays)
+        np.savez(
+            out,
+            train_x=everything[train].numpy(),
+            train_y=labels[train],
+            test_x=everything[test].numpy(),
+            test_y=labels[test],
+            words=np.array(spoken),
+        )
     part.replace(features)
 
 

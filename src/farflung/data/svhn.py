@@ -50,7 +50,7 @@ def read(found: Location, *, counts: tuple[int, int]) -> tuple[TensorDataset, Te
     Raises:
       DataError: truncated files, or not what they should hold.
     """
-    sets = []
+    sets: list[TensorDataset] = []
     for file, count in zip(SOURCE.files, counts, strict=True):
         path = found.path(file.name)
         arrays = read_mat5(path)

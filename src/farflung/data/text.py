@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ PADDING, UNKNOWN = 0, 1
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
 
-def words(text: str) -> list[str]:
-    """Runs of letters and digits, in lower case.
+def words(text: str, limit: int) -> list[str]:
+    """The first ``limit`` runs of letters and digits, in lower case.
 
-    >>> words("It's 3 o'clock: GO!")
-    ["it's", '3', "o'clock", 'go']
+    >>> words("It's 3 o'clock: GO!", 3)
+    ["it's", '3', "o'clock"]
     """
-    return _WORD.findall(text.lower())
+    return [found.group() for found in islice(_WORD.finditer(text.lower()), limit)]
 
 
 def vocabulary(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
@@ -39,7 +40,7 @@ def vocabulary(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
 
 
 def encode(texts: Sequence[Sequence[str]], numbers: dict[str, int], length: int) -> Tensor:
-    """The first ``length`` words of each text as numbers, shape ``(len(texts), length)``, int32."""
+    """The first ``length`` words of each text as numbers; shape ``(len(texts), length)``, int32."""
     rows = torch.full((len(texts), length), PADDING, dtype=torch.int32)
     for row, text in zip(rows, texts, strict=True):
         found = [numbers.get(word, UNKNOWN) for word in text[:length]]

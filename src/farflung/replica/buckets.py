@@ -55,6 +55,7 @@ class GradientBuckets:
             Bucket(index, TensorSpec.of(filling.flat)) for index, filling in enumerate(self._fillings)
         )
         self._ready: Callable[[int], None] | None = None
+        self._watcher: Callable[[], None] | None = None
         self._said_unused = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index, place))
@@ -77,14 +78,28 @@ class GradientBuckets:
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Runs autograd; ``ready(index)`` is called as each bucket fills, and once for each."""
+        self.arm(ready)
+        try:
+            loss.backward()
+            self.finish()
+        finally:
+            self._ready = None
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Calls ``watcher`` inside autograd whenever a gradient has arrived, before it counts: it may :meth:`arm`."""
+        self._watcher = watcher
+
+    def arm(self, ready: Callable[[int], None]) -> None:
+        """From here to :meth:`finish`, ``ready(index)`` is called as each bucket fills."""
         for filling in self._fillings:
             filling.missing = set(range(len(filling.parameters)))
         self._ready = ready
-        try:
-            loss.backward()
-            self._fill_unused(ready)
-        finally:
-            self._ready = None
+
+    def finish(self) -> None:
+        """Autograd is through: parameters that no gradient reached contribute zeros."""
+        assert self._ready is not None
+        self._fill_unused(self._ready)
+        self._ready = None
 
     def load(self, index: int, mean: Tensor) -> None:
         """Makes ``mean`` the gradient of a bucket's parameters."""
@@ -93,6 +108,12 @@ class GradientBuckets:
             filling.flat.copy_(mean)
         for parameter, view in zip(filling.parameters, filling.views, strict=True):
             parameter.grad = view
+
+    def clear(self) -> None:
+        """Takes all gradients away, so that an optimizer's step does nothing."""
+        for filling in self._fillings:
+            for parameter in filling.parameters:
+                parameter.grad = None
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
@@ -103,6 +124,8 @@ class GradientBuckets:
         filling = self._fillings[index]
 
         def accumulated(_: Tensor) -> None:
+            if self._watcher is not None:
+                self._watcher()
             if self._ready is None or place not in filling.missing:
                 return
             filling.missing.remove(place)

@@ -55,6 +55,7 @@ class Vote:
 
 @dataclass(slots=True)
 class _InFlight:
+    step: int
     transfer: Transfer
     result: Pending[Reduced]
     channel: ExchangeChannel
@@ -147,7 +148,7 @@ class Exchanges:
             if reduced.learn is not None:
                 await self._runtime.launch(_learn(self._slots[index], reduced))
             if stats is None:
-                stats = _stats(self._step, reduced)
+                stats = _stats(flight.step, reduced)
                 stop = bool(reduced.rider[4])
             self._buckets.load(index, reduced.mean)
         if stats is not None:
@@ -162,15 +163,17 @@ class Exchanges:
 
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`."""
+        self.sent_nbytes = state["sent_nbytes"]
         for slot, kept in zip(self._slots, state["slots"].values(), strict=True):
             slot.state = type(slot.state)(kept["shared"], kept["local"])
 
     async def _snapshot(self) -> State:
         return {
+            "sent_nbytes": self.sent_nbytes,
             "slots": {
                 str(index): {"shared": slot.state.shared, "local": slot.state.local}
                 for index, slot in enumerate(self._slots)
-            }
+            },
         }
 
     def _launch(self, transfer: Transfer) -> None:
@@ -188,7 +191,7 @@ class Exchanges:
             Contribution(tensor, self._vote.weight, rider),
             step=self._step,
         )
-        self._in_flight.append(_InFlight(transfer, self._runtime.launch(exchange), channel))
+        self._in_flight.append(_InFlight(self._step, transfer, self._runtime.launch(exchange), channel))
 
 
 async def _learn(slot: StateSlot, reduced: Reduced) -> None:

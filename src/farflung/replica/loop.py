@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.errors import ConfigError
+from farflung.replica.averaging import barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, fingerprint
-from farflung.replica.evaluation import Score, barrier, evaluate
+from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 from farflung.seeding import RandomState, derive, generator

@@ -49,6 +49,7 @@ STYLE: dict[str, object] = {
     "ytick.color": "#555555",
 }
 DPI = 120
+ROUND = [1, 2, 2.5, 5, 10]  # what ticks may be apart
 RAW_AT_LEAST = 30  # with fewer losses than this there is nothing to smooth
 KINDS = {"begin", "step", "evaluation", "checkpoint", "end"}
 FEWEST_RANKS = 3  # room for so many bars is kept, so that a single one is not a wall
@@ -201,7 +202,7 @@ def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set(title="Training loss", xlabel="step", ylabel="mean loss over all replicas")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     finite = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not finite:
@@ -212,7 +213,7 @@ def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
         axes.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=4)
         return
     half = max(2, len(values) // 50)
-    axes.plot(steps, values, color=LIGHT_BLUE, linewidth=0.8, label="each step")
+    axes.plot(steps, values, color=LIGHT_BLUE, linewidth=1, label="each step")
     axes.plot(steps, _smooth(values, half), color=BLUE, linewidth=2, label=f"moving mean of {2 * half + 1:,}")
     axes.legend(loc="upper right")
 
@@ -238,7 +239,7 @@ def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str)
     times, values = (np.array(column) for column in zip(*finite, strict=True))
     axes.plot(times, values, color=VERMILLION, linewidth=2, marker="o", markersize=5)
     axes.set_xlim(0, float(times.max()) * 1.08 or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
     if values.min() >= 0 and values.max() <= 1:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
@@ -279,7 +280,7 @@ def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: st
     axes.set_xlim(0, longest * 1.02 or 1.0)
     centre, half = (len(seconds) - 1) / 2, max(len(seconds), FEWEST_RANKS) / 2 + 0.1
     axes.set_ylim(centre + half, centre - half)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
     axes.tick_params(axis="y", length=0)
     axes.legend(

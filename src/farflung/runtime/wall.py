@@ -45,6 +45,7 @@ class CommunicationThread(threading.Thread):
         self._sleeping = False
         self._stopping = False
         self._launched: set[Pending[Any]] = set()
+        self._lost: RunLost | None = None
         self._bell, self._ear = socket.socketpair()
         self._ear.setblocking(False)
         comm.watch(self._ear.fileno())
@@ -66,6 +67,9 @@ class CommunicationThread(threading.Thread):
         task = Task(coroutine, self.soon)
         self._launched.add(task)
         task.on_done(self._launched.discard)
+        if self._lost is not None:
+            task.fail(self._lost)
+            coroutine.close()
         return task
 
     def stop(self) -> None:
@@ -88,6 +92,7 @@ class CommunicationThread(threading.Thread):
         except BaseException as error:
             lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
             lost.__cause__ = error
+            self._lost = lost
             self._comm.end(lost)
             for task in list(self._launched):
                 task.fail(lost)
@@ -165,8 +170,13 @@ class WallRuntime:
             native=self._native_sum if native and size > 1 else None,
         )
         self._thread = CommunicationThread(self.comm, self.now, deadline_s)
-        if store is not None and size > 1:
-            self.comm.connect(self._meet(store, join_s))
+        try:
+            if store is not None and size > 1:
+                self.comm.connect(self._meet(store, join_s))
+        except BaseException as error:
+            self._thread.start()  # it closes the sockets
+            self.close(error)
+            raise
         self._thread.start()
         self._await_greetings(join_s)
 
@@ -210,17 +220,21 @@ class WallRuntime:
     # --- a replica's life -------------------------------------------------------------------------------------
 
     def run(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
-        """Drives a coroutine on the calling thread to its end."""
+        """Drives a replica to its end; the global random state is as before afterwards."""
         with RandomState.scope():
-            try:
-                while True:
-                    awaited = coroutine.send(None)
-                    arrived = threading.Event()
-                    awaited.on_done(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
-                    arrived.wait()
-            except StopIteration as stop:
-                value: T = stop.value
-                return value
+            return self.drive(coroutine)
+
+    def drive(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
+        """Runs a coroutine on the calling thread, which blocks where the coroutine waits."""
+        try:
+            while True:
+                awaited = coroutine.send(None)
+                arrived = threading.Event()
+                awaited.on_done(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
+                arrived.wait()
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""

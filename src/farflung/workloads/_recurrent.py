@@ -50,7 +50,7 @@ class NextSymbol(nn.Module):
         self.lstm = nn.LSTM(width, hidden, batch_first=True)
         self.head = nn.Linear(hidden, symbols)
         with torch.no_grad():  # remember by default: forget gates start open
-            self.lstm.bias_ih_l0[hidden : 2 * hidden].fill_(1.0)
+            self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden].fill_(1.0)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Logits of what follows each position, shape ``(n, length, symbols)``."""

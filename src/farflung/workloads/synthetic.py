@@ -109,7 +109,8 @@ class Quadratic:
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
         """Minus the distance to the optimum, the same for every sample; at best 0."""
         w: Tensor = model(torch.zeros_like(batch.inputs[:1]))[0]
-        return -(w.detach() - self.optimum().to(w)).norm().expand(len(batch))
+        distance: Tensor = torch.linalg.vector_norm(w.detach() - self.optimum().to(w))
+        return -distance.expand(len(batch))
 
     def datasets(self) -> tuple[Dataset, Dataset]:
         """The same samples twice; nothing is random when they are taken."""

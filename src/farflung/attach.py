@@ -1,0 +1,224 @@
+"""farflung in somebody's own training loop: three lines, and the loop stays as it is."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
+
+from farflung.errors import ConfigError, RunLost
+from farflung.recipes import Recipe, recipe
+from farflung.replica import Exchanges, GradientBuckets, Vote
+from farflung.replica.averaging import averaged_buffers, broadcast
+from farflung.runtime import WallRuntime
+from farflung.types import State
+
+__all__ = ["Handle", "attach", "carries"]
+
+T = TypeVar("T")
+
+JOIN_S = 60.0
+_numbers = itertools.count()
+"""Handles of one process, counted alike on all ranks, so that several can meet in one store."""
+
+
+def carries(chosen: Recipe) -> str:
+    """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
+    if chosen.sampler != "uniform":
+        return f"draw batches with sampler {chosen.sampler}"
+    return "yes"
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    how: Recipe | str = "synchronous",
+    *,
+    seed: int = 0,
+    deadline_s: float = 60.0,
+    store: dist.Store | None = None,
+) -> Handle:
+    """Lets the replicas that torchrun has started train ``model`` together.
+
+    Afterwards the loop is what it was: each ``loss.backward()`` exchanges gradients while autograd runs, and ends when
+    ``p.grad`` holds what the optimizer is to step on. Parameters and buffers start as rank 0's. Without torchrun
+    there is one replica, and nothing is exchanged.
+
+    Args:
+      model: trained by this loop; wrapped or compiled models will do.
+      optimizer: steps on the exchanged gradients.
+      how: a recipe or the name of one.
+      seed: equal on all ranks; what codecs draw from.
+      deadline_s: seconds that any message may take before its sender counts as lost.
+      store: where the replicas meet; torchrun's when not given.
+
+    Raises:
+      UnknownName: no such recipe.
+      Unsupported: a recipe that needs more than this loop.
+      RunLost: a replica did not come.
+    """
+    chosen = recipe(how) if isinstance(how, str) else how
+    parts = chosen.parts(seed)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and store is None:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))
+        store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
+    buckets = GradientBuckets(model.named_parameters())
+    runtime = WallRuntime(
+        rank,
+        size,
+        store,
+        settings={
+            **chosen.to_json(),
+            "seed": seed,
+            "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
+        },
+        deadline_s=deadline_s,
+        native=chosen.collective == "native",
+        join_s=JOIN_S,
+    )
+    try:
+        exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges)
+        handle.start()
+    except BaseException as error:
+        runtime.close(error)
+        raise
+    return handle
+
+
+class Handle:
+    """What :func:`attach` gives back; also a context manager that ends with :meth:`finish`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        runtime: WallRuntime,
+        buckets: GradientBuckets,
+        exchanges: Exchanges,
+    ) -> None:
+        self.step = 0
+        """Backward passes exchanged so far."""
+        self._model, self._optimizer = model, optimizer
+        self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
+        self._syncing = True
+        self._weight = 1.0
+        self._finished = False
+        self._pass: int | None = None
+        buckets.watch(self._gradient_arrives)
+
+    @property
+    def rank(self) -> int:
+        """This replica."""
+        return self._runtime.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return self._runtime.comm.size
+
+    def start(self) -> None:
+        """Begins from rank 0's parameters and buffers."""
+        atexit.register(self._abandon)
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._runtime.drive(broadcast(self._runtime, tensors, 0))
+
+    def weigh(self, weight: float) -> None:
+        """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
+
+        Raises:
+          ConfigError: a negative weight.
+        """
+        if weight < 0:
+            raise ConfigError(f"weight {weight}: must be 0 or more")
+        self._weight = weight
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add to the gradients and exchange nothing; the next one outside exchanges all."""
+        self._syncing, before = False, self._syncing
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Inside, the model is what should be evaluated or kept: running statistics are averaged."""
+        entered = averaged_buffers(self._runtime, self._model, self.step)
+        self._runtime.drive(entered.__aenter__())
+        try:
+            yield self._model
+        finally:
+            self._runtime.drive(entered.__aexit__(None, None, None))
+
+    def state_dict(self) -> State:
+        """What farflung adds to the state of model and optimizer: steps, residuals, schedule."""
+        return {"step": self.step, "exchanges": self._runtime.drive(self._exchanges.state_dict())}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from :meth:`state_dict`."""
+        self.step = state["step"]
+        self._exchanges.load_state_dict(state["exchanges"])
+
+    def finish(self) -> None:
+        """Takes leave of the others, once the loop is through."""
+        if not self._finished:
+            self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished:
+            self._end(error)
+
+    # --- inside autograd --------------------------------------------------------------------------------------
+
+    def _gradient_arrives(self) -> None:
+        if not self._syncing:
+            return
+        current = torch._C._current_graph_task_id()
+        if current == self._pass:
+            return
+        if self._pass is not None:
+            raise RunLost(
+                f"the backward pass of step {self.step} broke off on rank {self.rank} while others took its gradients; "
+                "start again from a checkpoint"
+            )
+        self._pass = current
+        self._exchanges.begin(self.step, Vote(0.0, self._weight))
+        self._buckets.arm(self._exchanges.ready)
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._buckets.finish()
+        settled = self._runtime.drive(self._exchanges.settle())
+        if not settled.apply:
+            self._buckets.clear()
+        self._pass = None
+        self.step += 1
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _end(self, error: BaseException | None) -> None:
+        self._finished = True
+        atexit.unregister(self._abandon)
+        self._buckets.remove()
+        self._runtime.close(error)
+
+    def _abandon(self) -> None:
+        self._end(RunLost(f"rank {self.rank} ended without finish()"))

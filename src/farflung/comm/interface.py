@@ -1,0 +1,82 @@
+"""Which of a machine's addresses to listen on."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from farflung.errors import ConfigError
+
+__all__ = ["LOOPBACK", "interface_address", "is_loopback", "route_to", "tcp"]
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach ``address``.
+
+    Raises:
+      ConfigError: it is no address, or stands for all of a machine's addresses.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        raise ConfigError(f"interface {address!r}: not an address") from None
+    if parsed.is_unspecified:
+        raise ConfigError(f"interface {address}: name one address, the one that the other machines reach")
+    return parsed.is_loopback
+
+
+def interface_address(interface: str) -> str:
+    """The address meant by ``interface``: itself, or the IPv4 address of the network interface of that name.
+
+    Raises:
+      ConfigError: no address, and no interface here has that name or an address.
+    """
+    try:
+        return str(ipaddress.ip_address(interface))
+    except ValueError:
+        pass
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise ConfigError(
+            f"--interface {interface}: neither an address nor a network interface here; those are: {', '.join(names)}"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            raise ConfigError(
+                f"--interface {interface}: has no IPv4 address; give an address instead"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def route_to(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent.
+
+    Raises:
+      ConfigError: no such host, or no way there.
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR {host}: unknown host ({error.strerror})") from None
+    for family, kind, protocol, _, target in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                continue
+            address = str(probe.getsockname()[0])
+            return LOOPBACK if is_loopback(address) else address
+    raise ConfigError(f"MASTER_ADDR {host}: no route to it; name this machine's address with --interface")
+
+
+def tcp(address: str) -> str:
+    """``address`` as ZeroMQ writes it, without a port."""
+    return f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

@@ -1,0 +1,78 @@
+"""How replicas make themselves known to each other through the run's store."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farflung.comm.keys import Keys, is_public_key
+from farflung.errors import ConfigError, ProtocolError
+
+__all__ = ["Peer", "check_peers"]
+
+_ADDRESS = re.compile(r"tcp://([0-9.]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a replica is reached and recognised."""
+
+    rank: int
+    address: str
+    token: bytes
+    key: str | None = None
+    """Its public key; ``None`` where nothing is encrypted."""
+
+    def to_json(self) -> str:
+        """For the store."""
+        key = {} if self.key is None else {"key": self.key}
+        return json.dumps({"rank": self.rank, "address": self.address, "token": self.token.hex(), **key})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Peer:
+        """Reads :meth:`to_json`.
+
+        Raises:
+          ProtocolError: something else was published.
+        """
+        try:
+            fields = json.loads(text)
+            address, token, key = str(fields["address"]), bytes.fromhex(fields["token"]), fields.get("key")
+            if not (
+                _ADDRESS.fullmatch(address) and 0 < len(token) < 256 and (key is None or is_public_key(key))
+            ):
+                raise ValueError(text)
+            return Peer(int(fields["rank"]), address, token, key)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
+
+
+def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
+    """Whether ``others`` and this replica can make up a run.
+
+    Args:
+      me: this replica.
+      others: the rest, as the store names them.
+      keys: this replica's, with the list of those it accepts.
+
+    Raises:
+      ConfigError: some encrypt and others do not, or a key is not on the list.
+      ProtocolError: two have one name.
+    """
+    for peer in others:
+        if (me.key is None) != (peer.key is None):
+            plain, sealed = (me, peer) if me.key is None else (peer, me)
+            raise ConfigError(
+                f"rank {plain.rank} listens on its own machine alone ({plain.address}), rank {sealed.rank} encrypts "
+                f"({sealed.address}): give all machines the same --master-addr, or each its own --interface"
+            )
+        if keys is not None and keys.listed is not None and peer.key not in keys.listed:
+            raise ConfigError(
+                f"rank {peer.rank} at {peer.address} has the key {peer.key}, which is not in the folder of --keys here: "
+                "copy the .public file of its machine there"
+            )
+    for names in ({peer.rank for peer in (me, *others)}, {peer.token for peer in (me, *others)}):
+        if len(names) <= len(others):
+            raise ProtocolError("the store names one replica twice: is another run using it?")

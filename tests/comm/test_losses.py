@@ -1,0 +1,328 @@
+"""Whoever leaves, fails, vanishes, falls silent or never comes is named, with what was waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from farflung.comm import Peer
+from farflung.errors import (
+    ConfigError,
+    DeadlinePassed,
+    FarflungError,
+    PeerFailed,
+    PeerLost,
+    ProtocolError,
+    RunLost,
+)
+from farflung.runtime import WallRuntime
+from farflung.types import Payload, Runtime
+from tests.helpers import PATIENCE_S, Group, in_threads, joined, number_in, numbered, parted, tag
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(size: int = 2, *args: Any, **options: Any) -> Group:
+        made.append(Group(size, *args, **options))
+        return made[-1].meet()
+
+    yield make
+    for members in made:
+        members.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("farflung")] == []
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_an_orderly_farewell_is_no_error_unless_somebody_waits(leaver: int, group: Callable[..., Group]) -> None:
+    members = group(3)
+    stayer, other = members.comms[1], 2 - leaver
+    waited_for = stayer.recv(leaver, tag(5))
+    members.comms[leaver].send(numbered(7), 1, tag(4))
+    members.leave(leaver)
+    members.until(lambda: waited_for.done)
+    late = stayer.recv(leaver, tag(6))
+    for pending in (waited_for, late):
+        assert isinstance(pending.error, PeerLost)
+        assert str(pending.error) == f"lost rank {leaver}: it had left the run"
+    assert number_in(stayer.recv(leaver, tag(4)).result()) == 7, "what it sent before is there"
+    assert stayer.lost is None
+    arrived = stayer.recv(other, tag(8))
+    members.comms[other].send(numbered(8), 1, tag(8))
+    members.until(lambda: arrived.done)
+    assert number_in(arrived.result()) == 8
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("no such codec"), "no such codec"),
+        (ValueError("bad shape"), "ValueError: bad shape"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ],
+)
+def test_a_member_that_fails_says_why(
+    leaver: int, error: BaseException, told: str, group: Callable[..., Group]
+) -> None:
+    members = group()
+    stayer = members.comms[1 - leaver]
+    waiting = stayer.recv(leaver, tag(5))
+    members.leave(leaver, error)
+    members.until(lambda: waiting.done)
+    assert isinstance(waiting.error, PeerFailed)
+    assert str(waiting.error) == f"rank {leaver} failed: {told}"
+    assert stayer.recv(leaver, tag(6)).error is waiting.error
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost(2, "gone"), PeerFailed(2, "out of memory"), DeadlinePassed(2, "exchange 3", 60.0)]
+)
+def test_whoever_leaves_because_of_another_names_the_other(
+    error: FarflungError, group: Callable[..., Group]
+) -> None:
+    members = group(3)
+    waiting = members.comms[0].recv(2, tag(5))
+    members.leave(1, error)
+    members.until(lambda: waiting.done)
+    assert isinstance(waiting.error, PeerLost)
+    assert waiting.error.rank == 2
+    assert str(waiting.error) == f"lost rank 2: rank 1 says: {error}"
+
+
+def test_whoever_leaves_because_of_us_is_lost_itself(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(1, tag(5))
+    members.leave(1, DeadlinePassed(0, "exchange 3", 60.0))
+    members.until(lambda: waiting.done)
+    assert str(waiting.error) == "lost rank 1: it left, saying: lost rank 0: waited 60.0 s for exchange 3"
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_closed_connection_is_a_lost_member(leaver: int, group: Callable[..., Group]) -> None:
+    members = group()
+    stayer = members.comms[1 - leaver]
+    waiting = stayer.recv(leaver, tag(5))
+    members.close(members.comms[leaver])
+    members.until(lambda: waiting.done)
+    assert str(waiting.error) == f"lost rank {leaver}: its connection was closed from its end"
+    assert stayer.lost is waiting.error
+
+
+# --- silence ----------------------------------------------------------------------------------------------------
+
+DEADLINE_S = 10.0
+
+
+def at(members: Group, clock: float) -> list[float | None]:
+    """Everybody looks at the clock; when each wants to look again."""
+    members.clock = clock
+    return [comm.check_deadline(DEADLINE_S) for comm in members.comms]
+
+
+def test_a_deadline_names_rank_and_exchange(group: Callable[..., Group]) -> None:
+    members = group()
+    assert at(members, 99.0) == [None, None]
+    members.clock = 100.0
+    waiting = members.comms[0].recv(1, tag(7, 2, 1))
+    assert at(members, 100.0) == [105.0, None]
+    assert at(members, 104.9) == [105.0, None]
+    assert at(members, 105.0) == [110.0, None]
+    assert at(members, 109.9) == [110.0, None]
+    assert not waiting.done
+    assert at(members, 110.5) == [None, None]
+    assert isinstance(waiting.error, DeadlinePassed)
+    assert (waiting.error.rank, waiting.error.waited_s) == (1, 10.5)
+    assert str(waiting.error) == "lost rank 1: waited 10.5 s for exchange 7, part 2, hop 1"
+    assert members.comms[0].lost is waiting.error
+
+
+def test_what_arrives_in_time_is_no_loss(group: Callable[..., Group]) -> None:
+    members = group()
+    members.comms[0].recv(1, tag(1))
+    at(members, 9.9)
+    members.exchange(2)
+    members.comms[1].send(numbered(1), 0, tag(1))
+    members.exchange(3)
+    assert at(members, 11.0) == [None, None]
+    assert members.comms[0].lost is None
+
+
+def test_a_wait_for_anybody_names_nobody(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(None, tag(3))
+    at(members, 10.0)
+    assert str(waiting.error) == "lost any rank: waited 10.0 s for exchange 3, part 0, hop 0"
+
+
+def waits(members: Group, on: dict[int, int]) -> None:
+    """Who waits for whom; half the deadline passes, and all have heard of it."""
+    for rank, src in on.items():
+        members.comms[rank].recv(src, tag(1))
+    at(members, 5.0)
+    members.until(lambda: all(on.keys() - {comm.rank} == comm._blocked_on.keys() for comm in members.comms))
+
+
+def test_the_blame_follows_the_chain_of_waits(group: Callable[..., Group]) -> None:
+    members = group(4)
+    waits(members, {0: 1, 1: 2, 2: 3})
+    at(members, 10.0)
+    for comm in members.comms[:3]:
+        assert isinstance(comm.lost, DeadlinePassed)
+        assert comm.lost.rank == 3
+
+
+def test_who_moves_again_is_not_taken_to_be_held_up(group: Callable[..., Group]) -> None:
+    members = group(3)
+    waits(members, {0: 1, 1: 2})
+    members.exchange(2, 0, 1)
+    at(members, 10.0)
+    assert isinstance(members.comms[0].lost, DeadlinePassed)
+    assert members.comms[0].lost.rank == 1
+
+
+def test_a_circle_of_waits_names_somebody_else(group: Callable[..., Group]) -> None:
+    members = group(3)
+    waits(members, {0: 1, 1: 2, 2: 0})
+    at(members, 10.0)
+    for comm in members.comms:
+        assert isinstance(comm.lost, DeadlinePassed)
+        assert comm.lost.rank != comm.rank
+
+
+# --- whole replicas, each with its thread -----------------------------------------------------------------------
+
+
+async def receive(runtime: Runtime, src: int) -> Payload:
+    return await runtime.comm.recv(src, tag(4))
+
+
+def failures(results: list[Any]) -> list[Exception]:
+    """What all of them raised; closes those that did not."""
+    parted([result for result in results if isinstance(result, WallRuntime)])
+    errors = [result for result in results if isinstance(result, Exception)]
+    assert len(errors) == len(results)
+    return errors
+
+
+def test_a_wait_ends_by_its_deadline() -> None:
+    runtimes = joined(2, deadline_s=0.05)
+    pending = runtimes[0].launch(receive(runtimes[0], 1))
+    with pytest.raises(DeadlinePassed, match=r"lost rank 1: waited 0\.\d s for exchange 4, part 0, hop 0"):
+        pending.wait()
+    with pytest.raises(DeadlinePassed):
+        runtimes[0].launch(receive(runtimes[0], 1)).wait()
+    parted(runtimes)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_the_message_of_a_failed_replica_reaches_who_waits(leaver: int) -> None:
+    runtimes = joined(2)
+    stayer = runtimes[1 - leaver]
+
+    def stay() -> None:
+        try:
+            stayer.launch(receive(stayer, leaver)).wait()
+        except PeerFailed as error:
+            stayer.close(error)
+            raise
+
+    _, error = in_threads(lambda: runtimes[leaver].close(ValueError("bad batch")), stay)
+    assert isinstance(error, PeerFailed)
+    assert str(error) == f"rank {leaver} failed: ValueError: bad batch"
+
+
+def test_a_replica_that_never_joins_is_named() -> None:
+    store = dist.HashStore()
+    results = in_threads(*(lambda rank=rank: WallRuntime(rank, 3, store, join_s=0.1) for rank in (0, 2)))  # type: ignore[misc]
+    for error in failures(results):
+        assert isinstance(error, DeadlinePassed)
+        assert error.rank == 1
+        assert "for its address in the store" in str(error)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_replica_that_never_greets_is_named(silent: int) -> None:
+    store = dist.HashStore()
+    store.set(f"farflung/0/{silent}", Peer(silent, "tcp://127.0.0.1:1", bytes(16)).to_json())
+    with pytest.raises(DeadlinePassed, match=f"lost rank {silent}: waited .* for its greeting"):
+        WallRuntime(1 - silent, 2, store, join_s=0.1)
+
+
+@pytest.mark.parametrize("published", ["", "[]", "7", "null", '{"rank": 1}', '{"rank": 1, "address": "", "token": 3}'])
+def test_nonsense_in_the_store_is_no_address(published: str) -> None:
+    store = dist.HashStore()
+    store.set("farflung/0/1", published)
+    with pytest.raises(ProtocolError, match="the store holds .* where an address was due"):
+        WallRuntime(0, 2, store, join_s=PATIENCE_S)
+
+
+def test_unlike_settings_end_every_replica_by_name() -> None:
+    store = dist.HashStore()
+    results = in_threads(
+        *(
+            lambda rank=rank: WallRuntime(rank, 3, store, settings={"batch_size": 32, "steps": 10 + rank // 2})  # type: ignore[misc]
+            for rank in range(3)
+        )
+    )
+    for error in failures(results):
+        assert "ranks disagree on steps" in str(error)
+        assert "11 on rank 2" in str(error)
+
+
+def test_an_error_on_the_communication_thread_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtimes = joined(2)
+    waiting = runtimes[0].launch(receive(runtimes[0], 1))
+
+    def broken(timeout_s: float | None) -> None:
+        raise OSError("no such socket")
+
+    monkeypatch.setattr(runtimes[0].comm, "poll", broken)
+    for pending in (runtimes[0].launch(receive(runtimes[0], 0)), waiting):
+        with pytest.raises(RunLost, match="the communication thread failed: OSError: no such socket"):
+            pending.wait()
+    runtimes[0]._thread.join()
+    with pytest.raises(RunLost, match="no such socket"):
+        runtimes[0].launch(receive(runtimes[0], 1)).wait()
+    monkeypatch.undo()
+    parted(runtimes)
+
+
+CHILD = """
+import sys
+import torch.distributed as dist
+from farflung.runtime import WallRuntime
+
+runtime = WallRuntime(int(sys.argv[1]), 2, dist.FileStore(sys.argv[2], 2))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_lost_by_name(victim: int, tmp_path: Path) -> None:
+    meeting = str(tmp_path / "store")
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(victim), meeting], stdin=subprocess.PIPE) as child:
+        try:
+            survivor = WallRuntime(1 - victim, 2, dist.FileStore(meeting, 2), join_s=PATIENCE_S)
+            pending = survivor.launch(receive(survivor, victim))
+        finally:
+            child.kill()
+        with pytest.raises(PeerLost, match=f"lost rank {victim}: its connection was closed from its end"):
+            pending.wait()
+        survivor.close()

@@ -1,0 +1,207 @@
+"""On real sockets: strangers and nonsense are refused, and whoever is lost is lost by name."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from farflung.comm import wire
+from farflung.comm.wire import Kind, encode
+from farflung.errors import ProtocolError
+from farflung.types import Payload
+from tests.helpers import Group, numbered, tag
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    made: list[Group] = []
+    yield made
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def group(groups: list[Group]) -> Callable[..., Group]:
+    def make(size: int = 2, *args: Any, **options: Any) -> Group:
+        groups.append(Group(size, *args, **options))
+        return groups[-1]
+
+    return make
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    context, dealers = zmq.Context(), []
+
+    def connect(address: str, identity: bytes | None = b"nobody") -> zmq.Socket[bytes]:
+        dealer = context.socket(zmq.DEALER)
+        dealers.append(dealer)
+        if identity is not None:
+            dealer.setsockopt(zmq.ROUTING_ID, identity)
+        dealer.connect(address)
+        return dealer
+
+    yield connect
+    for dealer in dealers:
+        dealer.close(linger=0)
+    context.term()
+
+
+# --- refused, counted, and the run goes on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("identity", [b"nobody", None])
+def test_a_strangers_message_is_refused(
+    identity: bytes | None, group: Callable[..., Group], stranger: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    members = group().meet()
+    dealer = stranger(members.comms[0].me.address, identity)
+    wanted = members.comms[0].recv(None, tag(1))
+    dealer.send_multipart([bytes(frame) for frame in encode(Kind.DATA, 0, tag(1), numbered(666))])
+    members.until(lambda: members.comms[0].refused == 1)
+    assert not wanted.done
+    members.exchange(2)
+    assert members.comms[0].lost is None
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.FAREWELL, Kind.ABORT])
+def test_a_stranger_has_no_say(
+    kind: Kind, group: Callable[..., Group], stranger: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    members = group().meet()
+    dealer = stranger(members.comms[0].me.address)
+    text = torch.frombuffer(bytearray(b'{"rank": 1, "detail": "gone", "settings": {}}'), dtype=torch.uint8)
+    dealer.send_multipart([bytes(frame) for frame in encode(kind, 0, tag(0), Payload((text,)))])
+    members.until(lambda: members.comms[0].refused == 1)
+    members.exchange(2)
+    assert members.comms[0].lost is None
+
+
+CONTROL = (Kind.HELLO, Kind.FAREWELL, Kind.ABORT)
+GOOD = [bytes(frame) for frame in encode(Kind.DATA, 0, tag(9), Payload((torch.ones(2000), torch.ones(3))))]
+
+
+def control(kind: Kind, *tensors: torch.Tensor) -> list[bytes]:
+    return [bytes(frame) for frame in encode(kind, 0, tag(0), Payload(tensors))]
+
+
+def text(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+NONSENSE: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "noise": [bytes(range(256))],
+    "another protocol": [b"XX" + GOOD[0][2:], *GOOD[1:]],
+    "another version": [GOOD[0][:2] + bytes([wire.VERSION + 1]) + GOOD[0][3:], *GOOD[1:]],
+    "header cut short": [GOOD[0][:-1], *GOOD[1:]],
+    "a frame cut short": [GOOD[0], GOOD[1][:-1]],
+    "a frame is missing": GOOD[:1],
+    "a frame too many": [*GOOD, b"more"],
+    "another view": [bytes(frame) for frame in encode(Kind.DATA, 1, tag(9), numbered(1))],
+    "an absurd shape": [GOOD[0][:26] + b"\xff\x01\0\x02" + struct.pack("<2Q", 0, 2**63)],
+}
+for _kind in CONTROL:
+    NONSENSE |= {
+        f"{_kind.name} without content": control(_kind),
+        f"{_kind.name} that is no JSON": control(_kind, text(b"{")),
+        f"{_kind.name} that is no UTF-8": control(_kind, text(b"\xff\xfe")),
+        f"{_kind.name} that is no object": control(_kind, text(b"[1]")),
+        f"{_kind.name} without end": control(_kind, text(b"[" * 100_000)),
+        f"{_kind.name} of numbers": control(_kind, torch.ones(4)),
+        f"{_kind.name} of one number": control(_kind, torch.tensor(2**62)),
+        f"{_kind.name} twice": control(_kind, text(b"{}"), text(b"{}")),
+    }
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_from_a_member_is_refused(what: str, group: Callable[..., Group]) -> None:
+    members = group().meet()
+    members.raw(1, 0, *NONSENSE[what])
+    members.exchange(2)
+    assert members.comms[0].refused == 1
+    assert members.comms[0].lost is None
+    members.exchange(3)
+
+
+def test_a_payload_larger_than_any_of_the_run_is_refused(group: Callable[..., Group]) -> None:
+    members = group(max_nbytes=10_000).meet()
+    sender, receiver = members.comms[1], members.comms[0]
+    sender.send(Payload((torch.zeros(2501),)), 0, tag(1))
+    sender.send(Payload((torch.zeros(1250), torch.zeros(1251))), 0, tag(1))
+    sender.send(Payload((torch.zeros(2500),)), 0, tag(1))
+    arrived = receiver.recv(1, tag(1))
+    members.until(lambda: arrived.done)
+    assert receiver.refused == 2
+    assert arrived.result().nbytes == 10_000
+
+
+def test_a_frame_larger_than_any_message_ends_its_own_connection_alone(
+    group: Callable[..., Group], stranger: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    members = group(max_nbytes=10_000).meet()
+    dealer = stranger(members.comms[0].me.address)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.send(bytes(200_000))
+    members.until(lambda: bool(monitor.poll(0)))
+    dealer.disable_monitor()
+    monitor.close(linger=0)
+    members.exchange(2)
+    assert members.comms[0].lost is None
+
+
+def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
+    (comm,) = group(1).comms
+    host, _, port = comm.me.address.removeprefix("tcp://").partition(":")
+    assert host == "127.0.0.1"
+    with socket.create_connection((host, int(port))):
+        pass
+    # Another address of the same machine would be answered had it bound them all.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(port)))
+
+
+def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: Callable[..., Group]) -> None:
+    members = group()
+    host, _, port = members.comms[0].me.address.removeprefix("tcp://").partition(":")
+    with socket.create_connection((host, int(port))) as probe:
+        probe.recv(1)  # the greeting of the transport: the connection is known there
+    members.meet()
+    members.exchange(2)
+    assert members.comms[0].lost is None
+
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"steps": 1}, {"steps": 2}, "steps: 1 on rank {}, 2 on rank {}"),
+        ({"steps": 1}, {"steps": 1, "codec": "int8"}, "codec: None on rank {}, 'int8' on rank {}"),
+        ({"recipe": {"codec": "a"}}, {"recipe": {"codec": "b"}}, "recipe: {{'codec': 'a'}} on rank {}, "),
+    ],
+)
+def test_unlike_settings_are_found_at_the_start(
+    one: dict[str, Any], other: dict[str, Any], named: str, group: Callable[..., Group]
+) -> None:
+    members = group(2, [one, other]).meet()
+    error = members.comms[0].ready.error
+    assert isinstance(error, ProtocolError)
+    assert f"ranks disagree on {named.format(0, 1)}" in str(error)
+    assert isinstance(members.comms[1].ready.error, ProtocolError)
+    late = members.comms[0].recv(1, tag(1))
+    assert late.error is error
+
+
+def test_like_settings_are_fine_in_any_order(group: Callable[..., Group]) -> None:
+    settings = [{"a": 1, "b": [1, {"c": None}]}, {"b": [1, {"c": None}], "a": 1}]
+    members = group(2, settings).meet()
+    assert members.comms[0].ready.error is None
+    members.exchange(1)

@@ -1,0 +1,59 @@
+"""farflung in a user's own loop does what DistributedDataParallel does there, bit for bit at two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import attach_jobs
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("loop", attach_jobs.LOOPS)
+def test_a_loop_ends_as_under_ddp(pool: Pool, loop: str) -> None:
+    ends = pool.run(2, "tests.attach_jobs.compare", loop=loop)
+    assert {end["ours"] for end in ends} == {end["theirs"] for end in ends}
+    assert len({end["ours"] for end in ends}) == 1
+
+
+def test_a_compiled_model(pool: Pool) -> None:
+    ends = pool.run(2, "tests.attach_jobs.compare", loop="plain", compiled=True)
+    assert len({end["ours"] for end in ends}) == 1
+    assert ends[0]["ours"] == ends[0]["theirs"]
+
+
+def test_all_start_as_rank_0(pool: Pool) -> None:
+    assert len(set(pool.run(2, "tests.attach_jobs.starts_alike"))) == 1
+
+
+def test_running_statistics_are_averaged_for_evaluation_only(pool: Pool) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.averages_buffers")
+    assert torch.equal(one["mean"], other["mean"])
+    assert torch.allclose(one["mean"], (one["own"] + other["own"]) / 2)
+    assert not torch.equal(one["own"], other["own"])
+    assert one["kept"]
+    assert other["kept"]
+
+
+def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
+    said = pool.run(2, "tests.attach_jobs.breaks_off")
+    assert "broke off on rank 1" in said[0]
+    assert "broke off on rank 1" in said[1]
+
+
+def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    handle = attach_jobs.farflung.attach(model := attach_jobs.Net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
+    assert handle.step == attach_jobs.STEPS
+    handle.finish()
