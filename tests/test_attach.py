@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import farflung
 from tests import attach_jobs
 from tests.pool import Pool
 
@@ -53,7 +54,7 @@ def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
 def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    handle = attach_jobs.farflung.attach(model := attach_jobs.Net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    handle = farflung.attach(model := attach_jobs.Net(), torch.optim.SGD(model.parameters(), lr=0.1))
     attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
     assert handle.step == attach_jobs.STEPS
     handle.finish()

@@ -63,7 +63,13 @@ def test_the_ends_of_each_range_are_fine(name: str, fine: Any) -> None:
 
 
 def test_what_is_given_comes_before_the_defaults() -> None:
-    defaults: dict[str, Json] = {"steps": 300, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9, "metric": "accuracy"}
+    defaults: dict[str, Json] = {
+        "steps": 300,
+        "batch_size": 32,
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "metric": "accuracy",
+    }
     given: dict[str, Json] = {"steps": 5, "batch_size": None, "momentum": 0.0, "seed": 3}
     training = Training.resolve(defaults, given)
     assert training == Training(steps=5, batch_size=32, learning_rate=0.1, momentum=0.0, seed=3)

@@ -66,7 +66,7 @@ def test_replicas_that_take_turns_draw_what_they_draw_alone(turns: str) -> None:
 def test_installing_it_again_changes_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     switches: list[Any] = []
     put = torch.set_rng_state
-    
+
     def counted(state: torch.Tensor) -> None:
         switches.append(1)
         put(state)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
+from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Exchanges, GradientBuckets, Vote
@@ -27,7 +28,7 @@ __all__ = ["Handle", "attach", "carries"]
 
 T = TypeVar("T")
 
-JOIN_S = 60.0
+_JOIN_S = 60.0
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
 
@@ -47,6 +48,8 @@ def attach(
     seed: int = 0,
     deadline_s: float = 60.0,
     store: dist.Store | None = None,
+    interface: str | None = None,
+    encrypt: bool = False,
 ) -> Handle:
     """Lets the replicas that torchrun has started train ``model`` together.
 
@@ -61,6 +64,8 @@ def attach(
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
       store: where the replicas meet; torchrun's when not given.
+      interface: the address or network interface to listen on; that of the route to the master when not given.
+      encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
 
     Raises:
       UnknownName: no such recipe.
@@ -71,7 +76,7 @@ def attach(
     parts = chosen.parts(seed)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1 and store is None:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
         store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
     buckets = GradientBuckets(model.named_parameters())
     runtime = WallRuntime(
@@ -85,7 +90,9 @@ def attach(
         },
         deadline_s=deadline_s,
         native=chosen.collective == "native",
-        join_s=JOIN_S,
+        join_s=_JOIN_S,
+        interface=interface or (route_to(os.environ.get("MASTER_ADDR", LOOPBACK)) if size > 1 else LOOPBACK),
+        encrypt=encrypt,
     )
     try:
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from farflung.errors import ConfigError
 from farflung.types import Json
 
-__all__ = ["OPTIMIZERS", "Training"]
+__all__ = ["ON_NONFINITE", "OPTIMIZERS", "Training"]
 
 OPTIMIZERS = ("sgd", "adam")
 """What ``--optimizer`` may say."""
+ON_NONFINITE = ("stop", "skip", "exclude")
+"""What ``--on-nonfinite`` may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,9 @@ class Training:
       momentum: of SGD.
       weight_decay: of the optimizer.
       optimizer: ``sgd`` or ``adam``.
+      clip_norm: largest norm of the gradient that the optimizer steps on; 0: no limit.
+      on_nonfinite: what all replicas do at a step where one's loss is NaN or infinite: ``stop`` the run, ``skip`` the
+        update, or ``exclude`` that replica from the mean.
       seed: everything random derives from it.
       evaluate_every: steps between evaluations on the test set; 0: at the end only.
       checkpoint_every: steps between checkpoints; 0: at the end only.
@@ -40,6 +45,8 @@ class Training:
     momentum: float = 0.0
     weight_decay: float = 0.0
     optimizer: str = "sgd"
+    clip_norm: float = 0.0
+    on_nonfinite: str = "stop"
     seed: int = 0
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -54,8 +61,13 @@ class Training:
             raise ConfigError(f"--momentum {self.momentum}: must be in [0, 1)")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ConfigError(f"--weight-decay {self.weight_decay}: must be 0 or more")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"--optimizer {self.optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+        if not (self.clip_norm >= 0 and math.isfinite(self.clip_norm)):
+            raise ConfigError(f"--clip-norm {self.clip_norm}: must be 0 or more")
+        for name, known in (("optimizer", OPTIMIZERS), ("on_nonfinite", ON_NONFINITE)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"--{_option(name)} {getattr(self, name)}: must be one of {', '.join(known)}"
+                )
 
     @staticmethod
     def resolve(defaults: Mapping[str, Json], given: Mapping[str, Json]) -> Training:

@@ -38,7 +38,10 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--collective", "native", "--codec", "truncate16"], "'native' cannot carry a codec"),
         (["--workers", "0"], "--workers 0: must be 1 or more"),
         (["--workers", "-1"], "--workers -1: must be 1 or more"),
-        (["--workers", "10001", "--data", "packaged"], "--workers 10001: fashion-mnist/cnn has 10000 training samples"),
+        (
+            ["--workers", "10001", "--data", "packaged"],
+            "--workers 10001: fashion-mnist/cnn has 10000 training samples",
+        ),
         (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--steps", "many"], "--steps"),
         (["--stepps", "3"], "--stepps"),
@@ -76,7 +79,9 @@ def test_a_folder_that_holds_a_run_already(capsys: pytest.CaptureFixture[str], t
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run: two steps of one replica."""
-    config = RunConfig.resolve({}, {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"})
+    config = RunConfig.resolve(
+        {}, {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
+    )
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     folder.create(config)
     world = VirtualWorld(1)
@@ -106,7 +111,9 @@ def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str], run: 
 
 @pytest.mark.parametrize("name", ["shared", "rank-0-of-1"])
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_checkpoint_cut_short(capsys: pytest.CaptureFixture[str], run: Path, name: str, kept: float) -> None:
+def test_a_checkpoint_cut_short(
+    capsys: pytest.CaptureFixture[str], run: Path, name: str, kept: float
+) -> None:
     (file,) = run.glob(f"checkpoints/step-00000002/{name}.safetensors")
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
     said = refused(capsys, "train", "--resume", str(run), "--steps", "4")
@@ -120,7 +127,9 @@ def test_a_checkpoint_of_more_replicas(capsys: pytest.CaptureFixture[str], run: 
 
 def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    assert "no complete checkpoint to resume from" in refused(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert "no complete checkpoint to resume from" in refused(
+        capsys, "train", "--resume", str(run), "--steps", "4"
+    )
 
 
 def test_a_run_that_is_over(capsys: pytest.CaptureFixture[str], run: Path) -> None:

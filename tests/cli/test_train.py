@@ -66,7 +66,9 @@ def gone(pid: int) -> bool:
 
 def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """The model in a checkpoint."""
-    model: dict[str, torch.Tensor] = load_tree(folder / "checkpoints" / f"step-{step:08d}" / "shared.safetensors")["model"]
+    model: dict[str, torch.Tensor] = load_tree(
+        folder / "checkpoints" / f"step-{step:08d}" / "shared.safetensors"
+    )["model"]
     return model
 
 
@@ -162,4 +164,6 @@ def test_the_summary_and_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert sum(summary["time_s"].values()) == pytest.approx(summary["duration_s"])
     assert summary["samples"] == 2 * 8 * 10
     assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert [e["step"] for e in read_events(out / "telemetry" / "rank-1.jsonl") if e["event"] == "step"] == [*range(10)]
+    assert [e["step"] for e in read_events(out / "telemetry" / "rank-1.jsonl") if e["event"] == "step"] == [
+        *range(10)
+    ]

@@ -50,7 +50,9 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
-def test_an_orderly_farewell_is_no_error_unless_somebody_waits(leaver: int, group: Callable[..., Group]) -> None:
+def test_an_orderly_farewell_is_no_error_unless_somebody_waits(
+    leaver: int, group: Callable[..., Group]
+) -> None:
     members = group(3)
     stayer, other = members.comms[1], 2 - leaver
     waited_for = stayer.recv(leaver, tag(5))
@@ -67,6 +69,27 @@ def test_an_orderly_farewell_is_no_error_unless_somebody_waits(leaver: int, grou
     members.comms[other].send(numbered(8), 1, tag(8))
     members.until(lambda: arrived.done)
     assert number_in(arrived.result()) == 8
+
+
+def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
+    group: Callable[..., Group],
+) -> None:
+    members = group()
+    stayer = members.comms[0]
+    waited_for = stayer.recv(1, tag(5))
+    members.comms[1].send(numbered(7), 0, tag(5))
+    members.leave(1)
+    assert stayer._monitor.poll(PATIENCE_S * 1000)
+    stayer._look_for_losses()
+    assert number_in(waited_for.result()) == 7
+    assert stayer.lost is None
+
+
+def test_those_who_leave_together_see_each_other_leave(group: Callable[..., Group]) -> None:
+    members = group(3)
+    in_threads(*(lambda comm=comm: comm.farewell(None) for comm in members.comms))  # type: ignore[misc]
+    for comm in members.comms:
+        assert comm._left == {0, 1, 2} - {comm.rank}
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -123,6 +146,23 @@ def test_a_closed_connection_is_a_lost_member(leaver: int, group: Callable[..., 
     members.until(lambda: waiting.done)
     assert str(waiting.error) == f"lost rank {leaver}: its connection was closed from its end"
     assert stayer.lost is waiting.error
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_comes_while_another_leaves_still_learns_why(leaver: int) -> None:
+    members = Group(2)
+    comm, late = members.comms[leaver], members.comms[1 - leaver]
+    comm.connect([late.me])
+
+    def come() -> None:
+        late.connect([comm.me])
+        while late.lost is None:
+            late.poll(PATIENCE_S)
+        members.close(late)
+
+    in_threads(lambda: comm.farewell(ConfigError("no such codec")), come)
+    assert str(late.lost) == f"rank {leaver} failed: no such codec"
+    members.close()
 
 
 # --- silence ----------------------------------------------------------------------------------------------------
@@ -265,7 +305,9 @@ def test_a_replica_that_never_greets_is_named(silent: int) -> None:
         WallRuntime(1 - silent, 2, store, join_s=0.1)
 
 
-@pytest.mark.parametrize("published", ["", "[]", "7", "null", '{"rank": 1}', '{"rank": 1, "address": "", "token": 3}'])
+@pytest.mark.parametrize(
+    "published", ["", "[]", "7", "null", '{"rank": 1}', '{"rank": 1, "address": "", "token": 3}']
+)
 def test_nonsense_in_the_store_is_no_address(published: str) -> None:
     store = dist.HashStore()
     store.set("farflung/0/1", published)
@@ -277,7 +319,9 @@ def test_unlike_settings_end_every_replica_by_name() -> None:
     store = dist.HashStore()
     results = in_threads(
         *(
-            lambda rank=rank: WallRuntime(rank, 3, store, settings={"batch_size": 32, "steps": 10 + rank // 2})  # type: ignore[misc]
+            lambda rank=rank: WallRuntime(
+                rank, 3, store, join_s=PATIENCE_S, settings={"steps": 10 + rank // 2}
+            )  # type: ignore[misc]
             for rank in range(3)
         )
     )
@@ -317,7 +361,9 @@ sys.stdin.read()
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_lost_by_name(victim: int, tmp_path: Path) -> None:
     meeting = str(tmp_path / "store")
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(victim), meeting], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(victim), meeting], stdin=subprocess.PIPE
+    ) as child:
         try:
             survivor = WallRuntime(1 - victim, 2, dist.FileStore(meeting, 2), join_s=PATIENCE_S)
             pending = survivor.launch(receive(survivor, victim))

@@ -7,33 +7,54 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import TensorDataset, by_label, describe, dirichlet, iid, in_order, split
+from farflung.data import (
+    PARTITIONS,
+    Partition,
+    Subset,
+    TensorDataset,
+    by_label,
+    describe,
+    dirichlet,
+    iid,
+    in_order,
+)
 from farflung.errors import ConfigError, DataError
 
 LABELS = torch.arange(1000) % 10
 DATA = TensorDataset(torch.zeros(1000, 1), LABELS, LABELS)
-WORDS = ["iid", "labels:1", "labels:3", "dirichlet:0.5", "dirichlet:100", "order"]
+EACH: dict[str, Partition] = {
+    "iid": PARTITIONS["iid"](),
+    "labels": PARTITIONS["labels"](),
+    "labels(k=3)": PARTITIONS["labels"](k=3),
+    "dirichlet": PARTITIONS["dirichlet"](),
+    "dirichlet(alpha=100)": PARTITIONS["dirichlet"](alpha=100),
+    "by_order": PARTITIONS["by_order"](),
+}
 
 
-@pytest.mark.parametrize("how", WORDS)
+def test_every_way_is_tried() -> None:
+    assert {name.partition("(")[0] for name in EACH} == PARTITIONS.keys()
+
+
+@pytest.mark.parametrize("how", EACH)
 @pytest.mark.parametrize("parts", [10, 16])
 def test_each_sample_once(how: str, parts: int) -> None:
-    pieces = split(DATA, parts, how, seed=3)
+    pieces = EACH[how].split(DATA, parts, seed=3)
     assert len(pieces) == parts
     assert all(piece.dtype == torch.int64 for piece in pieces)
     assert torch.equal(torch.cat(pieces).sort().values, torch.arange(1000))
 
 
-@pytest.mark.parametrize("how", WORDS)
+@pytest.mark.parametrize("how", EACH)
 def test_depends_on_the_seed_alone(how: str) -> None:
     torch.manual_seed(1)
-    one = split(DATA, 10, how, seed=3)
+    one = EACH[how].split(DATA, 10, seed=3)
     torch.manual_seed(2)
-    two = split(DATA, 10, how, seed=3)
+    two = EACH[how].split(DATA, 10, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    other = split(DATA, 10, how, seed=4)
+    other = EACH[how].split(DATA, 10, seed=4)
     changed = any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert changed == (how != "order")
+    assert changed == (how != "by_order")
 
 
 @given(samples=st.integers(1, 200), parts=st.integers(1, 40))
@@ -98,15 +119,32 @@ def test_dirichlet_smallest() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["", "iid:2", "order:1", "labels", "labels:0", "labels:1.5", "dirichlet:x", "x:1"]
-)
-def test_unknown_words(how: str) -> None:
-    with pytest.raises(ConfigError, match="is not one of iid, labels:K, dirichlet:A, order"):
-        split(DATA, 2, how)
+    ("name", "options"),
+    [("labels", {"k": 0}), ("labels", {"k": 1.5}), ("labels", {"k": "two"}), ("dirichlet", {"alpha": 0}),
+     ("dirichlet", {"alpha": "x"}), ("dirichlet", {"alpha": float("nan")}), ("dirichlet", {"alpha": float("inf")})],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_cannot_work(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"partition {name}\(.*\): (k|alpha) must be a"):
+        PARTITIONS[name](**options)
 
 
-def test_classes_are_needed() -> None:
+@pytest.mark.parametrize("how", ["labels", "dirichlet"])
+def test_classes_are_needed(how: str) -> None:
     data = TensorDataset(torch.zeros(10, 1), torch.zeros(10))
-    with pytest.raises(DataError, match="needs classes"):
-        split(data, 2, "labels:1")
-    assert [share.histogram for share in describe(split(data, 2))] == [(), ()]
+    with pytest.raises(DataError, match=f"partition {how} needs classes"):
+        EACH[how].split(data, 2)
+    assert [share.histogram for share in describe(EACH["iid"].split(data, 2))] == [(), ()]
+
+
+def test_a_subset_is_a_data_set() -> None:
+    ids = torch.tensor([7, 3, 999])
+    whole = TensorDataset(torch.arange(1000), LABELS, LABELS)
+    part = Subset(whole, ids)
+    assert len(part) == 3
+    assert part.labels is not None
+    assert part.labels.tolist() == [7, 3, 9]
+    batch = part.take(torch.tensor([2, 0, 2]), train=True)
+    assert batch.inputs.tolist() == [999, 7, 999]
+    assert batch.targets.tolist() == [9, 7, 9]
+    assert Subset(TensorDataset(ids, ids), ids[:0]).labels is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import wave
@@ -13,6 +14,7 @@ import torch
 
 from farflung.data import speech_commands
 from farflung.data.log_mel import BANDS, FRAMES, RATE, log_mel, read_wav
+from farflung.data.source import File
 from farflung.errors import DataError
 from tests.data.test_archive import pack
 
@@ -139,3 +141,26 @@ def test_damaged_features(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3000])
     with pytest.raises(DataError, match="truncated"):
         speech_commands.read_features(path, "toy", words=4, test="test")
+
+
+def test_spectrograms_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, cache = tmp_path / "mine", tmp_path / "cache"
+    folder = mine / "speech-commands-v0.02"
+    folder.mkdir(parents=True)
+    packed = archive(folder / "speech_commands_v0.02.tar.gz")
+    monkeypatch.setenv("FARFLUNG_DATA", str(mine))
+    monkeypatch.setenv("FARFLUNG_CACHE", str(cache))
+    with pytest.raises(DataError, match="expected 2428923189 bytes"):
+        speech_commands.load("v0.02")
+    source = speech_commands.SOURCES["v0.02"]
+    monkeypatch.setitem(
+        speech_commands.SOURCES, "v0.02", dataclasses.replace(source, files=(File(packed.name),))
+    )
+    monkeypatch.setitem(speech_commands.WORDS, "v0.02", 3)
+    monkeypatch.setitem(speech_commands._CLIPS, "v0.02", 9)
+    train, _ = speech_commands.load("v0.02")
+    assert len(train) == 7
+    packed.write_bytes(b"not read again")
+    assert len(speech_commands.load("v0.02")[0]) == 7
+    packed.unlink()
+    assert len(speech_commands.load("v0.02")[0]) == 7, "the spectrograms alone are the data set"

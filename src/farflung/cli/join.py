@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,18 +14,47 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.cli.run import RunConfig, RunFolder, write_json
+from farflung.comm.interface import LOOPBACK, route_to
+from farflung.comm.keys import Keys
+from farflung.data import describe
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
-from farflung.types import Json
+from farflung.types import Json, Workload
 
-__all__ = ["work"]
+__all__ = ["Reach", "work"]
 
 JOIN_S = 60.0
 
 
-def work(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Json]:
-    """Trains as one replica; ``show`` gets its events. Returns the summary."""
+@dataclass(frozen=True)
+class Reach:
+    """How this machine is reached by the others of a run.
+
+    Args:
+      interface: the address or network interface to listen on; ``None``: the one on the way to the master address.
+      keys: what to prove this machine with where the run's store is not trusted.
+    """
+
+    interface: str | None = None
+    keys: Keys | None = None
+
+    def address(self, size: int) -> str:
+        """Where a replica listens.
+
+        Raises:
+          ConfigError: the master address is unknown, or there is no way to it.
+        """
+        if self.interface is not None:
+            return self.interface
+        return LOOPBACK if size == 1 else route_to(os.environ["MASTER_ADDR"])
+
+
+def work(
+    config: RunConfig, folder: RunFolder, show: Sink, reach: Reach | None = None, task: Workload | None = None
+) -> Mapping[str, Json]:
+    """Trains as one replica; ``show`` gets its events, ``task`` is the run's own. Returns the summary."""
+    reach, task = reach or Reach(), task or config.make_workload()
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
@@ -44,21 +74,27 @@ def work(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Json]
             deadline_s=config.deadline,
             native=recipe.collective == "native",
             join_s=JOIN_S,
+            interface=reach.address(size),
+            encrypt=config.encrypt,
+            keys=reach.keys,
         )
         try:
             checkpoints = folder.checkpoints(rank, size, leader=leader)
+            shares = config.make_shares(task)
             replica = Replica(
                 runtime,
-                config.make_workload(),
+                task,
                 config.make_training(),
-                recipe.parts(config.seed),
+                recipe.parts(config.seed, None if shares is None else rank),
                 telemetry,
                 checkpoints,
                 asked.is_set,
+                None if shares is None else shares[rank],
             )
             if folder.resumed:
                 replica.resume(checkpoints.newest())
-            summary = runtime.run(replica.run()).to_json()
+            split = config.split_json(describe(shares or [], task.datasets()[0].labels))
+            summary = {**runtime.run(replica.run()).to_json(), "partition": split}
         except BaseException as error:
             runtime.close(error)
             raise

@@ -13,7 +13,11 @@ from typing import Protocol
 import tyro
 
 from farflung import __version__
+from farflung.cli.data import Data
+from farflung.cli.keys import MakeKeys
+from farflung.cli.recipes import Recipes
 from farflung.cli.train import Train
+from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
 
 __all__ = ["main"]
@@ -37,7 +41,14 @@ class Version:
         return 0
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"train": Train, "version": Version}
+COMMANDS: dict[str, Callable[..., Command]] = {
+    "train": Train,
+    "recipes": Recipes,
+    "workloads": Workloads,
+    "data": Data,
+    "keys": MakeKeys,
+    "version": Version,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -84,4 +95,4 @@ def _first_words(boxed: str) -> str:
         if not text or set(text) <= {"─"}:
             break
         words.append(text)
-    return " ".join(words) or "these options cannot be read"
+    return " ".join(words).rstrip(".") or "these options cannot be read"

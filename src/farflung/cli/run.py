@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from farflung.config import Training
+from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
-from farflung.recipes import Recipe, recipe
-from farflung.replica import Checkpoints, check_model
+from farflung.recipes import Recipe, build, recipe
+from farflung.replica import Checkpoints, check_model, check_share
 from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
-from farflung.types import Json, Workload
+from farflung.types import Json, SampleIds, Workload
 from farflung.workloads import workload
 
 __all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json"]
 
 EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which the starting command listens to its workers."""
+PARTS = ("codec", "collective", "schedule")
+"""The members of a recipe that options may replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,18 @@ class RunConfig:
     momentum: float
     weight_decay: float
     optimizer: str
+    clip_norm: float
+    on_nonfinite: str
     seed: int
     codec: str
     collective: str
     schedule: str
     data: str
+    partition: str
     evaluate_every: int
     checkpoint_every: int
     deadline: float
+    encrypt: bool
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -61,17 +68,21 @@ class RunConfig:
         return [field.name for field in fields(RunConfig)]
 
     @staticmethod
-    def resolve(stored: Mapping[str, Json], given: Mapping[str, Json]) -> RunConfig:
-        """What is given, else what is stored, else the recipe's and the workload's own settings."""
-        said = {**stored, **given}
+    def resolve(*layers: Mapping[str, Json]) -> RunConfig:
+        """What the last layer says, else the one before it, and so on; else the recipe's and the workload's own.
+
+        A layer that names a recipe takes that recipe's members, not those that earlier layers name.
+        """
+        said: dict[str, Json] = {}
+        for layer in layers:
+            dropped = PARTS if "recipe" in layer else ()
+            said = {**{name: value for name, value in said.items() if name not in dropped}, **layer}
         preset = recipe(str(said.get("recipe", "synchronous")))
-        if "recipe" in given:
-            said = {**said, **{name: given.get(name) for name in ("codec", "collective", "schedule")}}
         defaults = workload(str(said.get("workload", "fashion-mnist/cnn"))).defaults
         training = Training.resolve(
             defaults, {k: v for k, v in said.items() if k in Training.__dataclass_fields__}
         )
-        parts = preset.but(**{name: said.get(name) for name in ("codec", "collective", "schedule")})  # type: ignore[arg-type]
+        parts = preset.but(**{name: said.get(name) for name in PARTS})  # type: ignore[arg-type]
         return RunConfig(
             workload=str(said.get("workload", "fashion-mnist/cnn")),
             recipe=preset.name,
@@ -80,7 +91,9 @@ class RunConfig:
             collective=parts.collective,
             schedule=parts.schedule,
             data=str(said.get("data", "auto")),
+            partition=str(said.get("partition", "shared")),
             deadline=float(said.get("deadline", 60.0)),  # type: ignore[arg-type]
+            encrypt=bool(said.get("encrypt", False)),
             **{
                 **asdict(training),
                 "evaluate_every": said.get("evaluate_every", max(1, training.steps // 10)),
@@ -100,40 +113,80 @@ class RunConfig:
         """The preset with the members chosen here."""
         return recipe(self.recipe).but(codec=self.codec, collective=self.collective, schedule=self.schedule)
 
-    def check(self) -> None:
+    def make_shares(self, task: Workload) -> list[SampleIds] | None:
+        """The training samples of ``task`` for each replica; ``None`` where all draw from the whole set.
+
+        Raises:
+          BadInput: a partition that cannot be made, or that leaves a replica nothing.
+        """
+        known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, "shared": _Shared}
+        how = build("partition", self.partition, known)
+        if isinstance(how, _Shared):
+            return None
+        train, _ = task.datasets()
+        shares = how.split(train, self.workers, seed=self.seed)
+        for rank, share in enumerate(shares):
+            if not len(share):
+                raise ConfigError(
+                    f"--partition {self.partition}: replica {rank} gets no sample; use fewer replicas or another split"
+                )
+        return shares
+
+    def split_json(self, shares: Sequence[Share]) -> dict[str, Json]:
+        """How the training set is split, for summaries."""
+        return {"how": self.partition, "shares": [share.to_json() for share in shares]}
+
+    def check(self, task: Workload) -> list[Share]:
         """Finds out what cannot work before any process is started.
+
+        Args:
+          task: what :meth:`make_workload` has made.
+
+        Returns:
+          Size and labels of each replica's share of the training set; nothing where all draw from the whole.
 
         Raises:
           BadInput: says what and what to do.
         """
         self.make_training()
         self.make_recipe().parts(self.seed)
-        train, _ = self.make_workload().datasets()
+        train, _ = task.datasets()
         if self.workers > len(train):
             raise ConfigError(
                 f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
+        return describe(self.make_shares(task) or [], train.labels)
 
-    def check_resumable(self, folder: RunFolder) -> None:
+    def check_resumable(self, folder: RunFolder, task: Workload) -> None:
         """Finds out whether the newest checkpoint of a run belongs to this configuration.
+
+        Args:
+          folder: of the run.
+          task: what :meth:`make_workload` has made.
 
         Raises:
           BadInput: says what is wrong with it.
         """
+        shares = self.make_shares(task)
         for rank in range(self.workers):
             checkpoints = folder.checkpoints(rank, self.workers, leader=False)
             step = checkpoints.newest()
-            shared, _ = checkpoints.load(step)
+            shared, own = checkpoints.load(step)
+            where = f"{checkpoints.folder}, step {step}"
             if rank == 0:
-                model = self.make_workload().model(generator(self.seed, "model"))
-                check_model(shared, model, f"{checkpoints.folder}, step {step}")
+                check_model(shared, task.model(generator(self.seed, "model")), where)
+            check_share(own, None if shares is None else shares[rank], where)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
 
     def to_json(self) -> dict[str, Json]:
         """For the run's folder and for comparing ranks."""
         return asdict(self)
+
+
+class _Shared:
+    """All replicas draw from the whole training set."""
 
 
 class RunFolder:
@@ -151,6 +204,7 @@ class RunFolder:
         self.path, self.resumed = path, resumed
         self.config = path / "config.json"
         self.picture = path / "run.png"
+        self.partition_picture = path / "partition.png"
         self.summary = path / "summary.json"
         self.log = path / "workers.log"
 

@@ -1,15 +1,59 @@
-"""Codecs: gradient to payload and back. One file per algorithm; ``CODECS`` names them for recipes."""
+"""Codecs: gradient to payload and back. One file per algorithm; ``CODECS`` names them for recipes.
+
+A codec may be made of others: :func:`chain`, :func:`error_feedback`, :func:`by_size`, :func:`by_role`.
+"""
 
 from collections.abc import Callable
 
+from farflung.codecs.by_role import ByRole, by_role
+from farflung.codecs.by_size import BySize, by_size
+from farflung.codecs.chain import Chain, chain
+from farflung.codecs.dgc import DGC
+from farflung.codecs.error_feedback import ErrorFeedback, error_feedback
 from farflung.codecs.identity import Identity
+from farflung.codecs.int8 import Int8
+from farflung.codecs.qsgd import QSGD
+from farflung.codecs.randomk import RandomK
+from farflung.codecs.routed import Route, Routed
+from farflung.codecs.sign import Sign
+from farflung.codecs.topk import TopK
 from farflung.codecs.truncate16 import Truncate16
 from farflung.types import Codec
 
-__all__ = ["CODECS", "Identity", "Truncate16"]
+__all__ = [
+    "CODECS",
+    "DGC",
+    "QSGD",
+    "ByRole",
+    "BySize",
+    "Chain",
+    "ErrorFeedback",
+    "Identity",
+    "Int8",
+    "RandomK",
+    "Route",
+    "Routed",
+    "Sign",
+    "TopK",
+    "Truncate16",
+    "by_role",
+    "by_size",
+    "chain",
+    "error_feedback",
+]
 
 CODECS: dict[str, Callable[..., Codec]] = {
+    "by_role": by_role,
+    "by_size": by_size,
+    "chain": chain,
+    "dgc": DGC,
+    "error_feedback": error_feedback,
     "identity": Identity,
+    "int8": Int8,
+    "qsgd": QSGD,
+    "randomk": RandomK,
+    "sign": Sign,
+    "topk": TopK,
     "truncate16": Truncate16,
 }
-"""All of them by name."""
+"""All of them by name; each can be made without arguments."""

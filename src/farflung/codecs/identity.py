@@ -21,6 +21,7 @@ class Identity:
 
     unbiased: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
+    per_hop: ClassVar[bool] = True
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """No state."""

@@ -21,13 +21,15 @@ class Truncate16:
     .. math:: C(g)_i = \operatorname{sign}(g_i)\, 2^{e_i} \lfloor 2^7 m_i \rfloor / 2^7
 
     Biased towards zero, by less than one part in :math:`2^7`. Not linear: the sum of truncated numbers does not fit
-    in 16 bits again. A NaN whose mantissa would be cut to zero keeps its quiet bit, so it stays a NaN.
+    in 16 bits again. Infinities stay; a NaN whose mantissa would be cut to zero keeps its quiet bit, so it stays a
+    NaN.
 
     References: Li et al. 2018 (Pipe-SGD), "truncation"; the bit width is our reading.
     """
 
     unbiased: ClassVar[bool] = False
     stateless: ClassVar[bool] = True
+    per_hop: ClassVar[bool] = True
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """No state.
@@ -43,9 +45,14 @@ class Truncate16:
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """An int16 tensor of as many elements."""
         del step, count
-        words = grad.contiguous().view(torch.int32)
-        high = (words >> 16).to(torch.int16)
-        return Payload((torch.where(grad.isnan(), high | 0x40, high),)), state
+        flat = grad.reshape(-1)
+        # The second half of each word: farflung runs on little-endian machines, as its messages do.
+        # A single one counts as contiguous whatever its stride, so `contiguous` would leave it two apart.
+        high = flat.view(torch.int16).view(flat.numel(), 2)[:, 1].clone(memory_format=torch.contiguous_format)
+        # Asking first whether there is a NaN is cheap on a CPU; elsewhere the answer would have to be waited for.
+        if flat.device.type != "cpu" or (flat.numel() and bool(flat.amax().isnan())):
+            high = torch.where(flat.isnan(), high | 0x40, high)
+        return Payload((high,)), state
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
@@ -53,7 +60,7 @@ class Truncate16:
         """Zeros in the low 16 bits."""
         del state, step, count
         (high,) = payload.tensors()
-        return (high.to(torch.int32) << 16).view(torch.float32).reshape(spec.shape)
+        return high.view(torch.bfloat16).to(torch.float32).view(spec.shape)  # bfloat16 is just these bits
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         """Learns nothing."""

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from farflung.tasks import Pending
 from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
 
-__all__ = ["ExchangeChannel", "Purpose"]
+__all__ = ["ExchangeChannel", "InOne", "Purpose", "Shortcut"]
+
+
+@dataclass(frozen=True, slots=True)
+class InOne:
+    """A collective that a communicator computes as a whole.
+
+    Args:
+      result: the sums of tensor and side.
+      nbytes: what this rank sends.
+      hops: how many the collective has.
+    """
+
+    result: Pending[tuple[Tensor, Tensor]]
+    nbytes: int
+    hops: int
+
+
+@runtime_checkable
+class Shortcut(Protocol):
+    """A communicator that may compute a collective as a whole, with the times, bytes and bits of its hops."""
+
+    def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
+        """Joins a collective; ``None``: it has to go hop by hop.
+
+        Args:
+          collective: its name.
+          tensor: given away, as to the collective.
+          side: the same.
+          encoded: whether a codec is inside.
+          tag: of its first hop.
+        """
+        ...
 
 
 class Purpose(IntEnum):
@@ -42,6 +76,7 @@ class ExchangeChannel:
         self.features: frozenset[Feature] = comm.features
         self.sent_nbytes = 0
         self._comm = comm
+        self._shortcut = comm if isinstance(comm, Shortcut) else None
         self._exchange, self._part = exchange, part
         self._next_hop = 0
 
@@ -61,6 +96,20 @@ class ExchangeChannel:
     ) -> Pending[Payload]:
         """Receives."""
         return self._comm.recv(src, Tag(self._exchange, self._part, hop), expect)
+
+    def in_one(
+        self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
+    ) -> Pending[tuple[Tensor, Tensor]] | None:
+        """The whole of a collective, where the communicator can; ``None``: go hop by hop."""
+        if self._shortcut is None:
+            return None
+        tag = Tag(self._exchange, self._part, self._next_hop)
+        whole = self._shortcut.in_one(collective, tensor, side, encoded, tag)
+        if whole is None:
+            return None
+        self._next_hop += whole.hops
+        self.sent_nbytes += whole.nbytes
+        return whole.result
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor."""

@@ -11,10 +11,14 @@ from collections.abc import Iterable
 import zmq
 from zmq.utils import z85
 
+from farflung.comm.interface import is_loopback, tcp
 from farflung.comm.keys import Keys
+from farflung.errors import ConfigError
 
-__all__ = ["Gate"]
+__all__ = ["HANDSHAKE_S", "Gate", "listen"]
 
+HANDSHAKE_S = 10.0
+"""How long anybody may take from connecting to having proved a key."""
 _ZAP = "inproc://zeromq.zap.01"
 _ACCEPTED, _DENIED = (b"200", b"accepted"), (b"400", b"not a key of this run")
 
@@ -76,3 +80,30 @@ class Gate:
     def close(self) -> None:
         """Closes the gate: from here on nobody gets in."""
         self.questions.close(linger=0)
+
+
+def listen(socket: zmq.Socket[bytes], interface: str, gate: Gate | None) -> str:
+    """Binds a socket to a port that is free there; returns the address to connect to.
+
+    Args:
+      socket: of a replica.
+      interface: an address of this machine; without a gate one of loopback.
+      gate: who is asked about each key.
+
+    Raises:
+      ConfigError: the address is none of this machine's, or not loopback and there is no gate.
+    """
+    local = is_loopback(interface)
+    if gate is None and not local:
+        raise ConfigError(
+            f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
+        )
+    if gate is not None:
+        gate.guard(socket)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+    socket.setsockopt(zmq.IPV6, ":" in interface)
+    try:
+        port = socket.bind_to_random_port(tcp(interface))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
+    return f"{tcp(interface)}:{port}"

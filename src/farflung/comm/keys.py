@@ -81,7 +81,7 @@ def load_keys(folder: Path) -> Keys:
         )
     pair = _read(own[0], private=True)
     public, secret = pair.get("public"), pair.get("secret")
-    if not isinstance(secret, str) or _public_of(secret) != public:
+    if not isinstance(secret, str) or not isinstance(public, str) or _public_of(secret) != public:
         raise ConfigError(f"{own[0]}: damaged: its two halves do not belong together; make a new key")
     listed = {}
     for path in sorted(folder.glob("*.public")):
@@ -114,7 +114,13 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
         keys = Keys.fresh()
         public = folder / f"{name}.public"
         _write(public, {"name": name, "public": keys.public}, 0o644)
-        _write(folder / f"{name}.secret", {"name": name, "public": keys.public, "secret": keys.secret}, 0o600)
+        try:
+            _write(
+                folder / f"{name}.secret", {"name": name, "public": keys.public, "secret": keys.secret}, 0o600
+            )
+        except BaseException:
+            public.unlink()
+            raise
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep keys there ({error.strerror})") from None
     return public, keys.public

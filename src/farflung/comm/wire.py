@@ -6,6 +6,7 @@ tensor. Nothing is ever unpickled; every size is bounded before memory is taken.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ _MAX_DIMS = 8
 _MAX_EXTENT = 1 << 48
 """Bounds what the other dimensions of an empty tensor multiply to; torch computes strides from them."""
 _MAX_DEPTH = 8
+_SHAPES = [struct.Struct(f"<BB{dims}Q") for dims in range(_MAX_DIMS + 1)]
 
 
 class WireError(ValueError):
@@ -84,31 +86,32 @@ class Message:
     payload: Payload
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data)
+def _bytes_of(tensor: Tensor) -> Frame:
+    """A tensor's own bytes: copied where they are few, shared where they are many."""
+    tensor = tensor.detach().contiguous()
+    if tensor.nbytes <= INLINE:
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload) -> list[Frame]:
     """The frames of a message; large tensors are not copied."""
-    head = bytearray(_HEADER.pack(MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop))
-    inline: list[memoryview] = []
+    head: list[Frame] = [_HEADER.pack(MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop)]
+    inline: list[Frame] = []
     frames: list[Frame] = []
 
     def describe(node: Payload) -> None:
-        head.extend((_NESTED, len(node.parts)))
+        head.append(bytes((_NESTED, len(node.parts))))
         for part in node.parts:
             if isinstance(part, Payload):
                 describe(part)
                 continue
-            head.extend((_CODES[part.dtype], part.dim()))
-            head.extend(struct.pack(f"<{part.dim()}Q", *part.shape))
+            shape = part.shape
+            head.append(_SHAPES[len(shape)].pack(_CODES[part.dtype], len(shape), *shape))
             (inline if part.nbytes <= INLINE else frames).append(_bytes_of(part))
 
     describe(payload)
-    for data in inline:
-        head.extend(data)
-    return [bytes(head), *frames]
+    return [b"".join((*head, *inline)), *frames]
 
 
 def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
@@ -128,67 +131,58 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
     if magic != MAGIC or version != VERSION:
         raise WireError("not a frame of this protocol and version")
     try:
-        reader = _Reader(head, frames[1:], max_nbytes)
-        payload = reader.payload()
+        shapes, at = _describe(head, _HEADER.size + 2, head[_HEADER.size + 1], 0)
+        if head[_HEADER.size] != _NESTED:
+            raise WireError("no payload")
+        contents = _Contents(head, at, frames, max_nbytes)
+        payload = contents.payload(shapes)
+        contents.check_end()
         return Message(Kind(kind), view, Tag(exchange, part, hop), payload)
     except (IndexError, ValueError, struct.error) as error:
         raise WireError(f"a malformed frame: {error}") from None
 
 
-class _Reader:
-    """Walks the description of a payload twice: for its shapes, then for its bytes."""
+_Shapes: TypeAlias = "list[_Shapes | tuple[torch.dtype, tuple[int, ...]]]"
 
-    def __init__(self, head: memoryview, frames: Sequence[Buffer], max_nbytes: int) -> None:
-        self._head = head
-        self._at = _HEADER.size
-        self._frames = iter(frames)
+
+def _describe(head: memoryview, at: int, count: int, depth: int) -> tuple[_Shapes, int]:
+    """Reads what ``count`` parts look like, and where the description ends."""
+    if depth > _MAX_DEPTH:
+        raise WireError("nested too deep")
+    shapes: _Shapes = []
+    for _ in range(count):
+        code, dims = head[at], head[at + 1]
+        if code == _NESTED:
+            nested, at = _describe(head, at + 2, dims, depth + 1)
+            shapes.append(nested)
+            continue
+        if dims > _MAX_DIMS:
+            raise WireError(f"{dims} dimensions")
+        described = _SHAPES[dims]
+        shapes.append((_DTYPES[code], described.unpack_from(head, at)[2:]))
+        at += described.size
+    return shapes, at
+
+
+class _Contents:
+    """Hands out the bytes of a message to the tensors described, in order."""
+
+    def __init__(self, head: memoryview, at: int, frames: Sequence[Buffer], max_nbytes: int) -> None:
+        self._head, self._at = head, at
+        self._frames, self._next_frame = frames, 1
         self._room = max_nbytes
-        self._frames_left = len(frames)
 
-    def payload(self) -> Payload:
-        if self._head[self._at] != _NESTED:
-            raise WireError("no payload")
-        self._at += 1
-        shape_tree = self._describe(0)
-        payload = self._fill(shape_tree)
-        if self._at != len(self._head) or self._frames_left:
+    def payload(self, shapes: _Shapes) -> Payload:
+        return Payload(
+            tuple(self.payload(node) if isinstance(node, list) else self._tensor(*node) for node in shapes)
+        )
+
+    def check_end(self) -> None:
+        if self._at != len(self._head) or self._next_frame != len(self._frames):
             raise WireError("more bytes than described")
-        return payload
-
-    def _describe(self, depth: int) -> list[object]:
-        if depth > _MAX_DEPTH:
-            raise WireError("nested too deep")
-        count = self._head[self._at]
-        self._at += 1
-        nodes: list[object] = []
-        for _ in range(count):
-            code = self._head[self._at]
-            self._at += 1
-            if code == _NESTED:
-                nodes.append(self._describe(depth + 1))
-                continue
-            dims = self._head[self._at]
-            self._at += 1
-            if dims > _MAX_DIMS:
-                raise WireError(f"{dims} dimensions")
-            shape = struct.unpack_from(f"<{dims}Q", self._head, self._at)
-            self._at += 8 * dims
-            nodes.append((_DTYPES[code], shape))
-        return nodes
-
-    def _fill(self, nodes: list[object]) -> Payload:
-        parts: list[Tensor | Payload] = []
-        for node in nodes:
-            if isinstance(node, list):
-                parts.append(self._fill(node))
-            else:
-                parts.append(self._tensor(*node))  # type: ignore[misc]
-        return Payload(tuple(parts))
 
     def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        nbytes = dtype.itemsize
-        for dim in shape:
-            nbytes *= dim
+        nbytes = dtype.itemsize * math.prod(shape)
         self._room -= nbytes
         if self._room < 0:
             raise WireError("larger than any message of this run")
@@ -200,11 +194,11 @@ class _Reader:
             data: Buffer = bytearray(self._head[self._at : self._at + nbytes])
             self._at += nbytes
         else:
-            data = next(self._frames, b"")
-            self._frames_left -= 1
+            data = self._frames[self._next_frame]
+            self._next_frame += 1
         if len(data) != nbytes:
             raise WireError(f"{len(data)} bytes where {nbytes} were described")
         tensor = torch.frombuffer(data, dtype=dtype)
         if tensor.data_ptr() % dtype.itemsize:
             tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-        return tensor.reshape(shape)
+        return tensor if len(shape) == 1 else tensor.reshape(shape)

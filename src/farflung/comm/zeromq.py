@@ -24,8 +24,8 @@ import zmq
 from torch import Tensor
 
 from farflung.comm.connections import Connections
-from farflung.comm.gate import Gate
-from farflung.comm.interface import LOOPBACK, is_loopback, tcp
+from farflung.comm.gate import Gate, listen
+from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox, Waiting
 from farflung.comm.peer import Peer, check_peers
@@ -46,8 +46,6 @@ __all__ = ["Peer", "ZmqCommunicator"]
 ZERO_COPY_NBYTES = 1 << 16
 """Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
 LINGER_S = 5
-HANDSHAKE_S = 10.0
-"""How long anybody may take from connecting to having proved a key."""
 PARTING_S = 1.0
 """How long a replica that leaves waits for the others to leave too."""
 _CONTROL = Tag(0)
@@ -88,10 +86,6 @@ class ZmqCommunicator:
         max_nbytes: int = 1 << 31,
         native: Callable[[Tensor], Pending[Tensor]] | None = None,
     ) -> None:
-        if not is_loopback(interface) and keys is None:
-            raise ConfigError(
-                f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
-            )
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
         self.mailbox = Mailbox()
@@ -99,7 +93,7 @@ class ZmqCommunicator:
         self.ready: Pending[None] = Pending()
         self.lost: BaseException | None = None
         self._now, self._native = now, native
-        self._settings = dict(settings or {})
+        self._settings = {"number of replicas": size, **(settings or {})}
         self._max_nbytes = max_nbytes
         self._token = secrets.token_bytes(16)
         self._peers: dict[int, Peer] = {}
@@ -108,6 +102,8 @@ class ZmqCommunicator:
         self._left: set[int] = set()
         self._announced: Waiting | None = None
         self._blocked_on: dict[int, int | None] = {}
+        self._parting: tuple[Kind, dict[str, Json]] | None = None  # what is said to everybody when leaving
+        self._watched: set[int] = set()
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -117,8 +113,6 @@ class ZmqCommunicator:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, max_nbytes + (1 << 16)),
-            (zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000)),
-            (zmq.IPV6, ":" in interface),
             (zmq.LINGER, LINGER_S * 1000),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 30),
@@ -127,14 +121,12 @@ class ZmqCommunicator:
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
         self._gate = Gate(self._context, keys) if keys else None
-        if self._gate:
-            self._gate.guard(self._socket)
         try:
-            port = self._socket.bind_to_random_port(tcp(interface))
-        except zmq.ZMQError as error:
+            address = listen(self._socket, interface, self._gate)
+        except ConfigError:
             self.close()
-            raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
-        self.me = Peer(rank, f"{tcp(interface)}:{port}", self._token, keys.public if keys else None)
+            raise
+        self.me = Peer(rank, address, self._token, keys.public if keys else None)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -204,9 +196,10 @@ class ZmqCommunicator:
     def watch(self, fd: int) -> None:
         """Lets :meth:`poll` wake up when ``fd`` becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
+        self._watched.add(fd)
 
-    def poll(self, timeout_s: float | None) -> None:
-        """Waits for something to happen, and delivers all there is."""
+    def poll(self, timeout_s: float | None) -> bool:
+        """Waits for something to happen, and delivers all there is; whether a watched descriptor is readable."""
         events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
         if self._gate and self._gate.questions in events:
             self._gate.answer()
@@ -214,6 +207,7 @@ class ZmqCommunicator:
             self._receive_all()
         if self._monitor in events or self._connections.any_closed:
             self._look_for_losses()
+        return not self._watched.isdisjoint(events)
 
     def check_deadline(self, deadline_s: float) -> float | None:
         """Ends the view when the oldest wait is older than ``deadline_s``; returns when to look again.
@@ -250,6 +244,7 @@ class ZmqCommunicator:
 
     def farewell(self, error: BaseException | None) -> None:
         """Tells everybody that this replica leaves, and why if it failed by itself."""
+        body: dict[str, Json]
         if error is None:
             kind, body = Kind.FAREWELL, {}
         elif isinstance(error, (PeerLost, PeerFailed, DeadlinePassed)):
@@ -257,12 +252,14 @@ class ZmqCommunicator:
         else:
             detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
-        for rank in self._present():
-            self._say(kind, rank, body)
-        # A message for a peer that closes at the same moment would wait for a reconnection as long as it may linger:
-        # see who leaves before closing.
+        self._parting = (kind, body)
+        for rank in self._peers.keys() - self._left:
+            if rank in self._greeted or rank < self.rank:
+                self._say(kind, rank, body)
+        # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
+        # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
         until = self._now() + PARTING_S
-        while self._present() and (left_s := until - self._now()) > 0:
+        while self._peers.keys() - self._left and (left_s := until - self._now()) > 0:
             self.poll(left_s)
 
     def close(self) -> None:
@@ -289,8 +286,10 @@ class ZmqCommunicator:
                 message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
                 if message.view != self.view:
                     raise WireError("a message of another view")
-                if self._gate:
-                    self._check_origin(self._gate, rank, message.kind, frames[0])
+                if self._gate and message.kind is not Kind.HELLO:
+                    # A greeting is held against its key, and all else has to come over the same connection.
+                    if self._connections.rank_of(frames[0].get(zmq.SRCFD)) != rank:
+                        raise WireError("a message under another's name")
                 if message.kind is Kind.DATA:
                     self._blocked_on.pop(rank, None)
                     self.mailbox.deliver(rank, message.tag, message.payload, self._now())
@@ -302,9 +301,14 @@ class ZmqCommunicator:
     def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
         body = _json_of(message.payload)
         if message.kind is Kind.HELLO:
+            due = self._peers[rank].key if rank > self.rank else None
+            if body.get("rank") != rank or (self._gate and self._gate.key_of(frame) != due):
+                raise WireError("a greeting under another's name")
             self._connections.bind(frame.get(zmq.SRCFD), rank)
             if rank > self.rank:
                 self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings})
+            if self._parting is not None:
+                self._say(self._parting[0], rank, self._parting[1])
             self._greeted.add(rank)
             self._compare(rank, body.get("settings"))
             if not self.missing():
@@ -357,14 +361,6 @@ class ZmqCommunicator:
                         f"rank {rank} does not accept this replica's key: it was given another list"
                     )
                 )
-
-    def _check_origin(self, gate: Gate, rank: int, kind: Kind, frame: zmq.Frame) -> None:
-        """A rank's greeting comes with its key, or over the connection made to it; all else comes the same way."""
-        if kind is Kind.HELLO:
-            if gate.key_of(frame) != (self._peers[rank].key if rank > self.rank else None):
-                raise WireError("a greeting under another's name")
-        elif self._connections.rank_of(frame.get(zmq.SRCFD)) != rank:
-            raise WireError("a message under another's name")
 
     def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)

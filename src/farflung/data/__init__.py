@@ -1,20 +1,40 @@
 """Data sets: where they come from, how they are read, and how they are split among replicas."""
 
 from farflung.data.catalog import CATALOG, Entry, entries, source_named
-from farflung.data.datasets import TensorDataset
+from farflung.data.datasets import Subset, TensorDataset
 from farflung.data.download import fetch
-from farflung.data.partition import Share, by_label, describe, dirichlet, iid, in_order, split
+from farflung.data.partition import (
+    IID,
+    PARTITIONS,
+    ByOrder,
+    Dirichlet,
+    Labels,
+    Partition,
+    Share,
+    by_label,
+    describe,
+    dirichlet,
+    iid,
+    in_order,
+)
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
 from farflung.data.streams import InMemory
 
 __all__ = [
     "CATALOG",
+    "IID",
+    "PARTITIONS",
+    "ByOrder",
+    "Dirichlet",
     "Entry",
     "File",
     "InMemory",
+    "Labels",
     "Location",
+    "Partition",
     "Share",
     "Source",
+    "Subset",
     "TensorDataset",
     "Which",
     "by_label",
@@ -28,5 +48,4 @@ __all__ = [
     "in_order",
     "locate",
     "source_named",
-    "split",
 ]

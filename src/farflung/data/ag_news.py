@@ -32,6 +32,8 @@ SOURCE = Source(
         File("test.csv", 1857427, _BASE + "test.csv", md5="d52ea96a97a2d943681189a97654912d"),
     ),
     layouts=(("train.csv", "test.csv"), (_SMALL, "test.csv")),
+    samples=(120_000, 7_600),
+    reduced=(_SMALL,),
 )
 
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")

@@ -32,6 +32,7 @@ SOURCE = Source(
     files=(File("aid-64.tar"),),
     by_hand="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
     "<Class>/<file>.jpg into FARFLUNG_DATA/aid-64/aid-64.tar",
+    samples=(8_000, 2_000),
 )
 
 NORMALIZE = Normalize((0.398, 0.409, 0.368), (0.214, 0.190, 0.184))

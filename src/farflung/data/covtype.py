@@ -38,6 +38,7 @@ SOURCE = Source(
         ),
     ),
     layouts=(("covtype.csv.gz",),),
+    samples=(464_810, 116_202),
 )
 
 _COLUMNS, _MEASURED, _CLASSES = 54, 10, 7

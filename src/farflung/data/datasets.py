@@ -8,9 +8,36 @@ import torch
 from torch import Tensor
 
 from farflung.errors import DataError
-from farflung.types import Batch, SampleIds
+from farflung.types import Batch, Dataset, SampleIds
 
-__all__ = ["TensorDataset"]
+__all__ = ["Subset", "TensorDataset"]
+
+
+class Subset:
+    """Some samples of a data set, numbered from 0; satisfies :class:`farflung.types.Dataset` itself.
+
+    Args:
+      data: the whole.
+      ids: which of its samples, in this order.
+
+    >>> whole = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
+    >>> Subset(whole, torch.tensor([2, 1])).take(torch.tensor([0]), train=False).inputs.tolist()
+    [[4, 5]]
+    """
+
+    def __init__(self, data: Dataset, ids: SampleIds) -> None:
+        self.data, self.ids = data, ids
+        self.labels = None if data.labels is None else data.labels[ids]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Subset({len(self)} of {self.data!r})"
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        """The samples that are ``ids`` here; with ``train``, augmented as in the whole."""
+        return self.data.take(self.ids[ids], train=train)
 
 
 class TensorDataset:

@@ -52,6 +52,7 @@ SOURCE = Source(
         ),
     ),
     packaged=True,
+    samples=(60_000, 10_000),
 )
 
 CLASSES = (

@@ -22,6 +22,8 @@ from farflung.errors import DataError
 
 __all__ = ["SOURCE", "load", "read"]
 
+_COUNTS = (11_314, 7_532)
+
 SOURCE = Source(
     name="20newsgroups",
     title="11,314 + 7,532 Usenet posts in 20 groups",
@@ -36,9 +38,8 @@ SOURCE = Source(
         ),
     ),
     layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
+    samples=_COUNTS,
 )
-
-_COUNTS = (11_314, 7_532)
 
 
 def load(*, length: int, size: int) -> tuple[TensorDataset, TensorDataset]:

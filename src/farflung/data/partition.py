@@ -6,8 +6,10 @@ come from NumPy's ``RandomState``, whose streams are frozen, so that a seed mean
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,40 +17,95 @@ from torch import Tensor
 
 from farflung.errors import ConfigError, DataError
 from farflung.seeding import derive
-from farflung.types import Dataset, SampleIds
+from farflung.types import Dataset, Json, SampleIds
 
-__all__ = ["Share", "by_label", "describe", "dirichlet", "iid", "in_order", "split"]
+__all__ = [
+    "IID",
+    "PARTITIONS",
+    "ByOrder",
+    "Dirichlet",
+    "Labels",
+    "Partition",
+    "Share",
+    "by_label",
+    "describe",
+    "dirichlet",
+    "iid",
+    "in_order",
+]
 
 
-def split(data: Dataset, parts: int, how: str = "iid", *, seed: int = 0) -> list[SampleIds]:
-    """Splits ``data`` as a word says.
+class Partition(Protocol):
+    """A way to split a data set among replicas."""
 
-    Args:
-      data: what to split.
-      parts: how many replicas.
-      how: ``iid``; ``labels:K``, K labels each; ``dirichlet:A``; ``order``.
-      seed: for all but ``order``.
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part: every sample in exactly one of them, the same for everybody who asks.
 
-    Raises:
-      ConfigError: a word it does not know, or numbers that cannot work.
-      DataError: a split by class of data without classes.
-    """
-    word, _, number = how.partition(":")
-    if word == "iid" and not number:
+        Raises:
+          ConfigError: numbers that cannot work.
+          DataError: a split by class of data without classes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IID:
+    """A random equal split, see :func:`iid`."""
+
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part."""
         return iid(len(data), parts, seed=seed)
-    if word == "order" and not number:
+
+
+@dataclass(frozen=True, slots=True)
+class ByOrder:
+    """Consecutive runs, see :func:`in_order`."""
+
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part; the seed changes nothing."""
+        del seed
         return in_order(len(data), parts)
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if word not in ("labels", "dirichlet") or value <= 0 or (word == "labels" and value != int(value)):
-        raise ConfigError(f"partition {how!r} is not one of iid, labels:K, dirichlet:A, order (K, A above 0)")
-    if data.labels is None:
-        raise DataError(f"partition {how!r} needs classes, and this data set has none; use iid or order")
-    if word == "labels":
-        return by_label(data.labels, parts, int(value), seed=seed)
-    return dirichlet(data.labels, parts, value, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """``k`` labels each, see :func:`by_label`."""
+
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        number: object = self.k  # options come out of text, so it may be anything
+        if not isinstance(number, int) or number < 1:
+            raise ConfigError(f"partition labels(k={number!r}): k must be a whole number, 1 or more")
+
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part."""
+        return by_label(_classes("labels", data), parts, self.k, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Dirichlet:
+    """Shares of each class from a Dirichlet distribution of concentration ``alpha``, see :func:`dirichlet`."""
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        number: object = self.alpha  # options come out of text, so it may be anything
+        if not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise ConfigError(f"partition dirichlet(alpha={number!r}): alpha must be a number above 0")
+
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part."""
+        return dirichlet(_classes("dirichlet", data), parts, self.alpha, seed=seed)
+
+
+PARTITIONS: dict[str, Callable[..., Partition]] = {
+    "by_order": ByOrder,
+    "dirichlet": Dirichlet,
+    "iid": IID,
+    "labels": Labels,
+}
+"""All of them by name; each is made from its options."""
 
 
 def iid(samples: int, parts: int, *, seed: int = 0) -> list[SampleIds]:
@@ -170,6 +227,10 @@ class Share:
     size: int
     histogram: tuple[int, ...]
 
+    def to_json(self) -> dict[str, Json]:
+        """For summaries."""
+        return {"samples": self.size, "labels": list(self.histogram)}
+
 
 def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
     """Size and label histogram of each part.
@@ -183,6 +244,12 @@ def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[S
     return [
         Share(len(part), tuple(torch.bincount(labels[part], minlength=classes).tolist())) for part in parts
     ]
+
+
+def _classes(how: str, data: Dataset) -> Tensor:
+    if data.labels is None:
+        raise DataError(f"partition {how} needs classes, and this data set has none; use iid or by_order")
+    return data.labels
 
 
 def _check(samples: int, parts: int) -> None:

@@ -67,6 +67,8 @@ class Source:
       layouts: other sets of file names that hold the same samples, tried before ``files``.
       packaged: whether a subset is inside the package.
       by_hand: how to come by the files when they have no address.
+      samples: training and test samples in the official files; ``None`` where that depends on how they are cut.
+      reduced: names of files that hold fewer samples than the official ones.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Source:
     layouts: tuple[tuple[str, ...], ...] = ()
     packaged: bool = False
     by_hand: str = ""
+    samples: tuple[int, int] | None = None
+    reduced: tuple[str, ...] = ()
 
     @property
     def remedy(self) -> str:

@@ -45,6 +45,7 @@ SOURCES: dict[Version, Source] = {
         files=(File(_FEATURES),),
         by_hand="it comes as one file, log-mel.npz; without it take all words of the official archive: "
         'data="v0.02", fetched with: farflung data fetch speech-commands-v0.02',
+        samples=(4_500, 500),
     ),
     "v0.01": Source(
         name="speech-commands-v0.01",
@@ -59,6 +60,7 @@ SOURCES: dict[Version, Source] = {
                 sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
             ),
         ),
+        layouts=((_FEATURES,),),
     ),
     "v0.02": Source(
         name="speech-commands-v0.02",
@@ -73,6 +75,7 @@ SOURCES: dict[Version, Source] = {
                 sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
             ),
         ),
+        layouts=((_FEATURES,),),
     ),
 }
 """Each set by its version."""
@@ -92,15 +95,16 @@ def load(version: Version = "nine") -> tuple[TensorDataset, TensorDataset]:
       DataError: absent, truncated or altered files.
     """
     source = SOURCES[version]
-    if version == "nine":
-        return read_features(locate(source).path(_FEATURES), source.name, words=9, test="dev")
-    computed = cache_folder() / source.name / _FEATURES
-    if not computed.is_file():
-        found = locate(source)
-        archive = found.path(source.files[0].name)
-        verify(archive, source.files[0])
-        read_archive(archive, computed, clips=_CLIPS[version], words=WORDS[version])
-    return read_features(computed, source.name, words=WORDS[version], test="test")
+    found = locate(source)
+    features = found.path(_FEATURES)
+    if found.names != (_FEATURES,):
+        features = cache_folder() / source.name / _FEATURES
+        if not features.is_file():
+            archive = found.path(source.files[0].name)
+            verify(archive, source.files[0])
+            read_archive(archive, features, clips=_CLIPS[version], words=WORDS[version])
+    test = "dev" if version == "nine" else "test"
+    return read_features(features, source.name, words=WORDS[version], test=test)
 
 
 def read_features(path: Path, name: str, *, words: int, test: str) -> tuple[TensorDataset, TensorDataset]:

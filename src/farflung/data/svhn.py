@@ -27,6 +27,7 @@ SOURCE = Source(
         File("train_32x32.mat", 182040794, _HOME + "train_32x32.mat", md5="e26dedcc434d2e4c54c9b2d4a06d8373"),
         File("test_32x32.mat", 64275384, _HOME + "test_32x32.mat", md5="eb5a983be6a315427106f1b164d9cef3"),
     ),
+    samples=(73_257, 26_032),
 )
 
 NORMALIZE = Normalize((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970))

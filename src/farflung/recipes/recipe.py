@@ -44,8 +44,13 @@ class Recipe:
         changes = {field: value for field, value in given.items() if value is not None}
         return replace(self, **changes)
 
-    def parts(self, seed: int) -> Parts:
+    def parts(self, seed: int, share: int | None = None) -> Parts:
         """Fresh members for one replica.
+
+        Args:
+          seed: of the run.
+          share: which part of the training set this replica draws from alone, in an order of its own; ``None``: it
+            draws from the whole set, in turn with the others.
 
         Raises:
           UnknownName: no such member.
@@ -58,7 +63,7 @@ class Recipe:
         return Parts(
             reducer=CodecReducer(build("codec", self.codec, CODECS), self.collective),
             schedule=build("schedule", self.schedule, SCHEDULES),
-            sampler=SAMPLERS[self.sampler](derive(seed, "sampler")),
+            sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
             stream=InMemory(),
         )
 

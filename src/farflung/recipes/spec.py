@@ -1,8 +1,12 @@
-"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``."""
+"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``.
+
+The outermost name may be written with hyphens: ``by-order`` is ``by_order``.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -26,7 +30,8 @@ def build(kind: str, text: str, registry: Mapping[str, Callable[..., T]]) -> T:
       ConfigError: not of this form, or an option that the member does not take.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
+        tree = ast.parse(plain.strip(), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)") from None
     return _make(kind, text, tree, registry)

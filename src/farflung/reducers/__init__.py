@@ -1,5 +1,17 @@
-"""Reducers: one bucket's whole journey over the network."""
+"""Reducers: one bucket's whole journey over the network. ``REDUCERS`` names them for recipes."""
+
+from collections.abc import Callable
 
 from farflung.reducers.codec import CodecReducer
+from farflung.reducers.powersgd import PowerSGD
+from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
+from farflung.types import Reducer
 
-__all__ = ["CodecReducer"]
+__all__ = ["REDUCERS", "CodecReducer", "PowerSGD", "SharedScaleQSGD"]
+
+REDUCERS: dict[str, Callable[..., Reducer]] = {
+    "codec": CodecReducer,
+    "powersgd": PowerSGD,
+    "shared_scale_qsgd": SharedScaleQSGD,
+}
+"""All of them by name; each can be made without arguments, and takes ``collective``."""

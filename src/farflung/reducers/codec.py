@@ -1,14 +1,21 @@
-"""The reducer around a codec: one all-reduce, encoded on its way."""
+"""The reducer around a codec: summed on its way, gathered, or in two phases, as the codec allows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
+from torch import Tensor
 
-from farflung.codecs import Identity
+from farflung.codecs import Identity, Route, Routed
+from farflung.codecs.routed import join, take
 from farflung.comm import COLLECTIVES
-from farflung.errors import Unsupported
+from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.reducers.journeys import Exchange, Gathered, Journey, Linear, Summed
+from farflung.reducers.two_phases import TwoPhases, check_two_phases
+from farflung.reducers.weights import divisor, numerator, reduced, side_of
+from farflung.seeding import derive
 from farflung.types import Channel, Codec, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec
 
 __all__ = ["CodecReducer"]
@@ -16,40 +23,162 @@ __all__ = ["CodecReducer"]
 
 @dataclass(frozen=True, slots=True)
 class CodecReducer:
-    r"""Weighted mean by one collective, with a codec inside it.
+    r"""Weighted mean of gradients that travel encoded.
 
-    .. math:: \bar g = \sum_i w_i g_i \,/\, \sum_i w_i
+    .. math:: \bar g = \sum_i D(C(w_i g_i)) \,/\, \sum_i w_i
 
-    Numerator and weight sum travel in one exchange; the division comes after the sum.
+    Numerator and weight sum travel in one exchange; the division comes after the sum. What is encoded is the
+    numerator, so a residual is one of numerators too, and nothing of it depends on the others' weights.
+
+    How a tensor travels depends on its codec:
+
+    * identity: the collective sums it;
+    * one that may encode on every hop (:attr:`farflung.types.Codec.per_hop`): inside the collective. A single
+      replica sends nothing, and so encodes nothing;
+    * linear: encoded once, payloads summed by the collective, the sum decoded;
+    * any other: encoded once, and gathered by all ranks, or carried in two phases; the collective has no part in it.
+
+    What goes different ways by :func:`farflung.codecs.by_role` or :func:`farflung.codecs.by_size` travels side by
+    side, each part in the way of its own codec.
 
     Args:
-      codec: how segments are encoded; a stateless one runs on every hop of the collective.
+      codec: how gradients are encoded.
       collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      phases: what codecs that cannot be summed do: ``"gather"`` sends payloads to all, in one delay, with traffic
+        that grows with the number of ranks; ``"two"`` sends shards to owners, which sum and encode again, in two
+        delays, with traffic that does not.
 
     Raises:
+      UnknownName: no such collective.
+      ConfigError: no such phases.
       Unsupported: the collective cannot carry the codec.
     """
 
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"
+    phases: Literal["gather", "two"] = "gather"
 
     def __post_init__(self) -> None:
-        if not self.codec.stateless:
-            raise Unsupported(
-                f"codec {self.codec!r} keeps state and cannot run inside collective {self.collective}"
-            )
-        if self.collective == "native" and not isinstance(self.codec, Identity):
+        if self.collective not in COLLECTIVES:
+            raise UnknownName("collective", self.collective, COLLECTIVES)
+        if self.phases not in ("gather", "two"):
+            raise ConfigError(f"phases {self.phases!r} must be 'gather' or 'two'")
+        if self.collective == "native" and self.codec.per_hop and not isinstance(self.codec, Identity):
             raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The codec's."""
-        return self.codec.init(spec, seeds)
+        """The codec's; in two phases with seeds for the shards.
+
+        Raises:
+          Unsupported: the codec cannot be carried like this.
+        """
+        state = self.codec.init(spec, seeds)
+        self._check(self.codec, state)
+        if self.phases == "gather":
+            return state
+        return CodecState(
+            {"codec": state.shared, "seed": seeds.shared}, {"codec": state.local, "seed": seeds.own}
+        )
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One all-reduce."""
-        tensor = own.tensor if own.weight == 1.0 else own.tensor.mul_(own.weight)
-        side = torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.rider))
-        inside = None if isinstance(self.codec, Identity) else self.codec
-        total, sides = await COLLECTIVES[self.collective](channel, tensor, side, codec=inside, step=step)
-        weight = float(sides[0])
-        return Reduced(total if weight in (0.0, 1.0) else total.div_(weight), weight, sides[1:])
+        """One exchange."""
+        exchange = Exchange(channel, self.collective, side_of(own), step)
+        state, seeds = self._opened(slot.state)
+        journey = self._start(exchange, self.codec, state, numerator(own), seeds)
+        slot.state = self._closed(slot.state, journey.state)
+        total, side = await journey.finish()
+        result = reduced(total, side)
+        if self.codec.stateless and self.phases == "gather":
+            return result
+        of_mean = divisor(side) / channel.size
+
+        def learn(now: CodecState) -> CodecState:
+            average = result.mean if of_mean == 1.0 else result.mean * of_mean
+            return self._closed(now, journey.learn(self._opened(now)[0], average))
+
+        return Reduced(result.mean, result.weight, result.rider, learn)
+
+    def _start(
+        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+    ) -> Journey:
+        if isinstance(codec, Routed):
+            return _Split(self, exchange, codec, state, tensor, seeds)
+        if isinstance(codec, Identity):
+            return Summed(exchange, None, state, tensor)
+        if codec.per_hop:
+            return Summed(exchange, codec, state, tensor)
+        if codec.linear(state):
+            return Linear(exchange, codec, state, tensor)
+        if self.phases == "two" and exchange.channel.size > 1:
+            return TwoPhases(exchange, codec, state, tensor, seeds)
+        return Gathered(exchange, codec, state, tensor)
+
+    def _check(self, codec: Codec, state: CodecState) -> None:
+        if isinstance(codec, Routed):
+            for route in codec.routes(state):
+                self._check(route.codec, route.state)
+        elif not isinstance(codec, Identity) and (codec.per_hop or not codec.linear(state)):
+            if self.collective == "native":
+                raise Unsupported(f"collective 'native' cannot carry codec {codec!r}: use ring or direct")
+            if self.phases == "two" and not codec.per_hop:
+                check_two_phases(codec, state)
+
+    def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
+        """The codec's own state, and the seeds for shards."""
+        if self.phases == "gather":
+            return state, Seeds(0, 0)
+        return (
+            CodecState(state.shared["codec"], state.local["codec"]),
+            Seeds(state.shared["seed"], state.local["seed"]),
+        )
+
+    def _closed(self, state: CodecState, inner: CodecState) -> CodecState:
+        if self.phases == "gather":
+            return inner
+        return CodecState({**state.shared, "codec": inner.shared}, {**state.local, "codec": inner.local})
+
+
+class _Split:
+    """The journeys of a bucket's parts."""
+
+    posted = False
+
+    def __init__(
+        self,
+        reducer: CodecReducer,
+        exchange: Exchange,
+        codec: Routed,
+        state: CodecState,
+        tensor: Tensor,
+        seeds: Seeds,
+    ) -> None:
+        self._codec, self._tensor = codec, tensor
+        self._journeys: dict[str, tuple[Route, Journey]] = {}
+        for route in codec.routes(state):
+            own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
+            part = take(tensor, route.runs)
+            journey = reducer._start(exchange, route.codec, route.state, part, own)
+            self._journeys[route.name] = route, journey
+        self.state = self._with({name: journey.state for name, (_, journey) in self._journeys.items()}, state)
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """All parts; what is on its way already comes last."""
+        sides = []
+        for route, journey in sorted(self._journeys.values(), key=lambda pair: pair[1].posted):
+            total, side = await journey.finish()
+            join(self._tensor, route.runs, total)
+            sides.append(side)
+        return self._tensor, sides[0]
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """What each codec learns of its own part."""
+        return self._with(
+            {
+                route.name: self._journeys[route.name][1].learn(route.state, take(average, route.runs))
+                for route in self._codec.routes(state)
+            },
+            state,
+        )
+
+    def _with(self, states: Mapping[str, CodecState], state: CodecState) -> CodecState:
+        return self._codec.with_states(state, states)

@@ -1,7 +1,15 @@
 """One replica: gradient buckets, the exchanges that carry them, the training loop, checkpoints."""
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints, check_model, fingerprint, load_tree, save_tree
+from farflung.replica.checkpoint import (
+    Checkpoints,
+    check_model,
+    check_share,
+    fingerprint,
+    load_tree,
+    save_tree,
+    share_name,
+)
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
 from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
@@ -18,8 +26,10 @@ __all__ = [
     "TimeSplit",
     "Vote",
     "check_model",
+    "check_share",
     "evaluate",
     "fingerprint",
     "load_tree",
     "save_tree",
+    "share_name",
 ]

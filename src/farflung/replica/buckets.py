@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from farflung.errors import ConfigError
-from farflung.types import Bucket, TensorSpec
+from farflung.types import Bucket, Placed, TensorSpec
 
 __all__ = ["GradientBuckets"]
 
@@ -51,9 +51,7 @@ class GradientBuckets:
         if not trained:
             raise ConfigError("the model has no parameter that requires a gradient")
         self._fillings = [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
-        self.buckets = tuple(
-            Bucket(index, TensorSpec.of(filling.flat)) for index, filling in enumerate(self._fillings)
-        )
+        self.buckets = tuple(Bucket(index, _spec(filling)) for index, filling in enumerate(self._fillings))
         self._ready: Callable[[int], None] | None = None
         self._watcher: Callable[[], None] | None = None
         self._said_unused = False
@@ -168,6 +166,15 @@ def _gather(filling: _Filling) -> None:
             parameter.grad = view
     if views:
         torch._foreach_copy_(views, grads)
+
+
+def _spec(filling: _Filling) -> TensorSpec:
+    """The flat tensor's, with what it is made of."""
+    places, start = [], 0
+    for parameter in filling.parameters:
+        places.append(Placed(tuple(parameter.shape), start))
+        start += parameter.numel()
+    return replace(TensorSpec.of(filling.flat), parts=tuple(places))
 
 
 def _grouped(

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from farflung.errors import CheckpointError
-from farflung.types import Json, State
+from farflung.types import Json, SampleIds, State
 
-__all__ = ["Checkpoints", "check_model", "fingerprint", "load_tree", "save_tree"]
+__all__ = ["Checkpoints", "check_model", "check_share", "fingerprint", "load_tree", "save_tree", "share_name"]
 
 _META = "farflung"
 
@@ -90,6 +90,24 @@ def check_model(shared: State, model: nn.Module, where: str) -> None:
         )
 
 
+def share_name(share: SampleIds | None) -> str:
+    """A short hash of the samples that a replica draws from; empty where that is the whole set."""
+    return "" if share is None else hashlib.sha256(share.numpy().tobytes()).hexdigest()[:16]
+
+
+def check_share(own: State, share: SampleIds | None, where: str) -> None:
+    """Whether a replica's tree of a checkpoint was trained on ``share``.
+
+    Raises:
+      CheckpointError: on another.
+    """
+    if own.get("share", "") != share_name(share):
+        raise CheckpointError(
+            f"{where}: this replica drew from another share of the data; resume with the --partition and --seed "
+            "that the run was started with"
+        )
+
+
 class Checkpoints:
     """The checkpoints of one run, as one replica sees them.
 
@@ -122,7 +140,7 @@ class Checkpoints:
     def complete(self) -> list[int]:
         """The steps with every file in place, oldest first."""
         steps = []
-        for folder in sorted(self.folder.glob("step-*")):
+        for folder in self.folder.glob("step-*"):
             match = re.fullmatch(r"step-(\d+)", folder.name)
             ranks = {int(m[1]): int(m[2]) for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
             sizes = set(ranks.values())
@@ -133,7 +151,7 @@ class Checkpoints:
                 and len(ranks) == sizes.pop()
             ):
                 steps.append(int(match[1]))
-        return steps
+        return sorted(steps)
 
     def newest(self) -> int:
         """The step of the newest complete checkpoint.

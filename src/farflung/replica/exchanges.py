@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,14 @@ class Vote:
     weight: float
     stop: bool = False
 
+    @property
+    def finite(self) -> bool:
+        """Whether the loss is a number."""
+        return math.isfinite(self.loss)
+
     def rider(self, rank: int) -> Tensor:
         """``[loss numerator, non-finite losses, sum and sum of squares of their ranks, stops]``."""
-        bad = not torch.isfinite(torch.tensor(self.loss))
+        bad = not self.finite
         loss = 0.0 if bad else self.loss * self.weight
         return torch.tensor([loss, bad, bad * rank, bad * rank**2, self.stop], dtype=torch.float64)
 
@@ -67,6 +73,8 @@ class Settled:
 
     apply: bool
     """Whether the optimizer has a gradient to step on."""
+    nonfinite: int
+    """How many replicas had a non-finite loss; they contributed nothing."""
     stats: SharedStats | None
     """Of the step whose exchange was due; ``None`` where none was."""
     stop: bool
@@ -82,6 +90,7 @@ class Exchanges:
       reducer: carries each bucket.
       schedule: says what starts when and is due when.
       seed: the run's.
+      on_nonfinite: what to do where a replica's loss is not finite; see :class:`farflung.config.Training`.
     """
 
     def __init__(
@@ -91,7 +100,9 @@ class Exchanges:
         reducer: Reducer,
         schedule: Schedule,
         seed: int,
+        on_nonfinite: str = "stop",
     ) -> None:
+        self._on_nonfinite = on_nonfinite
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
         self._state = schedule.init(buckets.buckets)
         rank = runtime.comm.rank
@@ -140,7 +151,7 @@ class Exchanges:
         """
         due = [flight for flight in self._in_flight if flight.transfer.due_step <= self._step]
         self._in_flight = [flight for flight in self._in_flight if flight.transfer.due_step > self._step]
-        stats, stop = None, False
+        stats, stop, nonfinite = None, False, 0
         for flight in due:
             reduced = await flight.result
             self.sent_nbytes += flight.channel.sent_nbytes
@@ -148,13 +159,17 @@ class Exchanges:
             if reduced.learn is not None:
                 await self._runtime.launch(_learn(self._slots[index], reduced))
             if stats is None:
+                nonfinite, stop = int(reduced.rider[1]), bool(reduced.rider[4])
+                if nonfinite and self._on_nonfinite == "stop":
+                    raise NonFinite(flight.step, _bad_ranks(reduced.rider), nonfinite)
                 stats = _stats(flight.step, reduced)
-                stop = bool(reduced.rider[4])
             self._buckets.load(index, reduced.mean)
         if stats is not None:
             self._state = self._schedule.observe(self._state, stats)
         apply = self._schedule.steps_on == "own" or bool(due)
-        return Settled(apply, stats, stop)
+        if nonfinite and (self._on_nonfinite == "skip" or (stats is not None and stats.weight == 0)):
+            apply = False
+        return Settled(apply, nonfinite, stats, stop)
 
     async def state_dict(self) -> State:
         """Reducer and schedule state; nothing may be in flight."""
@@ -183,12 +198,17 @@ class Exchanges:
         tensor = self._buckets.flat(bucket.index)
         if transfer.due_step > self._step:
             tensor = tensor.clone()
+        weight = self._vote.weight
+        if not self._vote.finite:
+            # Zeros with no weight: neither the mean nor a residual may ever see this gradient.
+            tensor.zero_()
+            weight = 0.0
         rider = self._vote.rider(self._runtime.comm.rank)
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self._step), bucket.index)
         exchange: Coroutine[Any, None, Reduced] = self._reducer.reduce(
             channel,
             self._slots[bucket.index],
-            Contribution(tensor, self._vote.weight, rider),
+            Contribution(tensor, weight, rider),
             step=self._step,
         )
         self._in_flight.append(_InFlight(self._step, transfer, self._runtime.launch(exchange), channel))
@@ -206,12 +226,16 @@ def _bucket_of(transfer: Transfer) -> Bucket:
 
 
 def _stats(step: int, reduced: Reduced) -> SharedStats:
-    loss, bad, ranks, squares, _ = reduced.rider.tolist()
+    loss = float(reduced.rider[0])
+    return SharedStats(step, loss / reduced.weight if reduced.weight else 0.0, reduced.weight)
+
+
+def _bad_ranks(rider: Tensor) -> list[int]:
+    """Who they were, from how many, the sum and the sum of squares of their ranks; empty for more than two."""
+    _, bad, ranks, squares, _ = rider.tolist()
     if bad == 1:
-        raise NonFinite(step, [int(ranks)], 1)
+        return [int(ranks)]
     if bad == 2:
         spread = (2 * squares - ranks**2) ** 0.5
-        raise NonFinite(step, [round((ranks - spread) / 2), round((ranks + spread) / 2)], 2)
-    if bad:
-        raise NonFinite(step, [], int(bad))
-    return SharedStats(step, loss / reduced.weight if reduced.weight else 0.0, reduced.weight)
+        return [round((ranks - spread) / 2), round((ranks + spread) / 2)]
+    return []

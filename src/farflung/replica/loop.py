@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.config import Training
+from farflung.data import Subset
 from farflung.errors import ConfigError
 from farflung.replica.averaging import barrier
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints, check_model, fingerprint
+from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
@@ -27,6 +28,7 @@ from farflung.types import (
     PoolView,
     Reducer,
     Runtime,
+    SampleIds,
     Sampler,
     Schedule,
     State,
@@ -110,6 +112,8 @@ class Replica:
       telemetry: where events go.
       checkpoints: where state is kept, if it is.
       stop_asked: whether this replica was asked to stop; then all stop after the same step.
+      share: the training samples that this replica draws from, alone and in passes of its own; ``None``: all
+        replicas draw from the whole set, in passes over it that they share.
     """
 
     runtime: Runtime
@@ -119,6 +123,7 @@ class Replica:
     telemetry: Telemetry
     checkpoints: Checkpoints | None = None
     stop_asked: Callable[[], bool] = _never
+    share: SampleIds | None = None
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     step_done: int = field(init=False, default=0)
@@ -138,12 +143,21 @@ class Replica:
                 f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
                 "use at most one replica per sample"
             )
+        if self.share is not None:
+            if not len(self.share):
+                raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
+            self._train = Subset(self._train, self.share)
         self.model = self.workload.model(generator(seed, "model"))
         self.optimizer = make_optimizer(self.training, self.model)
         self._random = RandomState(derive(seed, "replica", comm.rank))
         self._buckets = GradientBuckets(self.model.named_parameters())
         self._exchanges = Exchanges(
-            self.runtime, self._buckets, self.parts.reducer, self.parts.schedule, seed
+            self.runtime,
+            self._buckets,
+            self.parts.reducer,
+            self.parts.schedule,
+            seed,
+            self.training.on_nonfinite,
         )
 
     # --- the whole run ----------------------------------------------------------------------------------------
@@ -201,6 +215,7 @@ class Replica:
         merged = now()
         if settled.apply:
             await self.runtime.compute(Cost("optimizer", 0), self.update)
+        self.optimizer.zero_grad(set_to_none=True)
         updated = now()
         self._samples += len(batch) * self.runtime.comm.size
         split = TimeSplit((computed - fetched) + (updated - merged), merged - computed, fetched - begin)
@@ -219,8 +234,9 @@ class Replica:
             await self.runtime.sleep_until(arrivals.ready_at)
             arrivals = stream.poll(self.runtime.now(), size)
         comm = self.runtime.comm
+        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
         pool = len(self._train) if stream.everything else arrivals.ids
-        draw = self.parts.sampler.next(PoolView(self.step_done, comm.rank, comm.size, size, pool))
+        draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
         stream.commit(draw.ids, step=self.step_done)
         self._random.install()
         return self._train.take(draw.ids, train=True), draw.weights
@@ -239,9 +255,10 @@ class Replica:
         self._buckets.backward(loss, ready)
 
     def update(self) -> None:
-        """The optimizer's step on the merged gradient."""
+        """The optimizer's step on the merged gradient, clipped where that is asked for."""
+        if self.training.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     async def evaluate(self) -> Score:
         """Loss and metric on the test set, each replica taking a share of it; equal on all."""
@@ -257,8 +274,9 @@ class Replica:
         """A checkpoint of the whole replica; returns when every replica has written its part."""
         if self.checkpoints is None:
             return
-        buffers = dict(self.model.named_buffers())
-        parameters = {name: t for name, t in self.model.state_dict().items() if name not in buffers}
+        kept, running = self.model.state_dict(), dict(self.model.named_buffers())
+        buffers = {name: t for name, t in kept.items() if name in running}
+        parameters = {name: t for name, t in kept.items() if name not in running}
         shared: State = {
             "step": self.step_done,
             "fingerprint": fingerprint(self.model),
@@ -274,6 +292,7 @@ class Replica:
             "stream": self.parts.stream.state_dict(),
             "exchanges": await self._exchanges.state_dict(),
             "samples": self._samples,
+            "share": share_name(self.share),
         }
         folder = self.checkpoints.save(self.step_done, shared, own)
         await barrier(self.runtime, self.step_done, Purpose.CHECKPOINT)
@@ -284,11 +303,13 @@ class Replica:
         """Continues from the checkpoint of ``step``.
 
         Raises:
-          CheckpointError: damaged, of another model, or past the end of this run.
+          CheckpointError: damaged, or of another model or share of the data.
         """
         assert self.checkpoints is not None
         shared, own = self.checkpoints.load(step)
-        check_model(shared, self.model, f"{self.checkpoints.folder}, step {step}")
+        where = f"{self.checkpoints.folder}, step {step}"
+        check_model(shared, self.model, where)
+        check_share(own, self.share, where)
         self.model.load_state_dict({**shared["model"], **own["buffers"]})
         load_optimizer_state(self.optimizer, own["optimizer"])
         self._random.load_state_dict(own["random"])
@@ -308,7 +329,8 @@ class Replica:
             "step",
             t=end,
             step=self.step_done,
-            loss=vote.loss,
+            loss=vote.loss if vote.finite else None,
+            nonfinite=settled.nonfinite,
             mean_loss=None if settled.stats is None else settled.stats.loss,
             samples=self._samples,
             bytes_sent=self._exchanges.sent_nbytes,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-__all__ = ["run_picture"]
+__all__ = ["run_picture", "write_figure"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
@@ -80,10 +80,11 @@ def run_picture(
     import matplotlib.style
 
     with matplotlib.style.context(["default", STYLE]):
-        _write(_draw(replicas, title, simulated), path, title, simulated)
+        write_figure(_draw(replicas, title, simulated), path, title, simulated)
 
 
-def _write(figure: Figure, path: Path, title: str, simulated: bool) -> None:
+def write_figure(figure: Figure, path: Path, title: str, simulated: bool) -> None:
+    """Writes a PNG that appears whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     about = {"Title": title, "Description": "simulated run" if simulated else "run"}

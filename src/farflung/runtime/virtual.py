@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from farflung import tasks
-from farflung.comm import LinkModel, VirtualNetwork
-from farflung.errors import RunLost
+from farflung.comm import VirtualNetwork
+from farflung.errors import ConfigError, RunLost
+from farflung.network import Link, NetworkProfile
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
@@ -58,14 +59,33 @@ class VirtualWorld:
 
     Args:
       size: number of replicas.
-      link: the link between every two of them.
+      link: the link that every ordered pair of them has for itself; without one, messages take no time.
       seconds_per_sample: what a forward pass costs per sample; a backward pass costs twice that, our choice
         until a device profile says otherwise.
+      network: a profile, in the place of ``link``.
+      seed: of jitter and stragglers.
+      closed_form: whether collectives may be computed as a whole; see :class:`farflung.comm.VirtualNetwork`.
+
+    Raises:
+      ConfigError: both a link and a profile, or a profile of another number of nodes.
     """
 
-    def __init__(self, size: int, link: LinkModel | None = None, seconds_per_sample: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        link: Link | None = None,
+        seconds_per_sample: float = 0.0,
+        *,
+        network: NetworkProfile | None = None,
+        seed: int = 0,
+        closed_form: bool = True,
+    ) -> None:
+        if link is not None and network is not None:
+            raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
-        self.network = VirtualNetwork(self.clock, size, link or LinkModel())
+        self.network = VirtualNetwork(
+            self.clock, size, network or link or Link(), seed=seed, closed_form=closed_form
+        )
         self.seconds_per_sample = seconds_per_sample
         self.decisions = DecisionLog()
         self.runtimes = [VirtualRuntime(self, rank) for rank in range(size)]
@@ -90,12 +110,8 @@ class VirtualWorld:
     def _deadlock(self, stuck: Sequence[int]) -> str:
         lines = []
         for rank in stuck:
-            waiting = self.network.mailboxes[rank].oldest()
-            if waiting is None:
-                lines.append(f"rank {rank} waits for something other than a message")
-            else:
-                whom = "any rank" if waiting.src is None else f"rank {waiting.src}"
-                lines.append(f"rank {rank} waits for {whom} ({waiting.what})")
+            whom = self.network.waits_for(rank) or "something other than a message"
+            lines.append(f"rank {rank} waits for {whom}")
         return f"nothing is on its way at {self.clock.now():.6f} virtual seconds: {'; '.join(lines)}"
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from farflung import tasks
 from farflung.comm import Peer, ZmqCommunicator
-from farflung.errors import DeadlinePassed, RunLost
+from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
+from farflung.comm.keys import Keys
+from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
@@ -110,13 +112,10 @@ class CommunicationThread(threading.Thread):
         look_again = self._comm.check_deadline(self._deadline_s)
         self._sleeping = True
         # A callback queued before `_sleeping` was set rang no bell: look once more.
-        self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now, look_again))
+        rung = self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now, look_again))
         self._sleeping = False
-        try:
-            while self._ear.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        if rung:
+            self._ear.recv(4096)
 
     def _patience(self, now: float, look_again: float | None) -> float | None:
         ends = [] if look_again is None else [look_again]
@@ -136,8 +135,13 @@ class WallRuntime:
       deadline_s: how long any message may take, in seconds.
       native: whether to join a process group for the backend's own collectives.
       join_s: how long the others may take to appear, in seconds.
+      interface: the address or the name of the network interface to listen on.
+      encrypt: whether to encrypt on loopback too; elsewhere everything is.
+      keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
+        wherever it is); otherwise replicas make their own and publish them in the store.
 
     Raises:
+      ConfigError: the interface cannot be used, or some replica's key is not accepted.
       DeadlinePassed: a replica did not appear; names it.
       ProtocolError: ranks were started with unlike settings; names the setting.
     """
@@ -152,7 +156,17 @@ class WallRuntime:
         deadline_s: float = DEADLINE_S,
         native: bool = False,
         join_s: float = DEADLINE_S,
+        interface: str = LOOPBACK,
+        encrypt: bool = False,
+        keys: Keys | None = None,
     ) -> None:
+        address = interface_address(interface)
+        local = is_loopback(address)
+        if native and size > 1 and not local:
+            raise ConfigError(
+                "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
+                "machine: choose another collective"
+            )
         self._begin = time.monotonic()
         self._group: dist.ProcessGroup | None = None
         self._store = store
@@ -166,6 +180,8 @@ class WallRuntime:
             rank,
             size,
             now=self.now,
+            interface=address,
+            keys=keys or (Keys.fresh() if encrypt or not local else None),
             settings=settings,
             native=self._native_sum if native and size > 1 else None,
         )
@@ -256,14 +272,17 @@ class WallRuntime:
                 raise DeadlinePassed(
                     rank, f"its address in the store ({type(error).__name__})", self.now()
                 ) from None
-            peers.append(Peer.from_json(store.get(key)))
+            peer = Peer.from_json(store.get(key))
+            if peer.rank != rank:
+                raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
+            peers.append(peer)
         return peers
 
     def _await_greetings(self, join_s: float) -> None:
         def give_up() -> None:
             missing = self.comm.missing()
             if missing:
-                self.comm.end(DeadlinePassed(missing[0], "its greeting", self.now()))
+                self.comm.end(DeadlinePassed(missing[0], self.comm.greeting_of(missing[0]), self.now()))
 
         self._thread.soon(lambda: self._thread.at(join_s, give_up))
         try:

@@ -31,7 +31,7 @@ from farflung.types.schedule import (
     Swap,
     Transfer,
 )
-from farflung.types.tensors import Json, Payload, SampleIds, State, TensorSpec
+from farflung.types.tensors import Json, Payload, Placed, SampleIds, State, TensorSpec
 from farflung.types.world import Channel, Communicator, Cost, Decision, Feature, Runtime, Tag
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "Outer",
     "Part",
     "Payload",
+    "Placed",
     "PoolView",
     "Reduced",
     "Reducer",

@@ -46,8 +46,13 @@ class Codec(Protocol):
 
     @property
     def stateless(self) -> bool:
-        """Whether :meth:`init` gives an empty state that :meth:`encode` never fills: such a codec may
-        re-encode partial sums on every hop of a ring.
+        """Whether :meth:`init` gives an empty state that :meth:`encode` never fills."""
+        ...
+
+    @property
+    def per_hop(self) -> bool:
+        """Whether partial sums may be encoded anew on every hop of a collective: it is stateless, and what one
+        encoding loses is small beside each number it keeps. Top-k is stateless, but not this.
         """
         ...
 
@@ -66,7 +71,7 @@ class Codec(Protocol):
         ...
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns from what was aggregated, equal on all replicas."""
+        """Learns from what was aggregated, equal on all replicas: the average of the tensors encoded."""
         ...
 
     def linear(self, state: CodecState) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Json", "Payload", "SampleIds", "State", "TensorSpec"]
+__all__ = ["Json", "Payload", "Placed", "SampleIds", "State", "TensorSpec"]
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 """What JSON can say."""
@@ -19,12 +20,26 @@ SampleIds: TypeAlias = Tensor
 """Indices into a data set, shape ``(n,)``, int64."""
 
 
+class Placed(NamedTuple):
+    """A parameter's shape, and where its first element is in a flat tensor."""
+
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """The shape and dtype of a dense tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    parts: tuple[Placed, ...] = field(default=(), compare=False)
+    """What a flat bucket is made of, in its order; empty where that is not known. Specs compare without it."""
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
@@ -34,10 +49,7 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for dim in self.shape:
-            count *= dim
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

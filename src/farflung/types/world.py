@@ -122,6 +122,12 @@ class Channel(Protocol):
         """See :meth:`Communicator.recv`."""
         ...
 
+    def in_one(
+        self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
+    ) -> Pending[tuple[Tensor, Tensor]] | None:
+        """The whole of a collective, where that can be computed instead (virtual time); ``None``: go hop by hop."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """See :meth:`Communicator.all_reduce`."""
         ...

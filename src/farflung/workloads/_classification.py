@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ class Classification:
     network: Callable[[], nn.Module]
     load: Callable[[], tuple[Dataset, Dataset]]
     defaults: Mapping[str, Json]
+
+    def __post_init__(self) -> None:
+        self.load = functools.cache(self.load)  # the replicas of one process share the samples
 
     def model(self, generator: torch.Generator) -> nn.Module:
         """A fresh model whose initial weights depend on ``generator`` alone."""

@@ -10,7 +10,7 @@ from farflung.workloads._classification import Classification, settings
 from farflung.workloads._plain import vgg
 from farflung.workloads._residual import resnet
 
-__all__ = ["resnet8", "resnet20", "vgg8"]
+__all__ = ["resnet8", "resnet20", "small_vgg"]
 
 
 def resnet8() -> Workload:
@@ -33,11 +33,11 @@ def resnet20() -> Workload:
     )
 
 
-def vgg8() -> Workload:
-    """CIFAR-10 with six convolutions."""
+def small_vgg() -> Workload:
+    """CIFAR-10 with three convolutions and two dense layers."""
     return Classification(
         name="cifar10/vgg",
-        network=partial(vgg, 3, (32, 32, None, 64, 64, None, 128, 128, None), 10),
+        network=partial(vgg, (3, 32, 32), (32, None, 64, None, 128, None), 128, 10),
         load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=5e-4, steps=1000),
+        defaults=settings(batch_size=32, learning_rate=0.01, weight_decay=5e-4, steps=1000),
     )

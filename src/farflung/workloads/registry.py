@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+from farflung.data import CATALOG, Source
 from farflung.errors import ConfigError, UnknownName
 from farflung.types import Json, Workload
 from farflung.workloads import (
@@ -18,14 +19,14 @@ from farflung.workloads import (
     synthetic,
 )
 
-__all__ = ["WORKLOADS", "workload"]
+__all__ = ["DATA", "WORKLOADS", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "ag-news/lstm": news.ag_news_lstm,
     "aid/mobilenet": aid.mobilenet,
     "cifar10/resnet20": cifar.resnet20,
     "cifar10/resnet8": cifar.resnet8,
-    "cifar10/vgg": cifar.vgg8,
+    "cifar10/vgg": cifar.small_vgg,
     "covtype/softmax": covtype.softmax,
     "fashion-mnist/cnn": fashion_mnist.cnn,
     "fashion-mnist/mlp": fashion_mnist.mlp,
@@ -35,6 +36,21 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "tinyshakespeare/lstm": shakespeare.LSTM,
 }
 """Each can be called without arguments; the arguments it takes are its options."""
+
+
+DATA: dict[str, Source | None] = {
+    "ag-news": CATALOG["ag-news"],
+    "aid": CATALOG["aid-64"],
+    "cifar10": CATALOG["cifar-10"],
+    "covtype": CATALOG["covtype"],
+    "fashion-mnist": CATALOG["fashion-mnist"],
+    "newsgroups": CATALOG["20newsgroups"],
+    "speech-commands": CATALOG["speech-commands-9"],
+    "synthetic": None,
+    "tinyshakespeare": CATALOG["tinyshakespeare"],
+}
+"""The data set that each family of workloads (the part of a name before the slash) trains on without options;
+``None`` where the samples are made up."""
 
 
 def workload(name: str, **options: Json) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -60,4 +61,8 @@ class LSTM:
 
     def datasets(self) -> tuple[Dataset, Dataset]:
         """Windows of the first nine tenths of the text, and of the last."""
+        return self._windows
+
+    @cached_property
+    def _windows(self) -> tuple[Dataset, Dataset]:
         return shakespeare.load(length=self.length)

@@ -15,7 +15,7 @@ __all__ = ["vgg"]
 
 
 def vgg(data: Version = "nine") -> Workload:
-    """Speech Commands with four convolutions.
+    """Speech Commands with four convolutions and two dense layers.
 
     Args:
       data: ``nine`` words, or all of version ``v0.01`` or ``v0.02``.
@@ -24,7 +24,7 @@ def vgg(data: Version = "nine") -> Workload:
         raise ConfigError(f"data={data!r} is not one of {', '.join(SOURCES)}")
     return Classification(
         name="speech-commands/vgg",
-        network=partial(plain, 1, (16, None, 32, None, 64, None, 64, None), WORDS[data]),
+        network=partial(plain, (1, 64, 101), (16, None, 32, None, 64, None, 64, None), 64, WORDS[data]),
         load=partial(speech_commands.load, data),
-        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=600),
+        defaults=settings(batch_size=32, learning_rate=0.01, weight_decay=1e-4, steps=600),
     )

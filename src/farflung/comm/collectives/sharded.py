@@ -6,16 +6,31 @@ all). ``multi_parameter_server``: half the ranks own the shards. ``parameter_ser
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Wire, cut, sum_in_order
+from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
 from farflung.types import Channel, Codec, TensorSpec
 
-__all__ = ["direct", "multi_parameter_server", "parameter_server"]
+__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shards_of"]
 
 PIECE_NBYTES = 1 << 20
 """A shard is cut into pieces of about this size, so that the second half starts before the first has ended."""
 MAX_PIECES = 8
+OWNERS: dict[str, Callable[[int], int]] = {
+    "direct": lambda size: size,
+    "multi_parameter_server": lambda size: (size + 1) // 2,
+    "parameter_server": lambda size: 1,
+}
+"""How many of the ranks own a shard; they are the first ones."""
+
+
+def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
+    """Each owner's shard, in pieces; all shards have as many."""
+    shards = cut(numel, owners)
+    pieces = min(MAX_PIECES, max(1, shards[0].length * element_nbytes // PIECE_NBYTES))
+    return [cut(shard.length, pieces, shard.start) for shard in shards]
 
 
 async def direct(
@@ -33,14 +48,14 @@ async def direct(
     Returns:
       The sums of tensor and side over all ranks, bit-identical on all of them.
     """
-    return await _by_owners(channel, tensor, side, channel.size, Wire(channel, codec, step))
+    return await _by_owners(channel, tensor, side, "direct", codec, step)
 
 
 async def parameter_server(
     channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
-    return await _by_owners(channel, tensor, side, 1, Wire(channel, codec, step))
+    return await _by_owners(channel, tensor, side, "parameter_server", codec, step)
 
 
 async def multi_parameter_server(
@@ -50,19 +65,22 @@ async def multi_parameter_server(
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
-    return await _by_owners(channel, tensor, side, (channel.size + 1) // 2, Wire(channel, codec, step))
+    return await _by_owners(channel, tensor, side, "multi_parameter_server", codec, step)
 
 
 async def _by_owners(
-    channel: Channel, tensor: Tensor, side: Tensor, owners: int, wire: Wire
+    channel: Channel, tensor: Tensor, side: Tensor, collective: str, codec: Codec | None, step: int
 ) -> tuple[Tensor, Tensor]:
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    shards = cut(tensor.numel(), owners)
-    pieces = min(MAX_PIECES, max(1, shards[0].length * tensor.element_size() // PIECE_NBYTES))
+    in_one = channel.in_one(collective, tensor, side, encoded=codec is not None)
+    if in_one is not None:
+        return await in_one
+    wire, owners = Wire(channel, codec, step), OWNERS[collective](size)
+    owned = shards_of(tensor.numel(), tensor.element_size(), owners)
+    pieces = len(owned[0])
     hop = channel.hops(2 * pieces)
-    owned = [cut(shard.length, pieces, shard.start) for shard in shards]
     everyone_owns = owners == size
     # Each rank starts with its next neighbour, so that not all send to the same one first.
     others = [(rank + offset) % size for offset in range(1, size)]

@@ -1,0 +1,17 @@
+"""What all benchmarks share: expected rows, stored results, verdicts, the command line."""
+
+from benchmarks.common.command import Measured, main
+from benchmarks.common.rows import Expected, Stored, Verdict, load_expected, source_hash, verdict
+from benchmarks.common.workers import torchrun
+
+__all__ = [
+    "Expected",
+    "Measured",
+    "Stored",
+    "Verdict",
+    "load_expected",
+    "main",
+    "source_hash",
+    "torchrun",
+    "verdict",
+]

@@ -1,0 +1,107 @@
+"""Rows: what is expected, what was measured, and how the two compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["Expected", "Stored", "Verdict", "load_expected", "source_hash", "verdict", "versions"]
+
+ROOT = Path(__file__).resolve().parents[2]
+Verdict: TypeAlias = Literal["ahead", "equal", "short", "stale", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One row of ``expected.toml``: the published figure, where it stands, and the goal."""
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+    goal: float | None = None
+    published: float | None = None
+    at: str = ""
+    needs: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One measurement, as ``results/rows.jsonl`` keeps it."""
+
+    name: str
+    ours: float
+    spread: tuple[float, float]
+    simulated: bool
+    sources: str
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    when: str = ""
+
+    def to_line(self) -> str:
+        """For the file."""
+        return json.dumps(asdict(self))
+
+
+def load_expected(folder: Path) -> list[Expected]:
+    """The rows of a benchmark's ``expected.toml``."""
+    rows = tomllib.loads((folder / "expected.toml").read_text(encoding="utf-8"))["row"]
+    return [Expected(**row) for row in rows]
+
+
+def load_stored(folder: Path) -> dict[str, Stored]:
+    """The newest measurement of each row."""
+    path = folder / "results" / "rows.jsonl"
+    if not path.exists():
+        return {}
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
+    return {line["name"]: Stored(**{**line, "spread": tuple(line["spread"])}) for line in lines}
+
+
+def store(folder: Path, row: Stored) -> None:
+    """Adds a measurement."""
+    path = folder / "results" / "rows.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(row.to_line() + "\n")
+
+
+def source_hash(patterns: Iterable[str]) -> str:
+    """A hash of the files that a measurement depends on; patterns are relative to the repository."""
+    whole = hashlib.sha256()
+    for file in sorted({file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}):
+        whole.update(str(file.relative_to(ROOT)).encode())
+        whole.update(file.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of what a measurement ran on."""
+    packages = {name: version(name) for name in ("torch", "pyzmq", "numpy", "farflung")}
+    return {"python": platform.python_version(), **packages}
+
+
+def verdict(expected: Expected, stored: Stored | None, current_sources: str) -> Verdict:
+    """Ahead: at the goal or beyond it. Equal: short of it, but the goal lies within the spread.
+
+    A row without a goal is ahead as soon as it is measured: it only reports.
+    """
+    if stored is None:
+        return "missing"
+    if stored.sources != current_sources:
+        return "stale"
+    if expected.goal is None:
+        return "ahead"
+    sign = 1 if expected.better == "higher" else -1
+    if sign * stored.ours >= sign * expected.goal:
+        return "ahead"
+    low, high = stored.spread
+    return "equal" if low <= expected.goal <= high else "short"

@@ -1,0 +1,200 @@
+"""Times farflung against DistributedDataParallel, or our all-reduce against gloo's, in turn in the same processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+import farflung
+from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.config import Training
+from farflung.recipes import recipe
+from farflung.replica import Replica
+from farflung.runtime import WallRuntime
+from farflung.seeding import generator
+from farflung.telemetry import JsonLines, Telemetry
+from farflung.workloads import workload
+
+Timed = tuple[float, float]
+BATCH = 32
+
+
+def main() -> None:
+    """``worker what rounds``; rank 0 prints one JSON object."""
+    torch.set_num_threads(1)
+    what, rounds = sys.argv[1], int(sys.argv[2])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(iter(rendezvous("env://")))
+    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
+    kind, _, detail = what.partition(":")
+    theirs, ours, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
+        detail, rank, size, store
+    )
+    timed(theirs)
+    timed(ours)
+    pairs = []
+    for round_ in range(rounds):
+        # Taking turns in going first evens out a drift of the machine.
+        if round_ % 2:
+            own = timed(ours)
+            pairs.append((timed(theirs), own))
+        else:
+            other = timed(theirs)
+            pairs.append((other, timed(ours)))
+    close()
+    dist.barrier()
+    if rank == 0:
+        ratios = [o[0] / t[0] for t, o in pairs]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        print(
+            json.dumps(
+                {
+                    "ratio": statistics.median(ratios),
+                    "spread": [quartiles[0], quartiles[2]],
+                    "theirs_ms": 1e3 * statistics.median(t[0] for t, _ in pairs),
+                    "ours_ms": 1e3 * statistics.median(o[0] for _, o in pairs),
+                    "cpu_ratio": statistics.median(o[1] / t[1] for t, o in pairs),
+                    "theirs_cpu_ms": 1e3 * statistics.median(t[1] for t, _ in pairs),
+                    "ours_cpu_ms": 1e3 * statistics.median(o[1] for _, o in pairs),
+                }
+            ),
+            flush=True,
+        )
+
+
+def timed(run: Callable[[], int]) -> Timed:
+    """Wall and processor seconds for each repetition."""
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    count = run()
+    dist.barrier()
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], None]]
+
+
+def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
+    """The same loop around both; ``detail`` is ``mlp`` or ``resnet20``, with ``+encrypted`` behind it."""
+    name, _, option = detail.partition("+")
+
+    def made() -> nn.Module:
+        if name == "mlp":
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+        return workload("cifar10/resnet20").model(generator(0, "model"))
+
+    inputs = torch.randn(BATCH, *((784,) if name == "mlp" else (3, 32, 32)))
+    targets = torch.randint(10, (BATCH,))
+    count = 60 if name == "mlp" else 8
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        for _ in range(count):
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return count
+
+    their_model = DistributedDataParallel(made())
+    their_optimizer = torch.optim.SGD(their_model.parameters(), lr=0.01, momentum=0.9)
+    our_model = made()
+    our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
+    handle = farflung.attach(our_model, our_optimizer, encrypt=option == "encrypted")
+    return (
+        lambda: loop(their_model, their_optimizer),
+        lambda: loop(our_model, our_optimizer),
+        handle.finish,
+    )
+
+
+def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
+    """The whole replica loop, telemetry written, against a DDP loop that reads the same data."""
+    work = workload(detail)
+    training = Training.resolve(work.defaults, {"batch_size": BATCH, "steps": 10**9})
+    runtime = WallRuntime(rank, size, store)
+    folder = tempfile.TemporaryDirectory()
+    replica = Replica(
+        runtime,
+        work,
+        training,
+        recipe("synchronous").parts(0),
+        Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl")),
+    )
+    data, _ = work.datasets()
+    model = DistributedDataParallel(work.model(generator(0, "model")))
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=training.learning_rate,
+        momentum=training.momentum,
+        weight_decay=training.weight_decay,
+    )
+    random = torch.Generator().manual_seed(rank)
+    order = torch.randperm(len(data), generator=random).split(BATCH)
+    count, at = 8, [0]
+
+    def theirs() -> int:
+        for _ in range(count):
+            batch = data.take(order[at[0] % (len(order) - 1)], train=True)
+            at[0] += 1
+            work.loss(model, batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return count
+
+    async def steps() -> int:
+        for _ in range(count):
+            await replica.step()
+        return count
+
+    def close() -> None:
+        runtime.close()
+        folder.cleanup()
+
+    return theirs, lambda: runtime.run(steps()), close
+
+
+def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
+    """gloo's all-reduce against ours; ``detail`` is ``collective:bytes``."""
+    name, _, nbytes = detail.partition(":")
+    runtime = WallRuntime(rank, size, store)
+    tensor = torch.ones(int(nbytes) // 4)
+    side = torch.ones(1, dtype=torch.float64)
+    count = 100 if int(nbytes) < 1 << 20 else 3
+    exchange = [0]
+
+    def theirs() -> int:
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        tensor.fill_(1)
+        return count
+
+    async def one() -> Tensor:
+        exchange[0] += 1
+        channel = ExchangeChannel(runtime.comm, exchange[0], 0)
+        return (await COLLECTIVES[name](channel, tensor, side))[0]
+
+    def ours() -> int:
+        for _ in range(count):
+            runtime.launch(one()).wait()
+        tensor.fill_(1)
+        return count
+
+    return theirs, ours, runtime.close
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""``farflung keys``: makes the key pair of one machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from farflung.comm.keys import make_keys
+
+__all__ = ["MakeKeys"]
+
+
+@dataclass(frozen=True)
+class MakeKeys:
+    """Make this machine's keys for training with other machines.
+
+    Writes FOLDER/NAME.secret, which never leaves this machine and must stay readable by its owner alone (mode 600),
+    and FOLDER/NAME.public. Copy NAME.public into the folder of every other machine, and theirs into this one: a run
+    started with --keys FOLDER accepts the owners of the keys there and nobody else. No file is ever overwritten; to
+    change a machine's keys, or to put a machine out, remove its files. Both files are JSON.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """Where to keep them; made, for its owner alone (mode 700), when it is not there."""
+    name: str
+    """What to call this machine."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        file, public = make_keys(self.folder, self.name)
+        print(f"public key  {public}")
+        print(f"copy        {file}  to the folder of keys of every other machine, and theirs here")
+        print("train       torchrun ... -m farflung train --keys", self.folder, "...")
+        return 0

@@ -1,0 +1,84 @@
+"""Settings in a file: the options of a command as keys of a TOML file, or the ``config.json`` of a run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeAlias, get_args, get_type_hints
+
+from farflung.errors import ConfigError
+
+__all__ = ["Setting", "option_types", "read_settings"]
+
+Setting: TypeAlias = str | int | float | bool | Path
+"""The value of one option."""
+
+WORDS: dict[type, str] = {
+    bool: "true or false",
+    float: "a number",
+    int: "a whole number",
+    Path: "a path, in quotes",
+    str: "text, in quotes",
+}
+"""What a file must hold for an option of each type."""
+
+
+def option_types(command: type, without: Iterable[str]) -> dict[str, type]:
+    """The options of a command and the type of each, except ``without``; ``int | None`` is an int."""
+    hints = {name: hint for name, hint in get_type_hints(command).items() if name not in without}
+    return {
+        name: get_args(hint)[0] if isinstance(hint, types.UnionType) else hint for name, hint in hints.items()
+    }
+
+
+def read_settings(path: Path, known: Mapping[str, type]) -> dict[str, Setting]:
+    """The settings in a file; its keys are the names of options, with ``-`` or ``_``.
+
+    Args:
+      path: TOML, or JSON where the name ends in ``.json``.
+      known: the options there are and the type of each.
+
+    Raises:
+      ConfigError: the file cannot be read, or has a key or a value that it should not have; names file and key, and
+        what should be there.
+    """
+    settings: dict[str, Setting] = {}
+    for key, value in _parse(path).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"{path}: unknown key {key!r}; {hint}")
+        if name in settings:
+            raise ConfigError(f"{path}: {key!r} is there twice, with - and with _")
+        settings[name] = _checked(path, key, value, known[name])
+    return settings
+
+
+def _checked(path: Path, key: str, value: object, kind: type) -> Setting:
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if type(value) is kind:
+        assert isinstance(value, str | int | float)
+        return value
+    raise ConfigError(f"{path}: {key} must be {WORDS[kind]}, not {value!r}")
+
+
+def _parse(path: Path) -> dict[str, object]:
+    language = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: object = json.loads(text) if language == "JSON" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # of the encoding or of either language
+        raise ConfigError(f"{path}: not {language}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(content).__name__}")
+    return content

@@ -1,0 +1,91 @@
+"""Small unsigned numbers side by side in bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fields", "from_fields", "pack", "packed_numel", "unpack"]
+
+
+def packed_numel(numel: int, bits: int) -> int:
+    """How many bytes :func:`pack` makes."""
+    return numel if bits == 8 else (numel + 7) // 8 * bits
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Eight numbers of ``bits`` bits each in ``bits`` bytes.
+
+    The eight bytes of eight numbers are one 64-bit word, in which neighbours are pushed together in three rounds:
+    bytes to pairs, pairs to fours, fours to eight. The last group is filled up with zeros.
+
+    Args:
+      values: uint8, shape ``(n,)``, each below ``2**bits``.
+      bits: 1 to 8.
+
+    Returns:
+      uint8, shape ``(packed_numel(n, bits),)``.
+    """
+    if bits == 8:
+        return values
+    words = _padded(values, 8).view(torch.int64)
+    for unit in (16, 32, 64):
+        field = unit // 16 * bits
+        low = _every(unit, (1 << field) - 1)
+        upper = (words >> (unit // 2 - field)).bitwise_and_(low << field)
+        words = (words & low).bitwise_or_(upper)
+    return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
+
+
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """The ``numel`` numbers again, uint8."""
+    if bits == 8:
+        return packed
+    groups = packed.numel() // bits
+    spread = packed.new_zeros(groups, 8)
+    spread[:, :bits] = packed.view(groups, bits)
+    words = spread.view(-1).view(torch.int64)
+    for unit in (64, 32, 16):
+        field = unit // 16 * bits
+        low = _every(unit, (1 << field) - 1)
+        upper = (words << (unit // 2 - field)).bitwise_and_(low << unit // 2)
+        words = (words & low).bitwise_or_(upper)
+    return words.view(torch.uint8)[:numel]
+
+
+def fields(values: Tensor, width: int) -> Tensor:
+    """As many numbers as fit side by side in 32-bit words, whose sums are then words of sums.
+
+    Args:
+      values: uint8, shape ``(n,)``.
+      width: bits of each field, enough for the largest sum.
+
+    Returns:
+      int32, ``ceil(n / (32 // width))`` of them; the top field may reach the sign bit.
+    """
+    each = 32 // width
+    rows = _padded(values, each).view(each, (values.numel() + each - 1) // each)
+    words = rows[0].to(torch.int32)
+    for place, row in enumerate(rows[1:], start=1):
+        words.bitwise_or_(row.to(torch.int32).bitwise_left_shift_(width * place))
+    return words
+
+
+def from_fields(words: Tensor, width: int, numel: int) -> Tensor:
+    """The ``numel`` numbers or sums that :func:`fields` put side by side, int32."""
+    rows = words.new_empty(32 // width, words.numel())
+    for place, row in enumerate(rows):
+        torch.bitwise_right_shift(words, width * place, out=row)
+    return rows.bitwise_and_((1 << width) - 1).view(-1)[:numel]
+
+
+def _every(unit: int, pattern: int) -> int:
+    """``pattern`` at the low end of every ``unit`` bits of a 64-bit word."""
+    return sum(pattern << start for start in range(0, 64, unit))
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    missing = -values.numel() % multiple
+    if not missing:
+        return values.contiguous()
+    return torch.cat((values, values.new_zeros(missing)))

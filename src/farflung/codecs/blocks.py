@@ -1,0 +1,93 @@
+"""Walking through a large tensor in pieces that stay in a processor's cache, and figures of its buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Norm", "blocks", "bucket_norms", "working_dtype"]
+
+Norm = Literal["l2", "max", "mean"]
+"""Which norm of a bucket; ``mean`` is that of the magnitudes."""
+
+BLOCK_NUMEL = 1 << 16
+"""Our choice: a float32 block and its scratch fit in a 1 MiB cache, and Python's share of the time is small."""
+
+
+def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
+    """First and last (excluded) element of consecutive pieces of a flat tensor.
+
+    On a CPU a piece is about as large as the cache likes, so that what several operations do to it costs one way
+    through memory; elsewhere it is as large as can be, since there each operation costs a launch.
+
+    Args:
+      tensor: flat.
+      bucket_size: a piece is either some whole buckets of this size or lies inside one; the last may be shorter.
+    """
+    numel, on_cpu = tensor.numel(), tensor.device.type == "cpu"
+    if bucket_size > BLOCK_NUMEL:
+        span, size = bucket_size, BLOCK_NUMEL if on_cpu else bucket_size
+    else:
+        span = size = BLOCK_NUMEL // bucket_size * bucket_size if on_cpu else max(numel, 1)
+    for first in range(0, numel, span):
+        last = min(first + span, numel)
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
+    """One norm for each ``bucket_size`` consecutive elements of a flat tensor; the last bucket may be shorter.
+
+    Returns:
+      Shape ``(ceil(n / bucket_size),)``, float32 or float64; NaN for a bucket that holds one.
+    """
+    numel = tensor.numel()
+    dtype = working_dtype(tensor.dtype)
+    norms = torch.empty(math.ceil(numel / bucket_size), dtype=dtype, device=tensor.device)
+    scratch = torch.empty(_largest(tensor, bucket_size), dtype=dtype, device=tensor.device)
+    partial: list[Tensor] = []
+    for start, stop in blocks(tensor, bucket_size):
+        piece = scratch[: stop - start].copy_(tensor[start:stop])
+        first, even = start // bucket_size, (stop - start) // bucket_size
+        if even:
+            rows = piece[: even * bucket_size].view(even, bucket_size)
+            norms[first : first + even] = _of_rows(rows, norm, bucket_size)
+        if rest := (stop - start) % bucket_size:
+            last = (stop - 1) // bucket_size
+            end = min((last + 1) * bucket_size, numel)
+            partial.append(_of_rows(piece[-rest:][None], norm, end - last * bucket_size))
+            if stop == end:
+                norms[last] = _of_parts(torch.cat(partial), norm)
+                partial.clear()
+    return norms
+
+
+def _of_rows(rows: Tensor, norm: Norm, numel: int) -> Tensor:
+    """The norm of each row, which are overwritten; of a mean over ``numel`` the row's share."""
+    if norm == "l2":
+        found: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return found
+    rows.abs_()
+    # The sum of large numbers may be infinite where their mean is not.
+    return rows.amax(dim=1) if norm == "max" else rows.div_(numel).sum(dim=1)
+
+
+def _of_parts(parts: Tensor, norm: Norm) -> Tensor:
+    """The norm of a bucket from those of its pieces."""
+    if norm == "l2":
+        found: Tensor = torch.linalg.vector_norm(parts)
+        return found
+    return parts.amax() if norm == "max" else parts.sum()
+
+
+def _largest(tensor: Tensor, bucket_size: int) -> int:
+    return max((stop - start for start, stop in blocks(tensor, bucket_size)), default=0)

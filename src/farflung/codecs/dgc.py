@@ -1,0 +1,155 @@
+"""Deep gradient compression: very few entries, with momentum that knows about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.options import density_option, indexable, share_option, whole_option
+from farflung.codecs.routed import join, take
+from farflung.codecs.selection import entries, kept, largest
+from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
+
+__all__ = ["DGC"]
+
+STAGES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DGC:
+    r"""Accumulates momentum on each replica, and sends the largest of what has accumulated.
+
+    .. math::
+        u_t = m u_{t-1} + g_t, \quad v_t = v_{t-1} + u_t, \quad
+        M_t = \mathrm{top}_\rho(|v_t|), \quad \text{send } v_t \odot M_t,
+
+    and what was sent is forgotten in both: :math:`v_t \odot (1 - M_t)`, :math:`u_t \odot (1 - M_t)` (momentum
+    factor masking). With ``nesterov`` :math:`u_t = m (u_{t-1} + g_t)` and :math:`v_t = v_{t-1} + u_t + g_t`.
+
+    **The optimizer's own momentum must be 0**, since the momentum is in here. Weight decay in the optimizer acts at
+    once, without momentum; the authors' code gives it a buffer of its own.
+
+    Each matrix or convolution weight has its own threshold; vectors and scalars are sent as :math:`u_t`, which after
+    averaging is ordinary momentum. A tensor without :attr:`farflung.types.TensorSpec.parts` is one part. What is not
+    finite is sent first and forgotten. Gradient clipping is the schedule's.
+
+    Args:
+      density: fraction of entries sent once warmed up, in (0, 1]; the paper's 1 - sparsity.
+      momentum: m.
+      nesterov: which form of it.
+      warmup_steps: over how many steps the density falls, as :math:`\rho^{(e + 1) / 6}` in five equal stages
+        :math:`e = 0 \dots 4`. The authors count five epochs; a codec knows only steps, so 500 is our choice.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Lin et al. 2018, Alg. 1 and 2, with the warm-up of the authors' code; exact thresholds in place of
+    their sampled ones.
+    """
+
+    density: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    warmup_steps: int = 500
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        density_option("dgc", self.density)
+        share_option("dgc", "momentum", self.momentum)
+        whole_option("dgc", "warmup_steps", self.warmup_steps, 0)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """No momentum yet.
+
+        Raises:
+          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+        """
+        del seeds
+        indexable("dgc", spec)
+        parts = spec.parts or (Placed((spec.numel, 1), 0),)
+        zeros = torch.zeros(spec.numel, dtype=spec.dtype)
+        return CodecState(
+            {
+                "sparse": [[part.start, part.numel] for part in parts if len(part.shape) > 1],
+                "dense": [[part.start, part.numel] for part in parts if len(part.shape) <= 1],
+            },
+            {"velocity": zeros, "accumulated": zeros.clone()},
+        )
+
+    def density_at(self, step: int) -> float:
+        """The density of one step."""
+        if step >= self.warmup_steps:
+            return self.density
+        return float(self.density ** ((step * STAGES // self.warmup_steps + 1) / (STAGES + 1)))
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Values and indices of the sparse parts, and the dense parts as they are."""
+        del count
+        flat = grad.reshape(-1)
+        velocity, accumulated = self._gathered(state, flat)
+        density = self.density_at(step)
+        indices = torch.cat(
+            [
+                largest(accumulated[start : start + numel], kept(numel, density)).add_(start)
+                for start, numel in state.shared["sparse"]
+            ]
+            or [torch.empty(0, dtype=torch.int64, device=flat.device)]
+        )
+        dense = take(accumulated, state.shared["dense"]).clone() if state.shared["dense"] else flat[:0]
+        values = accumulated[indices]
+        if values.nbytes + 4 * indices.numel() + dense.nbytes >= flat.nbytes:
+            whole = torch.zeros_like(flat).index_copy_(0, indices, values)
+            _put(whole, state.shared["dense"], dense)
+            payload = Payload((whole,))
+        else:
+            payload = Payload((values, indices.to(torch.int32), dense))
+        velocity.index_fill_(0, indices, 0.0)
+        accumulated.index_fill_(0, indices, 0.0)
+        for start, numel in state.shared["dense"]:
+            accumulated[start : start + numel] = 0.0
+            velocity[start : start + numel].nan_to_num_(0.0, 0.0, 0.0)
+        return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """Zeros where nothing was sent."""
+        del step, count
+        values, *rest = payload.tensors()
+        if not rest:
+            return values.view(spec.shape)
+        indices, dense = rest
+        whole = entries(values, indices, TensorSpec((spec.numel,), spec.dtype))
+        _put(whole, state.shared["dense"], dense)
+        return whole.view(spec.shape)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns nothing."""
+        del aggregate, step
+        return state
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica names entries of its own."""
+        del state
+        return False
+
+    def _gathered(self, state: CodecState, grad: Tensor) -> tuple[Tensor, Tensor]:
+        velocity, accumulated = (state.local[name].to(grad.device) for name in ("velocity", "accumulated"))
+        if self.nesterov:
+            velocity = (velocity + grad).mul_(self.momentum)
+            accumulated = (accumulated + velocity).add_(grad)
+        else:
+            velocity = (velocity * self.momentum).add_(grad)
+            accumulated = accumulated + velocity
+        return velocity, accumulated
+
+
+def _put(whole: Tensor, runs: list[list[int]], part: Tensor) -> None:
+    if runs:
+        join(whole, runs, part)

@@ -1,0 +1,116 @@
+"""What was not sent is added to what comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.options import codec_option, floating
+from farflung.codecs.randomk import RandomK
+from farflung.codecs.topk import TopK
+from farflung.codecs.trees import shares_memory
+from farflung.errors import ConfigError
+from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["ErrorFeedback", "error_feedback"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback:
+    r"""Adds to each gradient what the codec left out of the ones before.
+
+    .. math:: p_t = g_t + e_t, \quad \text{send } C(p_t), \quad e_{t+1} = p_t - C(p_t)
+
+    Everything is sent in the end: the sum of what was decoded and the residual are the sum of the gradients. A codec
+    that sends a step as it is leaves no residual behind, by the same equations; for a step that bypasses the codec
+    there is :meth:`flush`.
+
+    The residual is in units of the gradient, not of the update as in the paper, so a change of the learning rate
+    makes no jump. It stays with its replica. What is not finite is sent and forgotten, so that it cannot come back.
+
+    Args:
+      codec: a contractive one, such as Top-k or sign.
+
+    Raises:
+      ConfigError: not a codec, or one whose errors would grow.
+
+    References: Karimireddy et al. 2019, EF-SGD, Alg. 2.
+    """
+
+    codec: Codec = field(default_factory=TopK)
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        codec_option("error_feedback", self.codec)
+        if isinstance(self.codec, RandomK) and self.codec.unbiased and self.codec.density < 1:
+            raise ConfigError(
+                "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
+            )
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """The codec's, and a residual of zero.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        floating("error_feedback", spec)
+        inner = self.codec.init(spec, seeds)
+        residual = torch.zeros(spec.shape, dtype=spec.dtype)
+        return CodecState(inner.shared, {"residual": residual, "codec": inner.local})
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """What the codec makes of gradient and residual."""
+        wanted = grad + state.local["residual"].to(grad.device)
+        payload, inner = self.codec.encode(inner_state(state), wanted, step=step, count=count)
+        sent = self.codec.decode(inner, payload, TensorSpec.of(grad), step=step, count=count)
+        residual = left_over(wanted, sent, payload)
+        return payload, CodecState(inner.shared, {"residual": residual, "codec": inner.local})
+
+    def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
+        """For a step that is sent as it is: gradient and residual, and a state that keeps nothing of them."""
+        residual = state.local["residual"]
+        return grad + residual.to(grad.device), with_residual(state, torch.zeros_like(residual))
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """The codec's."""
+        return self.codec.decode(inner_state(state), payload, spec, step=step, count=count)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """The codec's."""
+        inner = self.codec.observe(inner_state(state), aggregate, step=step)
+        return CodecState(inner.shared, {**state.local, "codec": inner.local})
+
+    def linear(self, state: CodecState) -> bool:
+        """As the codec."""
+        return self.codec.linear(inner_state(state))
+
+
+def inner_state(state: CodecState) -> CodecState:
+    """The state of the codec inside."""
+    return CodecState(state.shared, state.local["codec"])
+
+
+def with_residual(state: CodecState, residual: Tensor) -> CodecState:
+    """The same with another residual."""
+    return CodecState(state.shared, {**state.local, "residual": residual})
+
+
+def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
+    """What was not sent, and nothing where that is not finite; overwrites ``wanted`` if no payload needs it."""
+    needed = [sent, *(tensor for payload in payloads for tensor in payload.tensors())]
+    in_place = not any(shares_memory(tensor, wanted) for tensor in needed)
+    left = wanted.sub_(sent) if in_place else wanted - sent
+    return left.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def error_feedback(codec: Codec | None = None) -> ErrorFeedback:
+    """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
+    return ErrorFeedback() if codec is None else ErrorFeedback(codec)

@@ -1,0 +1,98 @@
+"""Eight bits for each number, scaled by the largest: Pipe-SGD's stronger compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.options import floating
+from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.errors import ConfigError
+from farflung.types import CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["Int8"]
+
+LEVELS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    r"""Scales by the largest magnitude and rounds to 8 bits: a quarter of the bytes.
+
+    .. math:: s = \max_i |g_i|, \quad q_i = \operatorname{round}(127\, g_i / s), \quad C(g)_i = q_i\, s / 127
+
+    Rounding to the nearest is biased, and contractive: an error is at most half a step, and never more than the
+    number itself. It keeps no state, so it may run on every hop of a collective, as in Pipe-SGD, each segment with
+    a scale of its own. Stochastic rounding is unbiased; its seed makes it a codec with state.
+
+    A tensor that holds an infinity or a NaN decodes to nothing finite, since its scale says nothing about the other
+    numbers; the infinity itself stays what it is.
+
+    Args:
+      rounding: ``"nearest"`` or ``"stochastic"``.
+
+    Raises:
+      ConfigError: another rounding.
+
+    References: Li et al. 2018 (Pipe-SGD), scalar quantization; bit width and rounding are our reading. Bytes hold
+    :math:`q_i + 127`, our choice.
+    """
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"int8: rounding {self.rounding!r} must be 'nearest' or 'stochastic'")
+
+    @property
+    def unbiased(self) -> bool:
+        """With stochastic rounding."""
+        return self.rounding == "stochastic"
+
+    @property
+    def stateless(self) -> bool:
+        """With rounding to the nearest."""
+        return self.rounding == "nearest"
+
+    @property
+    def per_hop(self) -> bool:
+        """With rounding to the nearest."""
+        return self.stateless
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """A seed for stochastic rounding, else nothing.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        floating("int8", spec)
+        return CodecState() if self.stateless else CodecState(local={"seed": seeds.own})
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """A uint8 tensor of as many elements, and the scale."""
+        flat = grad.reshape(-1)
+        noise = None if self.stateless else generator_on(flat.device, state.local["seed"], step, count)
+        size = max(flat.numel(), 1)
+        scale = bucket_norms(flat, size, "max")
+        return Payload((to_levels(flat, scale, LEVELS, size, noise), scale)), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """Multiples of a 127th of the scale."""
+        del state, step, count
+        found, scale = payload.tensors()
+        return from_levels(found, scale, LEVELS, max(spec.numel, 1), spec.dtype).view(spec.shape)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns nothing."""
+        del aggregate, step
+        return state
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica has a scale of its own."""
+        del state
+        return False

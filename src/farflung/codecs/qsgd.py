@@ -1,0 +1,115 @@
+"""Stochastic quantization to a few levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from farflung.codecs.bits import pack, unpack
+from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.options import floating, whole_option
+from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.errors import ConfigError
+from farflung.types import CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["QSGD", "quantization"]
+
+
+def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, int]:
+    """The bits of each number, and the levels on either side of zero that they hold; 4 bits where neither is given.
+
+    Raises:
+      ConfigError: both are given, or one out of its range.
+    """
+    if bits is not None and levels is not None:
+        raise ConfigError(f"{name}: give bits or levels, not both")
+    if levels is not None:
+        whole_option(name, "levels", levels, 1, 127)
+        return (2 * levels).bit_length(), levels
+    bits = 4 if bits is None else bits
+    whole_option(name, "bits", bits, 2, 8)
+    return bits, 2 ** (bits - 1) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class QSGD:
+    r"""Rounds each number at random to one of ``2 s + 1`` levels of its bucket's norm, without bias.
+
+    .. math::
+        C(v)_i = \|v\| \operatorname{sign}(v_i)\, \xi_i, \quad
+        \xi_i = \tfrac1s \begin{cases} \ell + 1 & \text{with probability } a_i - \ell \\ \ell & \text{else}
+        \end{cases}, \quad a_i = s |v_i| / \|v\|, \; \ell = \lfloor a_i \rfloor
+
+    For a bucket of B numbers :math:`E \|C(v) - v\|_2^2 \le \min(B / s^2, \sqrt B / s) \|v\|_2^2`, and with the
+    maximum norm at most that with :math:`B / 4 s^2`.
+
+    Each number takes a fixed number of bits, packed, in place of the paper's Elias codes: with b bits
+    :math:`s = 2^{b-1} - 1`, four bits give 7 levels, and the norms add ``32 / bucket_size`` bits to a number.
+    Not linear: each replica has norms of its own. :class:`farflung.reducers.SharedScaleQSGD` agrees on them first.
+    A bucket that holds an infinity or a NaN, or whose norm overflows, decodes to nothing finite.
+
+    Args:
+      bits: of each number on the wire, 2 to 8; 4 where neither bits nor levels are given.
+      levels: the paper's s, 1 to 127, in place of ``bits``.
+      bucket_size: numbers that share a norm; the paper's B.
+      norm: ``"max"``, as the paper's experiments scale, or ``"l2"``, as its analysis does.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Alistarh et al. 2017, eq. (1), Lemma 3.1; bucket size 512 for 4 bits as in their section 5.
+    """
+
+    bits: int | None = None
+    levels: int | None = None
+    bucket_size: int = 512
+    norm: Literal["max", "l2"] = "max"
+
+    unbiased: ClassVar[bool] = True
+    stateless: ClassVar[bool] = False
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        quantization("qsgd", self.bits, self.levels)
+        whole_option("qsgd", "bucket_size", self.bucket_size, 1)
+        if self.norm not in ("max", "l2"):
+            raise ConfigError(f"qsgd: norm {self.norm!r} must be 'max' or 'l2'")
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """The seed of this replica's rounding.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        floating("qsgd", spec)
+        return CodecState(local={"seed": seeds.own})
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Packed levels, and one norm for each bucket."""
+        bits, levels = quantization("qsgd", self.bits, self.levels)
+        flat = grad.reshape(-1)
+        norms = bucket_norms(flat, self.bucket_size, self.norm)
+        noise = generator_on(flat.device, state.local["seed"], step, count)
+        return Payload((pack(to_levels(flat, norms, levels, self.bucket_size, noise), bits), norms)), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """Multiples of each bucket's norm over s."""
+        del state, step, count
+        bits, levels = quantization("qsgd", self.bits, self.levels)
+        packed, norms = payload.tensors()
+        found = unpack(packed, bits, spec.numel)
+        return from_levels(found, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns nothing."""
+        del aggregate, step
+        return state
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica has norms of its own."""
+        del state
+        return False

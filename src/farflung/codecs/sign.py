@@ -1,0 +1,86 @@
+"""One bit for each number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.bits import pack, unpack
+from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.options import floating, whole_option
+from farflung.codecs.stochastic import from_levels
+from farflung.types import CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["Sign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    r"""Sends the sign of each number, and the mean magnitude.
+
+    .. math:: C(g) = \frac{\|g\|_1}{n} \operatorname{sign}(g)
+
+    Biased: wrap in :func:`error_feedback`. Contractive:
+    :math:`\|C(g) - g\|_2^2 = (1 - \|g\|_1^2 / n \|g\|_2^2) \|g\|_2^2`. Not linear. Zero counts as positive, which
+    changes nothing in that. An infinity makes all of its bucket infinite, a NaN makes it NaN.
+
+    Args:
+      bucket_size: numbers that share a mean magnitude; ``None``: all of the tensor.
+
+    Raises:
+      ConfigError: a bucket of no numbers.
+
+    References: Karimireddy et al. 2019, EF-signSGD, Alg. 1, with :math:`\|p\|_1 / d` for each tensor; here for each
+    flat bucket, unless ``bucket_size`` says otherwise.
+    """
+
+    bucket_size: int | None = None
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = True
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_size is not None:
+            whole_option("sign", "bucket_size", self.bucket_size, 1)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """No state.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        del seeds
+        floating("sign", spec)
+        return CodecState()
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Eight signs in a byte, and the mean magnitude of each bucket."""
+        del step, count
+        flat = grad.reshape(-1)
+        size = self.bucket_size or max(flat.numel(), 1)
+        means = bucket_norms(flat, size, "mean")
+        return Payload((pack((flat >= 0).view(torch.uint8), 1), means)), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """Plus or minus the mean magnitude."""
+        del state, step, count
+        packed, means = payload.tensors()
+        signs = unpack(packed, 1, spec.numel).mul_(2)
+        size = self.bucket_size or max(spec.numel, 1)
+        return from_levels(signs, means, 1, size, spec.dtype).view(spec.shape)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """Learns nothing."""
+        del aggregate, step
+        return state
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica has a mean magnitude of its own."""
+        del state
+        return False

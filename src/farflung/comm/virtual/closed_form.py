@@ -1,0 +1,101 @@
+"""Collectives computed as a whole: rows of messages instead of one after the other, with the same times and bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from farflung.comm.channel import InOne
+from farflung.comm.collectives.sharded import OWNERS
+from farflung.comm.virtual.clock import Clock
+from farflung.comm.virtual.owners import OwnersInOne
+from farflung.comm.virtual.pairs import Pairs
+from farflung.comm.virtual.ring import RingInOne
+from farflung.errors import ProtocolError
+from farflung.tasks import Pending, failed
+from farflung.types import Tag, TensorSpec
+
+__all__ = ["ClosedForms"]
+
+
+class _Whole(Protocol):
+    """One collective under way."""
+
+    hops: int
+
+    def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """A rank joins, now."""
+        ...
+
+    def sent_nbytes(self, rank: int) -> int:
+        """What it sends in all."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait of all who have joined."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A collective that some ranks have not joined yet."""
+
+    kind: tuple[object, ...] | None
+    """What all must agree on; ``None``: it runs hop by hop, since a codec is inside."""
+    whole: _Whole | None
+    joined: set[int] = field(default_factory=set)
+    error: ProtocolError | None = None
+
+
+class ClosedForms:
+    """The collectives under way; each begins when its first rank joins.
+
+    Args:
+      clock: virtual time.
+      pairs: the links.
+      size: number of ranks.
+    """
+
+    def __init__(self, clock: Clock, pairs: Pairs, size: int) -> None:
+        self._clock, self._pairs, self._size = clock, pairs, size
+        self._open: dict[Tag, _Open] = {}
+
+    def enter(
+        self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
+    ) -> InOne | None:
+        """A rank joins; ``None`` where its part is encoded on every hop, which depends on the data."""
+        kind = None if encoded else (collective, TensorSpec.of(tensor), TensorSpec.of(side))
+        there = self._open.get(tag)
+        if there is None:
+            whole = None if encoded else self._begin(collective, tensor, side)
+            there = self._open[tag] = _Open(kind, whole)
+        there.joined.add(rank)
+        if len(there.joined) == self._size:
+            del self._open[tag]
+        if there.kind != kind and there.error is None:
+            there.error = ProtocolError(
+                f"rank {rank} sent another kind of segment than was due: do all ranks run the same model and recipe?"
+            )
+            if there.whole is not None:
+                there.whole.fail(there.error)
+        if there.error is not None:
+            return InOne(failed(there.error), 0, 0)
+        if there.whole is None:
+            return None
+        return InOne(there.whole.enter(rank, tensor, side), there.whole.sent_nbytes(rank), there.whole.hops)
+
+    def waits_for(self, rank: int) -> str | None:
+        """Whom a rank waits for: the first that has not joined where it has."""
+        for tag, there in self._open.items():
+            if rank in there.joined:
+                missing = next(other for other in range(self._size) if other not in there.joined)
+                return f"rank {missing} (exchange {tag.exchange}, part {tag.part}, hop {tag.hop})"
+        return None
+
+    def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:
+        if collective == "ring":
+            return RingInOne(self._clock, self._pairs, self._size, tensor, side)
+        owners = OWNERS[collective](self._size)
+        return OwnersInOne(self._clock, self._pairs, self._size, owners, tensor, side)

@@ -1,0 +1,121 @@
+"""Messages that share capacities: each is a flow in a :class:`farflung.network.Fabric`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farflung.comm.virtual.clock import Clock
+from farflung.network import Fabric, NetworkProfile, Path, Wiring
+from farflung.network.noise import uniform
+from farflung.tasks import Pending
+
+__all__ = ["Flows"]
+
+AFTER_ALL_ELSE = 1
+"""Priority on the clock: rates are worked out once all that begins or ends at one time has done so."""
+
+
+@dataclass(slots=True)
+class _Message:
+    bits: int
+    arrived: Callable[[float], None]
+    left: Pending[None]
+
+
+@dataclass(slots=True)
+class _Line:
+    """The messages of one rank to another of one priority: the first is on its way, the others wait for it."""
+
+    path: Path
+    src: int
+    dst: int
+    priority: int
+    queue: deque[_Message]
+    sent: int = 0
+    last_arrival: float = 0.0
+
+
+class Flows:
+    """Messages share links, nodes' capacities and media max-min fairly, the most urgent priority first.
+
+    Those of one sender to one receiver with one priority follow each other, as on one connection; one with a smaller
+    priority overtakes them at once, in the middle of a message. A delay never puts one before its predecessor.
+
+    Args:
+      clock: virtual time.
+      profile: with its number of nodes.
+      seed: of the jitter.
+    """
+
+    def __init__(self, clock: Clock, profile: NetworkProfile, seed: int) -> None:
+        self._clock, self._seed = clock, seed
+        self._wiring = Wiring(profile)
+        self._fabric = Fabric(self._wiring.capacities)
+        self._lines: dict[tuple[int, int, int], _Line] = {}
+        self._flying: dict[int, _Line] = {}
+        self._settling = False
+        self._wakes_at = math.inf
+
+    def send(
+        self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
+    ) -> Pending[None]:
+        """See :class:`farflung.comm.virtual.clock.Carrier`."""
+        key = (src, dst, priority)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = _Line(self._wiring.path(src, dst), src, dst, priority, deque())
+        message = _Message(bits, arrived, Pending())
+        line.queue.append(message)
+        if len(line.queue) == 1:
+            self._start(line)
+        return message.left
+
+    def _start(self, line: _Line) -> None:
+        """The first message of a line sets out; what takes no time has left at once."""
+        while line.queue:
+            bits = line.queue[0].bits
+            if bits and line.path.uses:
+                flow = self._fabric.start(bits, line.path.uses, line.priority)
+                self._flying[flow.number] = line
+                self._settle_soon()
+                return
+            self._leave(line)
+
+    def _leave(self, line: _Line) -> None:
+        """The last bit of a line's first message has left."""
+        message = line.queue.popleft()
+        delay = line.path.latency_s
+        if line.path.jitter_s:
+            drawn = uniform(self._seed, line.src, line.dst, line.sent)
+            delay += line.path.jitter_s * (2.0 * drawn - 1.0)
+        line.sent += 1
+        arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
+        self._clock.at(arrives, lambda: message.arrived(arrives))
+        message.left.set(None)
+
+    def _settle_soon(self) -> None:
+        if not self._settling:
+            self._settling = True
+            self._clock.at(self._clock.now(), self._settle, AFTER_ALL_ELSE)
+
+    def _settle(self) -> None:
+        self._settling = False
+        self._fabric.settle(self._clock.now())
+        due = self._fabric.due()
+        if due < self._wakes_at:
+            self._wakes_at = due
+            self._clock.at(due, self._wake)
+
+    def _wake(self) -> None:
+        now = self._clock.now()
+        if now < self._wakes_at:
+            return  # an earlier moment has been set since, and has had its turn
+        self._wakes_at = math.inf
+        for flow in self._fabric.ended(now):
+            line = self._flying.pop(flow.number)
+            self._leave(line)
+            self._start(line)
+        self._settle_soon()

@@ -1,0 +1,124 @@
+"""The network of a virtual world: every rank's mailbox, and what carries messages between them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from farflung.comm.channel import InOne
+from farflung.comm.mailbox import Mailbox
+from farflung.comm.virtual.clock import Carrier, Clock
+from farflung.comm.virtual.closed_form import ClosedForms
+from farflung.comm.virtual.flows import Flows
+from farflung.comm.virtual.pairs import Pairs
+from farflung.errors import Unsupported
+from farflung.network import Link, NetworkProfile, is_dedicated
+from farflung.tasks import Pending, failed
+from farflung.types import Feature, Payload, Tag, TensorSpec
+
+__all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
+
+LinkModel = Link
+"""Another name of :class:`farflung.network.Link`."""
+
+
+class VirtualNetwork:
+    """Messages on a modelled clock: tensors change hands by reference, only their arrival is computed.
+
+    Messages of one rank to another arrive in the order they were sent, those with another priority aside. All else
+    is matched by tag, so nothing depends on it but the times.
+
+    Args:
+      clock: virtual time.
+      size: number of ranks.
+      network: a profile, or one link that every ordered pair has for itself.
+      seed: of the jitter.
+      closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time; it needs
+        links that nothing shares, and messages without priorities.
+
+    Raises:
+      ConfigError: the profile is of another number of nodes.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        size: int,
+        network: NetworkProfile | Link,
+        *,
+        seed: int = 0,
+        closed_form: bool = True,
+    ) -> None:
+        profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
+        self.profile = profile.for_nodes(size)
+        self.mailboxes = [Mailbox() for _ in range(size)]
+        self._clock = clock
+        self._carrier: Carrier
+        self._whole: ClosedForms | None = None
+        if closed_form and is_dedicated(self.profile):
+            self._carrier = pairs = Pairs(clock, self.profile, seed)
+            self._whole = ClosedForms(clock, pairs, size)
+        else:
+            self._carrier = Flows(clock, self.profile, seed)
+
+    def communicator(self, rank: int) -> VirtualCommunicator:
+        """The communicator of one rank."""
+        return VirtualCommunicator(self, rank, len(self.mailboxes))
+
+    def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
+        """Starts a message; done when its last byte has left."""
+        mailbox = self.mailboxes[dst]
+        return self._carrier.send(
+            src, dst, 8 * payload.nbytes, priority, lambda t: mailbox.deliver(src, tag, payload, t)
+        )
+
+    def recv(
+        self, rank: int, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None
+    ) -> Pending[Payload]:
+        """Waits at ``rank``."""
+        return self.mailboxes[rank].recv(src, tag, expect, self._clock.now())
+
+    def in_one(
+        self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
+    ) -> InOne | None:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        if self._whole is None:
+            return None
+        return self._whole.enter(rank, collective, tensor, side, encoded, tag)
+
+    def waits_for(self, rank: int) -> str | None:
+        """Whom a rank waits for and for what, where it waits for a message."""
+        waiting = self.mailboxes[rank].oldest()
+        if waiting is not None:
+            return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
+        return None if self._whole is None else self._whole.waits_for(rank)
+
+
+class VirtualCommunicator:
+    """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
+
+    features: frozenset[Feature] = frozenset({"tags", "any_source"})
+
+    def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._network = network
+
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+        """Sends by reference; the smallest ``priority`` is served first."""
+        return self._network.carry(self.rank, dst, tag, payload, priority)
+
+    def recv(
+        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        """Receives."""
+        return self._network.recv(self.rank, src, tag, expect)
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """There is no backend in virtual time."""
+        del tensor, tag
+        return failed(
+            Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
+        )
+
+    def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        return self._network.in_one(self.rank, collective, tensor, side, encoded, tag)

@@ -1,0 +1,104 @@
+"""Messages where every ordered pair of ranks has a link of its own: when one arrives is known when it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from farflung.comm.virtual.clock import Clock, Moment
+from farflung.errors import Unsupported
+from farflung.network import NetworkProfile
+from farflung.network.noise import uniform, uniform_row
+from farflung.network.trace import mean_capacity
+
+__all__ = ["Pairs", "Ranks", "Row"]
+
+Row: TypeAlias = npt.NDArray[np.float64]
+Ranks: TypeAlias = npt.NDArray[np.int64]
+
+
+class Pairs:
+    """Links that nothing shares; messages in one direction follow each other, in the order they were sent.
+
+    A message leaves when those before it have left and its own bits have passed, and arrives one delay later. With
+    jitter each message draws its own delay; it never arrives before one sent earlier on the same link. Many messages
+    at once are computed by the same operations as one, so with the same bits.
+
+    Args:
+      clock: virtual time.
+      profile: of dedicated links; see :func:`farflung.network.is_dedicated`.
+      seed: of the jitter.
+    """
+
+    def __init__(self, clock: Clock, profile: NetworkProfile, seed: int) -> None:
+        assert profile.nodes is not None
+        self._clock, self._seed, self._size = clock, seed, profile.nodes
+        sites = range(len(profile.sites))
+        self._site = np.array([site for site in sites for _ in profile.span(site)])
+        # By site of the sender and of the receiver; a site of one node has no link to itself.
+        self._latency_s, self._jitter_s = np.zeros((2, len(sites), len(sites)))
+        self._rate_bps = np.ones((len(sites), len(sites)))
+        for a, b in product(sites, sites):
+            if a != b or len(profile.span(a)) > 1:
+                link = profile.connection(a, b).link
+                self._latency_s[a, b], self._jitter_s[a, b] = link.latency_s, link.jitter_s
+                self._rate_bps[a, b] = mean_capacity(profile.goodput_bps(a, b))
+        self._jitters = bool(self._jitter_s.any())
+        # Pages that no message touches take no memory.
+        square = (self._size, self._size)
+        self._free_at = np.zeros(square)
+        self._last_arrival = np.zeros(square if self._jitters else (0, 0))
+        self._sent = np.zeros(square if self._jitters else (0, 0), dtype=np.int64)
+
+    def send(self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]) -> Moment:
+        """See :class:`farflung.comm.virtual.clock.Carrier`."""
+        if priority:
+            raise Unsupported(
+                "these links are computed in closed form, where no message overtakes another: make the world "
+                "with closed_form=False"
+            )
+        a, b = self._site[src], self._site[dst]
+        leaves = max(self._clock.now(), float(self._free_at[src, dst])) + bits / float(self._rate_bps[a, b])
+        self._free_at[src, dst] = leaves
+        delay = float(self._latency_s[a, b])
+        if self._jitters:
+            drawn = uniform(self._seed, src, dst, int(self._sent[src, dst]))
+            self._sent[src, dst] += 1
+            delay += float(self._jitter_s[a, b]) * (2.0 * drawn - 1.0)
+        arrives = leaves + delay
+        if self._jitters:
+            arrives = max(arrives, float(self._last_arrival[src, dst]))
+            self._last_arrival[src, dst] = arrives
+        self._clock.at(arrives, lambda: arrived(arrives))
+        return Moment(self._clock, leaves)
+
+    def send_many(self, src: int | Ranks, dst: slice | Ranks, bits: Row) -> Row:
+        """Messages from one rank to many, or from each rank of one list to its counterpart in another, now.
+
+        Args:
+          src: the senders.
+          dst: the receivers; a message of a rank to itself means nothing, whatever comes of it.
+          bits: of each message.
+
+        Returns:
+          When each arrives.
+        """
+        a, b = self._site[src], self._site[dst]
+        leaves = np.maximum(self._free_at[src, dst], self._clock.now())
+        leaves += bits / self._rate_bps[a, b]
+        self._free_at[src, dst] = leaves
+        delay = self._latency_s[a, b]
+        if not self._jitters:
+            arrives: Row = leaves + delay
+            return arrives
+        receivers = np.arange(self._size)[dst]
+        drawn = uniform_row(self._seed, src, receivers, self._sent[src, dst])
+        self._sent[src, dst] += 1
+        delay = delay + self._jitter_s[a, b] * (2.0 * drawn - 1.0)
+        arrives = np.maximum(leaves + delay, self._last_arrival[src, dst])
+        self._last_arrival[src, dst] = arrives
+        return arrives

@@ -1,0 +1,116 @@
+"""The ring all-reduce, with the messages of all ranks at one time computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.comm.collectives.segments import Segment, cut
+from farflung.comm.virtual.clock import Clock
+from farflung.comm.virtual.owners import Members, by_time
+from farflung.comm.virtual.pairs import Pairs, Ranks
+from farflung.tasks import Pending
+
+__all__ = ["RingInOne", "ring_sum"]
+
+FEW = 64
+"""Up to so many ranks segments are added one by one; beyond, all of them together from a stack of the tensors."""
+
+
+class RingInOne:
+    """Each rank sends to the next; ranks join when they like.
+
+    A rank sends hop ``k + 1`` once it has sent hop ``k`` and has received its predecessor's. All messages that
+    arrive at one time are one event, and what they set off is computed together.
+    """
+
+    def __init__(self, clock: Clock, pairs: Pairs, size: int, tensor: Tensor, side: Tensor) -> None:
+        self._clock, self._pairs, self._size = clock, pairs, size
+        self._segments = cut(tensor.numel(), size)
+        self._nbytes = np.array([s.length for s in self._segments], dtype=np.int64) * tensor.element_size()
+        self._nbytes[0] += side.nbytes  # the side vector rides with it
+        self.hops = 2 * (size - 1)
+        self._members = Members(size)
+        self._sent = np.zeros(size, dtype=np.int64)
+        self._received = np.zeros(size, dtype=np.int64)
+        self._arriving: dict[float, list[Ranks]] = {}
+
+    def sent_nbytes(self, rank: int) -> int:
+        """All that one rank sends: each segment once in either half, but one."""
+        total = int(self._nbytes.sum())
+        left_out = self._nbytes[(rank + 1) % self._size] + self._nbytes[(rank + 2) % self._size]
+        return 2 * total - int(left_out)
+
+    def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """A rank sends its own segment."""
+        joined = self._members.join(rank, tensor, side)
+        ranks = np.array([rank])
+        self._send(ranks)
+        self._go_on(ranks)
+        return joined
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait of all who have joined."""
+        self._members.fail(error)
+
+    def _send(self, ranks: Ranks) -> Ranks:
+        """Some ranks send their next hop, or are done, now; those who are not."""
+        hop = self._sent[ranks]
+        done = hop == self.hops
+        if done.any():
+            finished = sorted(ranks[done].tolist())
+            self._members.give(finished, lambda tensors: ring_sum(tensors, self._segments))
+            ranks, hop = ranks[~done], hop[~done]
+        if not len(ranks):
+            return ranks
+        first_half = hop < self._size - 1
+        segment = np.where(first_half, ranks - hop, ranks + 1 - (hop - (self._size - 1))) % self._size
+        after = (ranks + 1) % self._size
+        arrives = self._pairs.send_many(ranks, after, 8.0 * self._nbytes[segment])
+        self._sent[ranks] += 1
+        for t, places in by_time(arrives):
+            if t not in self._arriving:
+                self._arriving[t] = []
+                self._clock.at(t, lambda t=t: self._receive(t))  # type: ignore[misc]
+            self._arriving[t].append(after[places])
+        return ranks
+
+    def _receive(self, t: float) -> None:
+        ranks = np.concatenate(self._arriving.pop(t))
+        np.add.at(self._received, ranks, 1)
+        self._go_on(np.unique(ranks))
+
+    def _go_on(self, ranks: Ranks) -> None:
+        """Sends what some ranks can send: their next hop, and again, while they have received the one before."""
+        while True:
+            sent = self._sent[ranks]
+            ranks = ranks[(sent > 0) & (sent <= self._received[ranks])]
+            if not len(ranks):
+                return
+            ranks = self._send(ranks)
+
+
+def ring_sum(tensors: list[Tensor], segments: list[Segment]) -> Tensor:
+    """The sum as the ring adds it: segment ``s`` begins with rank ``s`` and goes round from there."""
+    size = len(tensors)
+    if size <= FEW:
+        total = torch.empty_like(tensors[0])
+        for start, segment in enumerate(segments):
+            part = segment.of(tensors[start]) + segment.of(tensors[(start + 1) % size])
+            for offset in range(2, size):
+                part += segment.of(tensors[(start + offset) % size])
+            segment.of(total).copy_(part)
+        return total
+    stacked = torch.stack(tensors)
+    owner = torch.repeat_interleave(torch.tensor([segment.length for segment in segments]))
+    return _added(lambda offset: stacked.gather(0, ((owner + offset) % size).unsqueeze(0))[0], size)
+
+
+def _added(part: Callable[[int], Tensor], size: int) -> Tensor:
+    total = part(0) + part(1)
+    for offset in range(2, size):
+        total += part(offset)
+    return total

@@ -1,0 +1,33 @@
+"""Networks: what lies between the nodes, how flows share it, and what collectives take on it."""
+
+from farflung.network.costs import COSTS, choose, cost_s
+from farflung.network.fabric import Fabric, Flow
+from farflung.network.link import Link
+from farflung.network.loading import load_profile
+from farflung.network.max_min import max_min_rates
+from farflung.network.named import NETWORKS, network_profile
+from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+from farflung.network.trace import Trace
+from farflung.network.wiring import Path, Use, Wiring, is_dedicated
+
+__all__ = [
+    "COSTS",
+    "NETWORKS",
+    "Connection",
+    "Fabric",
+    "Flow",
+    "Link",
+    "Medium",
+    "NetworkProfile",
+    "Path",
+    "Site",
+    "Trace",
+    "Use",
+    "Wiring",
+    "choose",
+    "cost_s",
+    "is_dedicated",
+    "load_profile",
+    "max_min_rates",
+    "network_profile",
+]

@@ -1,0 +1,142 @@
+"""Flows that share capacities, in time: a pure calculation that a clock drives."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+from farflung.network.max_min import max_min_rates
+from farflung.network.trace import Capacity, Trace, capacity_at
+from farflung.network.wiring import Use
+
+__all__ = ["Fabric", "Flow"]
+
+
+class Flow:
+    """Bits on their way at the rate of their share."""
+
+    __slots__ = ("_since", "ends_at", "left_bits", "number", "priority", "rate_bps", "uses")
+
+    def __init__(self, number: int, bits: float, uses: tuple[tuple[int, int], ...], priority: int) -> None:
+        self.number = number
+        self.left_bits = bits
+        self.uses = uses
+        self.priority = priority
+        self.rate_bps = 0.0
+        self.ends_at = math.inf
+        self._since = 0.0
+
+    def change_rate(self, now: float, rate_bps: float) -> None:
+        """From here on at another rate; at the same rate the end stays what it was, to the last bit."""
+        if rate_bps == self.rate_bps:
+            return
+        if self.rate_bps:
+            self.left_bits = max(0.0, self.left_bits - self.rate_bps * (now - self._since))
+        self._since, self.rate_bps = now, rate_bps
+        self.ends_at = now + self.left_bits / rate_bps if rate_bps else math.inf
+
+
+class Fabric:
+    """Resources of some capacity, and the flows that share them max-min fairly; see :func:`max_min_rates`.
+
+    It knows the time by being told: start flows, then :meth:`settle`, then take what has :meth:`ended` at
+    :meth:`due`. A change is worked out only for the flows that it can reach: those that share a resource with one
+    that began or ended, those that share one with these, and so on.
+
+    Args:
+      capacities: bits per second of each resource; may be appended to.
+    """
+
+    def __init__(self, capacities: list[Capacity]) -> None:
+        self._capacities = capacities
+        self._users: list[dict[int, Flow]] = []
+        self._ends: list[tuple[float, int, Flow]] = []
+        self._touched: dict[int, None] = {}
+        self._changes: dict[int, float] = {}
+        self._next = 0
+        self.in_flight = 0
+        """Flows under way."""
+
+    def start(self, bits: float, uses: Iterable[Use], priority: int = 0) -> Flow:
+        """Begins a flow of ``bits`` bits that uses at least one resource; it moves once :meth:`settle` is called.
+
+        Args:
+          bits: what is to arrive.
+          uses: of resources; one flow may stand for several that are alike, and use a resource for all of them.
+          priority: the smallest is served first, then others share what it leaves.
+        """
+        self._next += 1
+        flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses), priority)
+        while len(self._users) < len(self._capacities):
+            self._users.append({})
+        for resource, _ in flow.uses:
+            self._users[resource][flow.number] = flow
+            self._touched[resource] = None
+        self.in_flight += 1
+        return flow
+
+    def settle(self, now: float) -> None:
+        """Works out the rates anew where flows began or ended, or a capacity changed.
+
+        Raises:
+          ConfigError: a trace has ended.
+        """
+        while self._touched:
+            flows, resources = self._reached(next(iter(self._touched)))
+            for resource in resources:
+                self._touched.pop(resource, None)
+                self._watch(resource, now)
+            rates = max_min_rates(flows, lambda resource: capacity_at(self._capacities[resource], now))
+            for flow, rate in zip(flows, rates, strict=True):
+                before = flow.ends_at
+                flow.change_rate(now, rate)
+                if flow.ends_at < math.inf and flow.ends_at != before:
+                    heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
+
+    def due(self) -> float:
+        """When the next flow ends or the next capacity changes; infinity when neither will."""
+        while self._ends and self._ends[0][0] != self._ends[0][2].ends_at:
+            heapq.heappop(self._ends)
+        first = self._ends[0][0] if self._ends else math.inf
+        return min(first, min(self._changes.values(), default=math.inf))
+
+    def ended(self, now: float) -> list[Flow]:
+        """Takes out the flows whose last bit has left by ``now``, in the order they began; :meth:`settle` follows."""
+        done = []
+        while self._ends and self._ends[0][0] <= now:
+            ends_at, _, flow = heapq.heappop(self._ends)
+            if ends_at == flow.ends_at:
+                flow.ends_at = -math.inf
+                done.append(flow)
+                for resource, _ in flow.uses:
+                    del self._users[resource][flow.number]
+                    self._touched[resource] = None
+        self.in_flight -= len(done)
+        for resource, change in self._changes.items():
+            if change <= now:
+                self._touched[resource] = None
+        return sorted(done, key=lambda flow: flow.number)
+
+    def _reached(self, resource: int) -> tuple[list[Flow], dict[int, None]]:
+        """Everything that a change at ``resource`` may concern."""
+        flows: dict[int, Flow] = {}
+        resources: dict[int, None] = {resource: None}
+        open_ends = [resource]
+        while open_ends:
+            for number, flow in self._users[open_ends.pop()].items():
+                if number not in flows:
+                    flows[number] = flow
+                    for used, _ in flow.uses:
+                        if used not in resources:
+                            resources[used] = None
+                            open_ends.append(used)
+        return list(flows.values()), resources
+
+    def _watch(self, resource: int, now: float) -> None:
+        """Notes when a capacity that is in use changes next."""
+        capacity = self._capacities[resource]
+        if isinstance(capacity, Trace):
+            self._changes.pop(resource, None)
+            if self._users[resource]:
+                self._changes[resource] = capacity.next_change(now)

@@ -1,0 +1,88 @@
+"""Max-min fair shares: nobody's rate can grow without taking from somebody who has no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+__all__ = ["Sharer", "max_min_rates"]
+
+R = TypeVar("R", bound=Hashable)
+R_co = TypeVar("R_co", bound=Hashable, covariant=True)
+
+
+class Sharer(Protocol[R_co]):
+    """A flow, or a class of flows that are alike: ``uses`` says how often one unit of its rate counts on what."""
+
+    @property
+    def uses(self) -> Sequence[tuple[R_co, int]]: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]) -> list[float]:
+    r"""The rate of each flow, by progressive filling, the most urgent priority first.
+
+    All rates of one priority grow together until a resource is full; what crosses it is done, the others go on with
+    what is left. The next priority shares what the ones before it leave. With :math:`m_{fr}` the use flow :math:`f`
+    makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
+
+    What fills up at one level is taken off a resource as level times count, in ascending levels, so the rates of
+    flows that are alike are equal to the last bit, whatever the order, and equal to those of one flow that stands
+    for the class. The number of levels is at most the number of resources.
+
+    Args:
+      flows: a smaller ``priority`` is more urgent.
+      capacity_bps: of each resource that is used.
+
+    Returns:
+      Bits per second, in the order of ``flows``.
+
+    References: Bertsekas & Gallager 1992, section 6.5.2.
+    """
+    flows = list(flows)
+    rates = [0.0] * len(flows)
+    left: dict[R, float] = {}
+    for priority in sorted({flow.priority for flow in flows}):
+        members = {index: flow.uses for index, flow in enumerate(flows) if flow.priority == priority}
+        _fill(members, left, capacity_bps, rates)
+    return rates
+
+
+def _fill(
+    members: Mapping[int, Sequence[tuple[R, int]]],
+    left: dict[R, float],
+    capacity_bps: Callable[[R], float],
+    rates: list[float],
+) -> None:
+    users: dict[R, list[int]] = {}
+    count: dict[R, int] = {}
+    for index, uses in members.items():
+        for resource, times in uses:
+            if resource not in users:
+                users[resource], count[resource] = [], 0
+                if resource not in left:
+                    left[resource] = capacity_bps(resource)
+            users[resource].append(index)
+            count[resource] += times
+    waiting = set(members)
+    level = 0.0
+    while count:
+        shares = {resource: left[resource] / number for resource, number in count.items()}
+        level = max(level, min(shares.values()))
+        filled: dict[R, int] = {}
+        for resource, share in shares.items():
+            if share > level:
+                continue
+            for index in users[resource]:
+                if index in waiting:
+                    waiting.remove(index)
+                    rates[index] = level
+                    for used, times in members[index]:
+                        filled[used] = filled.get(used, 0) + times
+        for resource, number in filled.items():
+            left[resource] = max(0.0, left[resource] - level * number)
+            count[resource] -= number
+            if not count[resource]:
+                del count[resource]

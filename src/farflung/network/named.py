@@ -1,0 +1,201 @@
+"""Network profiles by name, each with where its figures come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from farflung.errors import UnknownName
+from farflung.network.link import Link
+from farflung.network.loading import load_profile
+from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+
+__all__ = ["NETWORKS", "network_profile"]
+
+
+def network_profile(name: str) -> NetworkProfile:
+    """A profile by its name in :data:`NETWORKS`, or from a TOML file where ``name`` ends in ``.toml``.
+
+    Raises:
+      UnknownName: there is no such name.
+      ConfigError: the file is wrong; names file and key.
+    """
+    if name.endswith(".toml"):
+        return load_profile(Path(name))
+    if name not in NETWORKS:
+        raise UnknownName("network profile", name, [*NETWORKS, "a file ending in .toml"])
+    return NETWORKS[name]()
+
+
+def loopback() -> NetworkProfile:
+    """Processes of one machine."""
+    return NetworkProfile(
+        "loopback",
+        (Site("machine", inside=Link(50e-6, 20e9)),),
+        source="Our choice: 50 us between two processes through ZeroMQ, and 20 Gbit/s for each pair.",
+    )
+
+
+def lan(name: str, bps: float, latency_s: float, source: str, nodes: int | None = None) -> NetworkProfile:
+    """One switch that never blocks: each node has its own cable."""
+    return NetworkProfile(
+        name, (Site("switch", nodes, Link(latency_s), up_bps=bps, down_bps=bps),), source=source
+    )
+
+
+def lan_1g() -> NetworkProfile:
+    """Machines on a gigabit switch."""
+    return lan("lan-1g", 1e9, 100e-6, "Our choice: gigabit Ethernet, 0.2 ms round trip.")
+
+
+def infiniband() -> NetworkProfile:
+    """A data centre."""
+    source = "3 us in the cluster: DTS poster (Zhu et al. 2019). 100 Gbit/s (EDR): our choice."
+    return lan("infiniband", 100e9, 3e-6, source)
+
+
+def ten_gbe_4() -> NetworkProfile:
+    """Pipe-SGD's cluster."""
+    source = "Four nodes, 10 Gbit/s Ethernet: Li et al. 2018 (Pipe-SGD), as remembered. 50 us: our choice."
+    return lan("10gbe-4", 10e9, 50e-6, source, nodes=4)
+
+
+def wifi(mbps: int) -> NetworkProfile:
+    """Mercury's devices around one router, each shaped to one rate."""
+    rate = mbps * 1e6
+    return NetworkProfile(
+        f"wifi-{mbps}mbps",
+        (Site("router", inside=Link(2e-3), up_bps=rate, down_bps=rate),),
+        source=(
+            f"{mbps} Mbit/s: Zeng et al. 2021 (Mercury), section 5, shaped by tc. Each device has the rate for itself, "
+            "in each direction: inferred from Fig. 17, where 4, 8 and 12 devices gain alike, which one channel shared "
+            "by all would not allow. 2 ms one way: our choice."
+        ),
+    )
+
+
+def wifi_shared() -> NetworkProfile:
+    """Devices on one channel, which all their flows share."""
+    return NetworkProfile(
+        "wifi-shared-100mbps",
+        (Site("air", inside=Link(2e-3), medium="channel"),),
+        media=(Medium("channel", 100e6, relayed=True),),
+        source=(
+            "Our choice: 100 Mbit/s of air time for everybody together; what goes from device to device is sent "
+            "twice, to the access point and from there. 2 ms one way."
+        ),
+    )
+
+
+def four_regions() -> NetworkProfile:
+    """London, Ohio, California and Tokyo."""
+    inside = Link(3e-6, 25e9)
+    cities = ("london", "ohio", "california", "tokyo")
+    round_trips = {  # milliseconds, Mbit/s
+        ("london", "ohio"): (140, 23),
+        ("california", "tokyo"): (183, 17),
+        ("ohio", "california"): (35, 63),
+        ("london", "tokyo"): (277, 13),
+        ("ohio", "tokyo"): (35 + 183, 17),
+        ("london", "california"): (140 + 35, 23),
+    }
+    return NetworkProfile(
+        "four-regions",
+        tuple(Site(city, inside=inside) for city in cities),
+        tuple(
+            Connection(*pair, Link(ms / 2e3, mbps * 1e6))
+            for (one, other), (ms, mbps) in round_trips.items()
+            for pair in ((one, other), (other, one))
+        ),
+        source=(
+            "DTS slides (Zhu et al. 2019): 140, 183, 35 and 277 ms; 23, 17, 63 and 13 Mbit/s. Read as round trips, "
+            "halved here: the slides' ideal of 78 ms for Shanghai-Boston is light over 11,730 km and back. Inferred: "
+            "which pair has which (London-Tokyo 277/13 and Ohio-California 35/63 from where they stand; London-Ohio "
+            "140 and California-Tokyo 183 in the order of the poster's 97 and 102 ms; bandwidth falling as latency "
+            "rises). Our choice: the two pairs not given go over the neighbour between (London-California and "
+            "Ohio-Tokyo: delays added, the narrower bandwidth); each pair of nodes has the bandwidth for itself; "
+            "3 us (poster) and 25 Gbit/s in a region."
+        ),
+    )
+
+
+def shanghai_boston() -> NetworkProfile:
+    """Two cities over the open Internet."""
+    inside, light, seen = Link(100e-6, 1e9), 39e-3, 350e-3
+    link = Link(seen, 10e6, jitter_s=seen - light)
+    return NetworkProfile(
+        "shanghai-boston",
+        (Site("shanghai", inside=inside), Site("boston", inside=inside)),
+        (Connection("shanghai", "boston", link), Connection("boston", "shanghai", link)),
+        source=(
+            "DTS slides (Zhu et al. 2019): round trips of 78 ms ideal, more than 700 ms in fact, 10 Mbit/s. Halved "
+            "for one way. Our choice for the high variance: uniform, with 350 ms as the mean and the ideal 39 ms as "
+            "the least. 100 us and 1 Gbit/s in a city: our choice."
+        ),
+    )
+
+
+def edge_5gbps() -> NetworkProfile:
+    """ScaDLES's four servers with containers in them."""
+    names = tuple(f"server-{number}" for number in range(4))
+    return NetworkProfile(
+        "edge-5gbps",
+        tuple(Site(name, inside=Link(50e-6, 20e9), exit_bps=5e9, entry_bps=5e9) for name in names),
+        default=Link(100e-6),
+        source=(
+            "Four servers, one container for each device, 5 Gbit/s between servers: Tyagi & Swany 2022 (ScaDLES). "
+            "That containers share their server's 5 Gbit/s, 100 us between servers, and 50 us and 20 Gbit/s within "
+            "one: our choice."
+        ),
+    )
+
+
+def mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
+    """Phones that reach each other over their provider: two radio links with the core network between."""
+    return NetworkProfile(
+        name, (Site("phones", inside=link, up_bps=up_bps, down_bps=down_bps),), source=source
+    )
+
+
+def mobile_4g() -> NetworkProfile:
+    """Phones on LTE."""
+    return mobile(
+        "4g",
+        21.3e6,
+        6.3e6,
+        Link(55e-3, jitter_s=11e-3),
+        (
+            "21.3 Mbit/s down, 6.3 up, 44.1 to 66.4 ms: Opensignal, State of Mobile: USA, May 2019. The latency is a "
+            "round trip from a phone to a server, so about one way from phone to phone: our reading."
+        ),
+    )
+
+
+def mobile_5g() -> NetworkProfile:
+    """Phones on 5G."""
+    return mobile(
+        "5g",
+        166.13e6,
+        21.08e6,
+        Link(30e-3, jitter_s=6e-3),
+        "166.13 Mbit/s down, 21.08 up: Ookla, medians of all countries, third quarter of 2021. 30 ms: our choice.",
+    )
+
+
+NETWORKS: dict[str, Callable[[], NetworkProfile]] = {
+    "loopback": loopback,
+    "lan-1g": lan_1g,
+    "infiniband": infiniband,
+    "10gbe-4": ten_gbe_4,
+    "edge-5gbps": edge_5gbps,
+    "wifi-10mbps": lambda: wifi(10),
+    "wifi-50mbps": lambda: wifi(50),
+    "wifi-100mbps": lambda: wifi(100),
+    "wifi-200mbps": lambda: wifi(200),
+    "wifi-shared-100mbps": wifi_shared,
+    "4g": mobile_4g,
+    "5g": mobile_5g,
+    "four-regions": four_regions,
+    "shanghai-boston": shanghai_boston,
+}
+"""All of them by name."""

@@ -1,0 +1,41 @@
+"""Numbers that look random and depend on a seed and counters alone: no state, the same one by one and in rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["uniform", "uniform_row"]
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def uniform(seed: int, *counters: int) -> float:
+    """In ``[0, 1)``; reference: Steele, Lea & Flood 2014 (SplitMix64), one round for each counter."""
+    state = seed & _MASK
+    for counter in counters:
+        state = _mixed((state ^ counter) & _MASK)
+    return (_mixed(state) >> 11) * 2.0**-53
+
+
+def uniform_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """:func:`uniform` for arrays of counters, which broadcast; bit for bit the same numbers."""
+    state = np.array([seed & _MASK], dtype=np.uint64)
+    for counter in counters:
+        state = _mixed_row(state ^ np.asarray(counter).astype(np.uint64))
+    return (_mixed_row(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(z: int) -> int:
+    z = (z + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return z ^ (z >> 31)
+
+
+def _mixed_row(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = z + np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,311 @@
+"""A network between nodes: sites, the links between them, what they share."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from farflung.errors import ConfigError
+from farflung.network.link import Link
+from farflung.network.trace import Capacity, Trace, check_capacity, map_capacity
+
+__all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Nodes that are alike to the network: one device, the machines of an office, a class of a million phones.
+
+    Args:
+      name: for connections and messages.
+      nodes: how many; ``None``: as many as :meth:`NetworkProfile.for_nodes` puts there.
+      inside: the link between any two of them; ``None``: the profile's default.
+      up_bps: what one node can send, to all others together.
+      down_bps: what one node can receive, from all others together.
+      exit_bps: what all of them together can send to other sites.
+      entry_bps: what all of them together can receive from other sites.
+      medium: the medium they are on, by name.
+
+    Raises:
+      ConfigError: a value out of its range; begins with its name.
+    """
+
+    name: str
+    nodes: int | None = None
+    inside: Link | None = None
+    up_bps: Capacity = math.inf
+    down_bps: Capacity = math.inf
+    exit_bps: Capacity = math.inf
+    entry_bps: Capacity = math.inf
+    medium: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.nodes < 1:
+            raise ConfigError(f"nodes = {self.nodes}: must be 1 or more")
+        for name in ("up_bps", "down_bps", "exit_bps", "entry_bps"):
+            check_capacity(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The way from the nodes of one site to those of another.
+
+    Args:
+      src: the site that sends.
+      dst: the site that receives.
+      link: what a message meets.
+      shared: whether all pairs of nodes share the link's bandwidth; otherwise each pair has as much.
+    """
+
+    src: str
+    dst: str
+    link: Link
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What all flows of its sites share, in both directions: one Wi-Fi channel, one radio cell.
+
+    Args:
+      name: for sites and messages.
+      bandwidth_bps: for all flows together.
+      relayed: whether a flow between two of its nodes crosses it twice, as it does through an access point.
+
+    Raises:
+      ConfigError: no bandwidth.
+    """
+
+    name: str
+    bandwidth_bps: Capacity
+    relayed: bool = False
+
+    def __post_init__(self) -> None:
+        check_capacity("bandwidth_bps", self.bandwidth_bps)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkProfile:
+    """Which way every node reaches every other, at what speed, and what their flows share.
+
+    Nodes are numbered site by site. All capacities are limits at once: a flow gets its share of the tightest.
+
+    Args:
+      name: for people.
+      sites: where the nodes are.
+      connections: between sites, one for each direction.
+      media: what sites may be on.
+      default: the link of nodes, and between sites, that nothing else is said about.
+      source: where the figures come from.
+      changes: what has been done to them since, oldest first.
+
+    Raises:
+      ConfigError: a site named twice or not at all, an unknown medium, a pair that cannot reach each other.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    connections: tuple[Connection, ...] = ()
+    media: tuple[Medium, ...] = ()
+    default: Link | None = None
+    source: str = ""
+    changes: tuple[str, ...] = ()
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _links: dict[tuple[str, str], Connection] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise ConfigError(f"{self.name}: site: there is none")
+        _once(self.name, "site", (site.name for site in self.sites))
+        _once(self.name, "medium", (medium.name for medium in self.media))
+        _once(self.name, "link", (f"{way.src} to {way.dst}" for way in self.connections))
+        names, media = {site.name for site in self.sites}, {medium.name for medium in self.media}
+        for way in self.connections:
+            for end in (way.src, way.dst):
+                if end not in names:
+                    raise ConfigError(
+                        f"{self.name}: link from {way.src} to {way.dst}: no site is named {end!r}"
+                    )
+        for site in self.sites:
+            if site.medium is not None and site.medium not in media:
+                raise ConfigError(f"{self.name}: site {site.name}: medium: none is named {site.medium!r}")
+        object.__setattr__(self, "_links", {(way.src, way.dst): way for way in self.connections})
+        object.__setattr__(self, "_starts", (0, *accumulate(site.nodes or 0 for site in self.sites)))
+        self._check_reachable()
+
+    def _check_reachable(self) -> None:
+        if self.default is not None:
+            return
+        for one in self.sites:
+            if one.inside is None and one.nodes != 1:
+                raise ConfigError(
+                    f"{self.name}: site {one.name}: inside: its nodes have no link to each other"
+                )
+            for other in self.sites:
+                if one is not other and (one.name, other.name) not in self._links:
+                    raise ConfigError(f"{self.name}: link: none leads from {one.name} to {other.name}")
+
+    @staticmethod
+    def uniform(link: Link, nodes: int | None = None, name: str = "uniform") -> NetworkProfile:
+        """Every ordered pair joined by a link of its own, all alike."""
+        return NetworkProfile(name, (Site("all", nodes, link),))
+
+    # --- nodes --------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> int | None:
+        """How many; ``None`` where that is left to :meth:`for_nodes`."""
+        return None if any(site.nodes is None for site in self.sites) else self._starts[-1]
+
+    def for_nodes(self, count: int) -> NetworkProfile:
+        """With ``count`` nodes: sites without a number share out the rest evenly, the first ones take what is over.
+
+        Raises:
+          ConfigError: the profile is of another number of nodes.
+        """
+        if self.nodes == count:
+            return self
+        open_sites = sum(site.nodes is None for site in self.sites)
+        rest = count - sum(site.nodes or 0 for site in self.sites)
+        if not open_sites or rest < 0:
+            raise ConfigError(
+                f"{self.name}: nodes: it describes {count - rest} nodes, and {count} are to run"
+            )
+        base, over = divmod(rest, open_sites)
+        placed, seen = [], 0
+        for site in self.sites:
+            if site.nodes is None:
+                here = base + (seen < over)
+                seen += 1
+                if here:
+                    placed.append(replace(site, nodes=here))
+            else:
+                placed.append(site)
+        kept = {site.name for site in placed}
+        ways = tuple(way for way in self.connections if {way.src, way.dst} <= kept)
+        return replace(self, sites=tuple(placed), connections=ways)
+
+    def site_index(self, node: int) -> int:
+        """Which of :attr:`sites` a node is at."""
+        return bisect_right(self._starts, node) - 1
+
+    def span(self, site: int) -> range:
+        """The nodes of one of :attr:`sites`."""
+        return range(self._starts[site], self._starts[site + 1])
+
+    # --- links --------------------------------------------------------------------------------------------------
+
+    def connection(self, src_site: int, dst_site: int) -> Connection:
+        """The way between two of :attr:`sites`, which may be the same."""
+        one, other = self.sites[src_site], self.sites[dst_site]
+        if src_site == dst_site:
+            link = one.inside or self.default
+        elif (one.name, other.name) in self._links:
+            return self._links[one.name, other.name]
+        else:
+            link = self.default
+        assert link is not None
+        return Connection(one.name, other.name, link)
+
+    def link(self, src: int, dst: int) -> Link:
+        """The link from one node to another."""
+        return self.connection(self.site_index(src), self.site_index(dst)).link
+
+    def goodput_bps(self, src_site: int, dst_site: int) -> Capacity:
+        """The bandwidth of a connection under its loss; see :meth:`Link.goodput_bps`."""
+        there, back = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
+        return there.goodput_bps(there.latency_s + back.latency_s)
+
+    def all_links(self) -> Iterator[Link]:
+        """Each link that is named anywhere."""
+        yield from (way.link for way in self.connections)
+        yield from (site.inside for site in self.sites if site.inside is not None)
+        if self.default is not None:
+            yield self.default
+
+    # --- other versions -----------------------------------------------------------------------------------------
+
+    def scaled(
+        self, *, latency: float = 1.0, bandwidth: float = 1.0, trace_time: float = 1.0, why: str = ""
+    ) -> NetworkProfile:
+        """All delays, all capacities and the time of all traces times a factor; :attr:`changes` says so.
+
+        Raises:
+          ConfigError: a factor that is not above 0.
+        """
+        for name, factor in (("latency", latency), ("bandwidth", bandwidth), ("trace_time", trace_time)):
+            if not (factor >= 0 and math.isfinite(factor)) or (factor == 0 and name != "latency"):
+                raise ConfigError(f"{self.name}: scaled by {name} = {factor}: must be a number above 0")
+
+        def wider(capacity: Capacity) -> Capacity:
+            changed = map_capacity(capacity, lambda bps: bandwidth * bps)
+            return changed.stretched(trace_time) if isinstance(changed, Trace) else changed
+
+        def link(one: Link | None) -> Link | None:
+            return None if one is None else one.scaled(latency, bandwidth, trace_time)
+
+        factors = {"latency": latency, "bandwidth": bandwidth, "time of traces": trace_time}
+        said = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
+        if not said and not why:
+            return self
+        return replace(
+            self,
+            sites=tuple(
+                replace(
+                    site,
+                    inside=link(site.inside),
+                    up_bps=wider(site.up_bps),
+                    down_bps=wider(site.down_bps),
+                    exit_bps=wider(site.exit_bps),
+                    entry_bps=wider(site.entry_bps),
+                )
+                for site in self.sites
+            ),
+            connections=tuple(
+                replace(way, link=way.link.scaled(latency, bandwidth, trace_time)) for way in self.connections
+            ),
+            media=tuple(replace(medium, bandwidth_bps=wider(medium.bandwidth_bps)) for medium in self.media),
+            default=link(self.default),
+            changes=(*self.changes, f"{why}: {said or 'as it is'}" if why else said),
+        )
+
+    def standing_in(
+        self, *, nbytes: float, step_s: float, for_nbytes: float, for_step_s: float
+    ) -> NetworkProfile:
+        r"""For a small model in the place of a paper's: the same ratios of communication to computation.
+
+        Kept are latency over step time, and bytes over what the network moves in a step:
+
+        .. math:: \alpha' = \alpha \frac{T'}{T}, \qquad B' = B \, \frac{n'}{n} \, \frac{T}{T'}
+
+        Args:
+          nbytes: what one replica exchanges in a step of the model that runs, dense.
+          step_s: seconds of computation in its step.
+          for_nbytes: the same of the paper's model.
+          for_step_s: the same of the paper's model.
+
+        Raises:
+          ConfigError: one of them is not above 0.
+        """
+        given = {"nbytes": nbytes, "step_s": step_s, "for_nbytes": for_nbytes, "for_step_s": for_step_s}
+        for name, value in given.items():
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{self.name}: standing in with {name} = {value}: must be a number above 0")
+        longer = step_s / for_step_s
+        return self.scaled(
+            latency=longer,
+            bandwidth=nbytes / for_nbytes / longer,
+            trace_time=longer,
+            why=f"{nbytes:g} bytes every {step_s:g} s stand in for {for_nbytes:g} bytes every {for_step_s:g} s",
+        )
+
+
+def _once(where: str, kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(f"{where}: {kind}: {name} is there twice")
+        seen.add(name)

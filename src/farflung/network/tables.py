@@ -1,0 +1,135 @@
+"""Tables of a TOML file, read key by key; every error is one line with file, table and key."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from farflung.errors import ConfigError
+
+__all__ = ["Table", "open_toml"]
+
+T = TypeVar("T")
+
+
+def open_toml(path: Path) -> Table:
+    """The top level of a file.
+
+    Raises:
+      ConfigError: absent, or no TOML.
+    """
+    try:
+        return Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:  # TOML's and Unicode's own errors are ValueErrors
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+
+
+class Table:
+    """One table; the keys that are asked for are those it may have.
+
+    Args:
+      where: file and table, the beginning of every message.
+      content: what is there.
+    """
+
+    def __init__(self, where: str, content: Mapping[str, Any]) -> None:
+        self.where = where
+        self._content = content
+        self._asked: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        self._asked.add(key)
+        return key in self._content
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; infinity is one, NaN is not."""
+        return self._as_number(key, self._get(key, default))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        value = self._get(key, None)
+        if not isinstance(value, list):
+            raise self.error(key, value, "must be a list of numbers")
+        return tuple(self._as_number(key, one) for one in value)
+
+    def whole(self, key: str) -> int | None:
+        """A whole number, if it is there."""
+        if key not in self:
+            return None
+        value = self._content[key]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "must be a whole number")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, value, "must be a string")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where it is not there."""
+        value = self._get(key, False)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "must be true or false")
+        return value
+
+    def number_or_text(self, key: str, default: float | None = None) -> float | str:
+        """A number or a name."""
+        value = self._get(key, default)
+        return value if isinstance(value, str) else self._as_number(key, value)
+
+    def table(self, key: str) -> Table | None:
+        """A table in this one, if it is there."""
+        if key not in self:
+            return None
+        value = self._content[key]
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "must be a table")
+        return Table(f"{self.where}: {key}", value)
+
+    def tables(self, key: str) -> list[Table]:
+        """The tables written as ``[[key]]``, known in messages by their ``name`` or their number."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+            raise self.error(key, value, f"must be written as [[{key}]]")
+        return [
+            Table(f"{self.where}: {key} {one.get('name', number)}", one)
+            for number, one in enumerate(value, start=1)
+        ]
+
+    def make(self, build: Callable[[], T]) -> T:
+        """What ``build`` makes of this table; an error of its own gets file and table in front.
+
+        Raises:
+          ConfigError: that error, or a key that nobody asked for.
+        """
+        unknown = sorted(self._content.keys() - self._asked)
+        if unknown:
+            raise ConfigError(
+                f"{self.where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(self._asked))}"
+            )
+        try:
+            return build()
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from None
+
+    def error(self, key: str, value: object, what: str) -> ConfigError:
+        """About one key."""
+        return ConfigError(f"{self.where}: {key} = {value!r}: {what}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key in self:
+            return self._content[key]
+        if default is None:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return default
+
+    def _as_number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise self.error(key, value, "must be a number")
+        return float(value)

@@ -1,0 +1,162 @@
+"""How a tensor encoded by one codec is summed over the replicas.
+
+A :class:`Journey` begins when it is made: what encoding changes in a state has changed by then, and what can be sent
+at once is on its way. So several of them, for the parts of one bucket, overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.trees import apart, rebuilt
+from farflung.comm import COLLECTIVES
+from farflung.types import Channel, Codec, CodecState, Payload, TensorSpec
+
+__all__ = ["Exchange", "Gathered", "Journey", "Linear", "Summed", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What all journeys of one exchange have alike.
+
+    Args:
+      channel: the exchange's.
+      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      side: float64 numbers, summed in rank order beside the tensor.
+      step: for the codecs.
+    """
+
+    channel: Channel
+    collective: str
+    side: Tensor
+    step: int
+
+    async def sum(self, tensor: Tensor, codec: Codec | None = None) -> tuple[Tensor, Tensor]:
+        """The sums of a flat tensor, given away, and of the side."""
+        return await COLLECTIVES[self.collective](
+            self.channel, tensor, self.side, codec=codec, step=self.step
+        )
+
+    def others(self) -> Iterator[int]:
+        """The other ranks, each rank's next neighbour first, so that not all send to the same one."""
+        rank, size = self.channel.rank, self.channel.size
+        return ((rank + offset) % size for offset in range(1, size))
+
+
+class Journey(Protocol):
+    """One tensor on its way."""
+
+    state: CodecState
+    """What encoding has left behind."""
+    posted: bool
+    """Whether it is on its way already, so that others should not wait for its end to begin."""
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """The sums of tensor and side, bit-identical on all ranks."""
+        ...
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """What ``state`` becomes when the result is merged; ``average`` is the sum over the number of ranks."""
+        ...
+
+
+class Summed:
+    """Dense, or encoded anew on every hop of the collective."""
+
+    posted = False
+
+    def __init__(self, exchange: Exchange, codec: Codec | None, state: CodecState, tensor: Tensor) -> None:
+        self.state = state
+        self._exchange, self._codec, self._tensor = exchange, codec, tensor
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """One all-reduce."""
+        return await self._exchange.sum(self._tensor, self._codec)
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """Nothing."""
+        del average
+        return state
+
+
+class Linear:
+    """Encoded once; the payload's tensors are summed by the collective, and the sums decoded."""
+
+    posted = False
+
+    def __init__(self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor) -> None:
+        self._exchange, self._codec, self._spec = exchange, codec, TensorSpec.of(tensor)
+        self._payload, self.state = codec.encode(state, tensor, step=exchange.step, count=1)
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """One all-reduce for each dtype in the payload; there is rarely more than one."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in self._payload.tensors():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        totals: dict[torch.dtype, Iterator[Tensor]] = {}
+        side = self._exchange.side
+        for dtype, tensors in by_dtype.items():
+            flat = [tensor.reshape(-1) for tensor in tensors]
+            total, side = await self._exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
+            totals[dtype] = iter(total.split([len(part) for part in flat]))
+        payload = rebuilt(self._payload, lambda tensor: next(totals[tensor.dtype]).view(tensor.shape))
+        step, count = self._exchange.step, self._exchange.channel.size
+        return self._codec.decode(self.state, payload, self._spec, step=step, count=count), side
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """What the codec learns."""
+        return self._codec.observe(state, average, step=self._exchange.step)
+
+
+class Gathered:
+    """Encoded once; every rank sends its payload to all, and decodes and adds them in rank order.
+
+    One way and one delay, but traffic that grows with the number of ranks.
+    """
+
+    posted = True
+
+    def __init__(self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor) -> None:
+        self._exchange, self._codec, self._tensor = exchange, codec, tensor
+        payload, self.state = codec.encode(state, tensor, step=exchange.step, count=1)
+        # Nobody says when all have read it, and the sum is written where the tensor was.
+        self._own = apart(payload, tensor)
+        self._hop = exchange.channel.hops(1)
+        for peer in exchange.others():
+            exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """The sums, in rank order whoever was first."""
+        channel, spec = self._exchange.channel, TensorSpec.of(self._tensor)
+        expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
+        side: Tensor | None = None
+        for rank in range(channel.size):
+            payload, riding = self._own, self._exchange.side
+            if rank != channel.rank:
+                payload, riding = both(await channel.recv(rank, self._hop, expect))
+            decoded = self._codec.decode(self.state, payload, spec, step=self._exchange.step, count=1)
+            if side is None:
+                self._tensor.copy_(decoded)
+                side = riding.clone()
+            else:
+                self._tensor.add_(decoded)
+                side.add_(riding)
+        assert side is not None
+        return self._tensor, side
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """What the codec learns."""
+        return self._codec.observe(state, average, step=self._exchange.step)
+
+
+def both(payload: Payload) -> tuple[Payload, Tensor]:
+    """An encoded tensor and the side that rode with it."""
+    encoded, side = payload.parts
+    assert isinstance(encoded, Payload)
+    assert isinstance(side, Tensor)
+    return encoded, side

@@ -1,0 +1,218 @@
+"""Low-rank gradients by one step of power iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.blocks import working_dtype
+from farflung.codecs.options import floating, whole_option
+from farflung.codecs.stochastic import generator_on
+from farflung.comm import COLLECTIVES
+from farflung.errors import ConfigError, UnknownName
+from farflung.reducers.journeys import Exchange
+from farflung.reducers.weights import divisor, numerator, side_of
+from farflung.types import (
+    Channel,
+    CodecState,
+    Contribution,
+    Placed,
+    Reduced,
+    Seeds,
+    State,
+    StateSlot,
+    TensorSpec,
+)
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    r"""Sends each gradient matrix as a product of two thin ones.
+
+    With M a replica's gradient (its first dimension the rows), times its weight, plus its residual:
+
+    .. math::
+        P \leftarrow \mathrm{orthonormal}\Big(\sum_i M_i Q\Big), \quad
+        Q \leftarrow \sum_i M_i^\top P \Big/ \sum_i w_i, \quad
+        \hat M = P Q^\top, \quad e_i \leftarrow M_i - w_i \hat M
+
+    Two all-reduces, of ``rank * (n + m)`` numbers in all for a matrix of n by m. Q is kept for the next step (warm
+    start). Vectors and scalars, and matrices too small to gain by it, are summed dense beside P. The momentum is the
+    optimizer's, after the aggregation.
+
+    The residual is known only when the result is. It is taken out of the state when an exchange begins and what
+    becomes of it is added when the result is merged, so exchanges that overlap never send the same residual twice.
+
+    Matrices of one shape are worked on together. A column of P that is nothing but rounding is dropped, and where Q
+    has no direction, or none that is finite, it gets a random one; with the authors' code such a column stays zero.
+    What is not finite in a residual is forgotten. All ranks orthonormalise by themselves, which gives the same bits
+    on the same build of torch and the same kind of processor.
+
+    Args:
+      rank: r, columns of P and Q.
+      min_ratio: a matrix is compressed if that makes it at least this many times smaller.
+      warm_start: whether to keep Q; otherwise it is random at every step.
+      error_feedback: whether to keep residuals.
+      dense_steps: so many steps at the start are summed dense.
+      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+
+    Raises:
+      ConfigError: an option out of its range.
+      UnknownName: no such collective.
+
+    References: Vogels et al. 2019, Alg. 1 and 2, with the residual of the authors' code; ``min_ratio`` is theirs too.
+    """
+
+    rank: int = 2
+    min_ratio: float = 2.0
+    warm_start: bool = True
+    error_feedback: bool = True
+    dense_steps: int = 0
+    collective: str = "direct"
+
+    def __post_init__(self) -> None:
+        whole_option("powersgd", "rank", self.rank, 1)
+        whole_option("powersgd", "dense_steps", self.dense_steps, 0)
+        if not self.min_ratio >= 1:
+            raise ConfigError(f"powersgd: min_ratio {self.min_ratio} must be at least 1")
+        if self.collective not in COLLECTIVES:
+            raise UnknownName("collective", self.collective, COLLECTIVES)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Random directions, equal on all replicas, and no residual.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        floating("powersgd", spec)
+        dense: list[list[int]] = []
+        groups: dict[str, list[int]] = {}
+        for part in spec.parts or (Placed(spec.shape, 0),):
+            rows, columns = (part.shape[0], part.numel // max(part.shape[0], 1)) if part.shape else (1, 1)
+            if self._pays(part, rows, columns):
+                groups.setdefault(f"{rows}x{columns}", []).append(part.start)
+            else:
+                dense.append([part.start, part.numel])
+        dtype = working_dtype(spec.dtype)
+        q = {
+            shape: _random(shape, len(starts), self.rank, dtype, generator_on(_CPU, seeds.shared, shape))
+            for shape, starts in groups.items()
+        }
+        layout = {"dense": dense, "groups": groups}
+        return CodecState({"layout": layout, "seed": seeds.shared, "q": q}, {"residual": {}})
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """P with what is dense, then Q."""
+        exchange = Exchange(channel, self.collective, side_of(own), step)
+        tensor = numerator(own)
+        if step < self.dense_steps:
+            total, side = await exchange.sum(tensor)
+            return Reduced(total.div_(divisor(side)), float(side[0]), side[1:])
+        layout = slot.state.shared["layout"]
+        matrices = self._matrices(slot.state, tensor)
+        slot.state = CodecState(slot.state.shared, {"residual": {}})
+        q = {
+            shape: self._usable(slot.state, shape, q.to(tensor.device), step)
+            for shape, q in slot.state.shared["q"].items()
+        }
+        dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
+        p = [matrices[shape] @ q[shape] for shape in matrices]
+        flat, side = await exchange.sum(_flat([*dense, *p], tensor))
+        by = divisor(side)
+        sums = _like([*dense, *p], flat)
+        for part, total in zip(dense, sums, strict=False):
+            part.copy_(total).div_(by)
+        p = [_orthonormal(total) for total in sums[len(dense) :]]
+        q_own = [m.mT @ left for m, left in zip(matrices.values(), p, strict=True)]
+        flat, _ = await exchange.sum(_flat(q_own, tensor))
+        q_mean = [total / by for total in _like(q_own, flat)]
+        left_over: dict[str, Tensor] = {}
+        for shape, left, right in zip(matrices, p, q_mean, strict=True):
+            mean = left @ right.mT
+            for row, start in zip(mean, layout["groups"][shape], strict=True):
+                tensor[start : start + row.numel()] = row.view(-1)
+            kept = matrices[shape].sub_(mean, alpha=own.weight)
+            left_over[shape] = kept.nan_to_num_(0.0, 0.0, 0.0)
+        new_q = dict(zip(matrices, q_mean, strict=True))
+
+        def learn(now: CodecState) -> CodecState:
+            shared = {**now.shared, "q": new_q} if self.warm_start else now.shared
+            if not self.error_feedback:
+                return CodecState(shared, now.local)
+            before = now.local["residual"]
+            residual = {
+                shape: before[shape] + kept if shape in before else kept for shape, kept in left_over.items()
+            }
+            return CodecState(shared, {"residual": residual})
+
+        return Reduced(tensor, float(side[0]), side[1:], learn)
+
+    def _pays(self, part: Placed, rows: int, columns: int) -> bool:
+        sent = min(self.rank, rows, columns) * (rows + columns)
+        return len(part.shape) > 1 and 0 < sent * self.min_ratio <= rows * columns
+
+    def _matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
+        """Gradients and residuals, shape ``(matrices, rows, columns)`` for each shape there is."""
+        residual: State = state.local["residual"]
+        found = {}
+        for shape, starts in sorted(state.shared["layout"]["groups"].items()):
+            rows, columns = _sides(shape)
+            numel = rows * columns
+            stacked = torch.stack([tensor[start : start + numel].view(rows, columns) for start in starts])
+            stacked = stacked.to(working_dtype(tensor.dtype))
+            found[shape] = stacked.add_(residual[shape].to(tensor.device)) if shape in residual else stacked
+        return found
+
+    def _usable(self, state: CodecState, shape: str, q: Tensor, step: int) -> Tensor:
+        """Q, with random columns where it has none."""
+        noise = generator_on(q.device, state.shared["seed"], shape, step)
+        fresh = _random(shape, len(q), self.rank, q.dtype, noise)
+        if not self.warm_start:
+            return fresh
+        size = q.norm(dim=1, keepdim=True)
+        return torch.where(size.isfinite() & (size > 0), q, fresh)
+
+
+_CPU = torch.device("cpu")
+
+
+def _sides(shape: str) -> tuple[int, int]:
+    rows, _, columns = shape.partition("x")
+    return int(rows), int(columns)
+
+
+def _random(shape: str, count: int, rank: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
+    rows, columns = _sides(shape)
+    size = (count, columns, min(rank, rows, columns))
+    return torch.randn(size, generator=noise, dtype=dtype, device=noise.device)
+
+
+def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
+    """One flat tensor of all, in the dtype to compute in."""
+    parts = [tensor.reshape(-1).to(working_dtype(like.dtype)) for tensor in tensors]
+    return torch.cat(parts) if parts else like.new_empty(0, dtype=working_dtype(like.dtype))
+
+
+def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """``flat`` cut into tensors of these shapes."""
+    pieces = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _orthonormal(matrices: Tensor) -> Tensor:
+    """Gram-Schmidt on the columns of each matrix, each projection done twice; columns that depend become zero."""
+    columns: list[Tensor] = []
+    for column in matrices.unbind(dim=2):
+        before = column.norm(dim=1, keepdim=True)
+        for _ in range(2):
+            for other in columns:
+                column = column - (other * column).sum(dim=1, keepdim=True) * other  # noqa: PLW2901
+        size = column.norm(dim=1, keepdim=True)
+        depends = size <= 1e-6 * before
+        columns.append(torch.where(depends, 0.0, column / size))
+    return torch.stack(columns, dim=2)

@@ -1,0 +1,108 @@
+"""QSGD with scales that all replicas agree on, so that its integers may be summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.bits import fields, from_fields
+from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.options import floating, whole_option
+from farflung.codecs.qsgd import quantization
+from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.comm import COLLECTIVES
+from farflung.errors import UnknownName
+from farflung.reducers.journeys import Exchange
+from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.types import (
+    Channel,
+    CodecState,
+    Contribution,
+    Payload,
+    Reduced,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
+
+__all__ = ["SharedScaleQSGD"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedScaleQSGD:
+    r"""Agrees on each bucket's largest magnitude, rounds at random to levels of it, and sums the levels.
+
+    .. math::
+        M = \max_i \|w_i g_i\|_\infty, \quad
+        l_i = \lfloor s\, w_i g_i / M + u_i \rfloor, \quad
+        \bar g = \frac{M}{s} \sum_i l_i \Big/ \sum_i w_i
+
+    Unbiased, rounded once however many replicas there are, and its traffic is that of an all-reduce. Levels travel
+    in fields wide enough for their sum: with s levels on either side and n replicas,
+    :math:`\lceil \log_2 (2 s n + 1) \rceil` bits, as many to a 32-bit word as fit. Before them each replica sends
+    its own largest magnitudes to all others, one number for each bucket: one delay more.
+
+    A bucket in which any replica has an infinity or a NaN comes out with nothing finite in it.
+
+    Args:
+      bits: of each number before they are summed, 2 to 8; 4 where neither bits nor levels are given.
+      levels: s, 1 to 127, in place of ``bits``.
+      bucket_size: numbers that share a scale.
+      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+
+    Raises:
+      ConfigError: an option out of its range.
+      UnknownName: no such collective.
+
+    References: Vineeth S 2021, arXiv 2109.12497, QSGD-MaxNorm: quantization that an all-reduce may sum; scales for
+    each bucket, and the fields, are our choice.
+    """
+
+    bits: int | None = None
+    levels: int | None = None
+    bucket_size: int = 512
+    collective: str = "direct"
+
+    def __post_init__(self) -> None:
+        quantization("shared_scale_qsgd", self.bits, self.levels)
+        whole_option("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
+        if self.collective not in COLLECTIVES:
+            raise UnknownName("collective", self.collective, COLLECTIVES)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """The seed of this replica's rounding.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        floating("shared_scale_qsgd", spec)
+        return CodecState(local={"seed": seeds.own})
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """Scales, then levels."""
+        _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
+        exchange = Exchange(channel, self.collective, side_of(own), step)
+        tensor, seed = numerator(own), slot.state.local["seed"]
+        scales = await _maxima(exchange, bucket_norms(tensor, self.bucket_size, "max"))
+        noise = generator_on(tensor.device, seed, step)
+        found = to_levels(tensor, scales, levels, self.bucket_size, noise)
+        width = (2 * levels * channel.size).bit_length()
+        words, side = await exchange.sum(fields(found, width))
+        sums = from_fields(words, width, tensor.numel())
+        total = from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
+        return reduced(total, side)
+
+
+async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
+    """The largest of all ranks, number by number; NaN where any has one."""
+    channel = exchange.channel
+    hop = channel.hops(1)
+    for peer in exchange.others():
+        channel.send(Payload((own,)), peer, hop)
+    largest = own
+    for peer in exchange.others():
+        (theirs,) = (await channel.recv(peer, hop, (TensorSpec.of(own),))).tensors()
+        largest = torch.maximum(largest, theirs)
+    return largest

@@ -1,0 +1,126 @@
+"""What there is: recipes, workloads, data sets; the same for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.attach import carries
+from farflung.cli.main import main
+from farflung.data import CATALOG
+from farflung.recipes import RECIPES, Recipe
+from farflung.workloads import DATA, WORKLOADS, workload
+
+
+@pytest.fixture(autouse=True)
+def nothing_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Only what is in the package, until a test adds something; the folder where it may."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("FARFLUNG_DATA", str(folder))
+    monkeypatch.setenv("FARFLUNG_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def listed(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[dict[str, Any], str]:
+    """The rows by name, and the table, without the lines around its cells."""
+    assert main([*command, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return rows, " ".join(out.replace("│", " ").split())
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "scored", Recipe("scored", "by importance", sampler="importance"))
+    rows, table = listed(capsys, "recipes")
+    assert list(rows) == sorted(RECIPES)
+    for name, row in rows.items():
+        assert row["what"] == RECIPES[name].summary
+        assert row["attach"] == carries(RECIPES[name])
+        assert name in table
+    assert rows["ring"]["parts"] == {
+        "codec": "identity", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
+    }  # fmt: skip
+    assert rows["ring"]["attach_alone"]
+    assert not rows["scored"]["attach_alone"]
+    assert "codec identity, collective ring, schedule synchronous, sampler uniform yes" in table
+
+
+def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, table = listed(capsys, "workloads")
+    assert list(rows) == sorted(WORKLOADS)
+    cnn = rows["fashion-mnist/cnn"]
+    assert cnn["samples"] == {"train": 10_000, "test": 2_000}
+    assert cnn["where"] == "packaged subset"
+    assert cnn["at_hand"]
+    assert cnn["parameters"] == 105_866
+    assert cnn["defaults"] == workload("fashion-mnist/cnn").defaults
+    assert rows["cifar10/resnet8"]["samples"] == {"train": 50_000, "test": 10_000}
+    assert not rows["cifar10/resnet8"]["at_hand"]
+    assert rows["tinyshakespeare/lstm"]["samples"] is None
+    assert rows["synthetic/quadratic"]["samples"] == {"train": 1024, "test": 1024}
+    assert rows["synthetic/quadratic"]["data"] is None
+    assert "10,000 + 2,000 105,866 batch 32, rate 0.01, 3,000 steps packaged subset" in table
+
+
+def test_workloads_count_what_is_at_hand(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) -> None:
+    folder = nothing_at_hand / "ag-news"
+    folder.mkdir()
+    (folder / "train-5000.csv").write_text("damaged")
+    (folder / "test.csv").write_text("damaged")
+    (nothing_at_hand / "fashion-mnist").mkdir()
+    for file in CATALOG["fashion-mnist"].files:
+        (nothing_at_hand / "fashion-mnist" / file.name).touch()
+    rows, _ = listed(capsys, "workloads")
+    assert rows["fashion-mnist/mlp"]["samples"] == {"train": 60_000, "test": 10_000}
+    assert rows["fashion-mnist/mlp"]["where"] == f"in {nothing_at_hand / 'fashion-mnist'}"
+    assert rows["ag-news/lstm"]["samples"] is None
+    assert not rows["ag-news/lstm"]["at_hand"]
+    assert str(folder / "test.csv") in rows["ag-news/lstm"]["where"]
+
+
+def test_every_family_of_workloads_has_its_data() -> None:
+    assert {name.split("/")[0] for name in WORKLOADS} == DATA.keys()
+
+
+def test_known_numbers_of_samples_are_right() -> None:
+    checked = 0
+    for name in WORKLOADS:
+        source = DATA[name.split("/")[0]]
+        if source is not None and source.samples is not None:
+            train, test = source.samples
+            assert source.title.startswith((f"{train:,} + {test:,} ", f"{train + test:,} ")), name
+            checked += 1
+    assert checked
+
+
+def test_data_sets(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) -> None:
+    (nothing_at_hand / "tinyshakespeare").mkdir()
+    (nothing_at_hand / "tinyshakespeare" / "input.txt").touch()
+    (nothing_at_hand / "svhn").mkdir()
+    (nothing_at_hand / "svhn" / "test_32x32.mat").touch()
+    rows, table = listed(capsys, "data", "list")
+    assert list(rows) == sorted(CATALOG)
+    assert rows["fashion-mnist"]["kind"] == "packaged"
+    assert rows["fashion-mnist"]["licence"] == "MIT, Zalando SE"
+    assert rows["tinyshakespeare"]["folder"] == str(nothing_at_hand / "tinyshakespeare")
+    assert rows["cifar-10"]["download_nbytes"] == 170_052_171
+    assert rows["cifar-10"]["how_to_get"] == "fetch it with: farflung data fetch cifar-10"
+    assert rows["aid-64"]["download_nbytes"] is None
+    assert [name for name, row in rows.items() if row["at_hand"]] == ["fashion-mnist", "tinyshakespeare"]
+    assert "incomplete: no train_32x32.mat" in rows["svhn"]["trouble"]
+    assert "no 170.1 MB no licence stated" in table
+    assert "packaged subset 30.9 MB MIT, Zalando SE fetch it with" in table
+
+
+@pytest.mark.parametrize("command", [["data"], ["data", "lsit"], ["recipes", "--all"]], ids=" ".join)
+def test_what_there_is_not(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,339 @@
+"""What every codec promises, tried on a table of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.codecs import CODECS, Truncate16
+from farflung.comm import ExchangeChannel
+from farflung.comm.wire import Kind, decode, encode
+from farflung.errors import Unsupported
+from farflung.replica import load_tree, save_tree
+from farflung.seeding import generator
+from farflung.types import Codec, CodecState, Payload, Placed, Runtime, Seeds, TensorSpec
+from tests.helpers import (
+    CODEC_ROWS,
+    NUMEL,
+    CodecRow,
+    in_virtual_time,
+    raw,
+    same_bits,
+    same_payload,
+    same_tree,
+    tag,
+)
+
+SEEDS = Seeds(shared=11, own=12)
+DRAWS = 200
+
+
+def copied(payload: Payload) -> Payload:
+    return Payload(tuple(copied(p) if isinstance(p, Payload) else p.clone() for p in payload.parts))
+
+
+def gradient(numel: int, *labels: int) -> Tensor:
+    """Entries of many magnitudes, as gradients have."""
+    g = generator(5, *labels)
+    return torch.randn(numel, generator=g) * torch.exp2(torch.randint(-12, 3, (numel,), generator=g))
+
+
+def spec_of(grad: Tensor) -> TensorSpec:
+    """A bucket that holds a convolution's weight, a matrix and a vector."""
+    third = len(grad) // 3
+    shapes = [(1, 1, third), (1, third), (len(grad) - 2 * third,)]
+    starts = [0, third, 2 * third]
+    parts = tuple(
+        Placed(shape, start) for shape, start in zip(shapes, starts, strict=True) if math.prod(shape)
+    )
+    return replace(TensorSpec.of(grad), parts=parts)
+
+
+def there_and_back(
+    codec: Codec, grad: Tensor, *, seeds: Seeds = SEEDS, step: int = 0
+) -> tuple[Tensor, Payload, CodecState]:
+    spec = spec_of(grad)
+    payload, state = codec.encode(codec.init(spec, seeds), grad, step=step, count=1)
+    return codec.decode(state, payload, spec, step=step, count=1), payload, state
+
+
+@pytest.fixture(params=CODEC_ROWS)
+def row(request: pytest.FixtureRequest) -> CodecRow:
+    return CODEC_ROWS[request.param]
+
+
+@pytest.fixture
+def codec(row: CodecRow) -> Codec:
+    return row.codec
+
+
+each_row = pytest.mark.parametrize("name", CODEC_ROWS)
+
+
+def test_the_table_has_every_codec() -> None:
+    assert {name.split(" ")[0] for name in CODEC_ROWS} == set(CODECS)
+    for name, row in CODEC_ROWS.items():
+        assert type(row.codec) is type(CODECS[name.split(" ")[0]]())
+
+
+# --- there and back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("make", [gradient, torch.zeros], ids=["gradient", "zeros"])
+def test_shapes_and_dtypes_come_back(codec: Codec, numel: int, make: Callable[[int], Tensor]) -> None:
+    grad = make(numel)
+    decoded, _, _ = there_and_back(codec, grad)
+    assert TensorSpec.of(decoded) == TensorSpec.of(grad)
+    assert decoded.isfinite().all()
+
+
+@pytest.mark.parametrize("numel", [1, 64])
+def test_zeros_come_back_as_zeros(codec: Codec, numel: int) -> None:
+    decoded, _, _ = there_and_back(codec, torch.zeros(numel))
+    assert torch.equal(decoded, torch.zeros(numel))
+
+
+# Beyond that, norms and sums may overflow.
+numbers = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@given(values=st.lists(numbers, max_size=20))
+@each_row
+def test_any_finite_tensor_comes_back(name: str, values: list[float]) -> None:
+    row = CODEC_ROWS[name]
+    grad = torch.tensor(values, dtype=torch.float32)
+    kept = grad.clone()
+    decoded, payload, _ = there_and_back(row.codec, grad)
+    assert TensorSpec.of(decoded) == TensorSpec.of(grad)
+    assert same_bits(grad, kept)
+    if not row.codec.unbiased:
+        error, size = (decoded.double() - kept.double()).norm(), kept.double().norm()
+        assert error <= row.error * size * (1 + 1e-6) + len(values) * 2.0**-120
+    assert payload.nbytes == sum(len(raw(tensor)) for tensor in payload.tensors())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 50])
+def test_what_is_made_can_be_looked_at_as_bytes(codec: Codec, numel: int) -> None:
+    decoded, payload, _ = there_and_back(codec, gradient(numel))
+    for tensor in (decoded, *payload.tensors()):
+        assert (
+            tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes
+        )  # a single number may have any stride
+
+
+def test_a_view_of_a_larger_tensor_is_encoded_alone(codec: Codec) -> None:
+    whole = gradient(100)
+    view = whole.narrow(0, 13, 50)
+    assert same_payload(there_and_back(codec, view)[1], there_and_back(codec, view.clone())[1])
+
+
+# --- nothing else changes ---------------------------------------------------------------------------------------
+
+
+def test_inputs_are_left_untouched(codec: Codec) -> None:
+    grad = gradient(NUMEL)
+    spec, kept = spec_of(grad), grad.clone()
+    before = codec.init(spec, SEEDS)
+    before_kept = codec.init(spec, SEEDS)
+    payload, state = codec.encode(before, grad, step=3, count=1)
+    assert same_bits(grad, kept)
+    assert same_tree(before.shared, before_kept.shared)
+    assert same_tree(before.local, before_kept.local)
+    sent = copied(payload)
+    codec.decode(state, payload, spec, step=3, count=1)
+    assert same_payload(payload, sent)
+    aggregate = kept.clone()
+    codec.observe(state, aggregate, step=3)
+    assert same_bits(aggregate, kept)
+
+
+def test_the_same_comes_of_the_same(codec: Codec) -> None:
+    grad = gradient(NUMEL)
+    torch.manual_seed(1)
+    first, payload, state = there_and_back(codec, grad)
+    torch.manual_seed(2)
+    again, payload_again, state_again = there_and_back(codec, grad)
+    assert same_payload(payload, payload_again)
+    assert same_bits(first, again)
+    assert same_tree(state.shared, state_again.shared)
+    assert same_tree(state.local, state_again.local)
+
+
+def test_what_is_shared_depends_on_the_shared_seed_alone(codec: Codec) -> None:
+    spec = spec_of(torch.empty(NUMEL))
+    one, other = codec.init(spec, Seeds(1, 2)), codec.init(spec, Seeds(1, 3))
+    assert same_tree(one.shared, other.shared)
+
+
+def test_a_stateless_codec_has_no_state(codec: Codec) -> None:
+    grad = gradient(NUMEL)
+    _, _, state = there_and_back(codec, grad)
+    states = [codec.init(spec_of(grad), SEEDS), state, codec.observe(state, grad, step=0)]
+    empty = all(not s.shared and not s.local for s in states)
+    assert empty == codec.stateless
+    assert codec.stateless or not codec.per_hop
+
+
+def test_state_survives_a_checkpoint(codec: Codec, tmp_path: Path) -> None:
+    spec = spec_of(torch.empty(NUMEL))
+    state = codec.init(spec, SEEDS)
+    for step in range(3):
+        _, state = codec.encode(state, gradient(NUMEL, step), step=step, count=1)
+        state = codec.observe(state, gradient(NUMEL, step, 1), step=step)
+    save_tree(tmp_path / "state.safetensors", {"shared": state.shared, "local": state.local})
+    tree = load_tree(tmp_path / "state.safetensors")
+    loaded = CodecState(tree["shared"], tree["local"])
+    assert same_tree(loaded.shared, state.shared)
+    assert same_tree(loaded.local, state.local)
+    for step in range(3, 5):
+        grad = gradient(NUMEL, step)
+        payload, state = codec.encode(state, grad, step=step, count=1)
+        payload_loaded, loaded = codec.encode(loaded, grad, step=step, count=1)
+        assert same_payload(payload, payload_loaded)
+        decoded = codec.decode(state, payload, spec, step=step, count=1)
+        assert same_bits(decoded, codec.decode(loaded, payload, spec, step=step, count=1))
+
+
+def test_a_residual_and_what_was_decoded_are_all_there_was(codec: Codec) -> None:
+    spec = spec_of(torch.empty(NUMEL))
+    state = codec.init(spec, SEEDS)
+    if "residual" not in state.local:
+        return
+    given_, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(20):
+        grad = gradient(NUMEL, step)
+        payload, state = codec.encode(state, grad, step=step, count=1)
+        given_ += grad
+        sent += codec.decode(state, payload, spec, step=step, count=1)
+    torch.testing.assert_close(sent + state.local["residual"], given_, rtol=0.0, atol=1e-4)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, NUMEL, 5000])
+def test_the_bytes_counted_are_the_bytes_moved(codec: Codec, numel: int) -> None:
+    grad = gradient(numel)
+    decoded, payload, state = there_and_back(codec, grad)
+    frames = encode(Kind.DATA, 0, tag(), payload)
+    message = decode([bytearray(frame) for frame in frames], max_nbytes=payload.nbytes)
+    assert message.payload.nbytes == payload.nbytes
+    assert sum(len(frame) for frame in frames) - payload.nbytes <= 256, "nothing but a header beside it"
+    back = codec.decode(state, message.payload, spec_of(grad), step=0, count=1)
+    assert same_bits(back, decoded)
+
+    async def send(runtime: Runtime) -> int:
+        channel = ExchangeChannel(runtime.comm, 1, 0)
+        if runtime.comm.rank == 0:
+            channel.send(payload, 1, 0)
+        return channel.sent_nbytes
+
+    assert in_virtual_time(2, send)[0] == [payload.nbytes, 0]
+
+
+def test_it_is_no_larger_than_the_dense_tensor(codec: Codec) -> None:
+    grad = gradient(100_000)
+    assert there_and_back(codec, grad)[1].nbytes <= grad.nbytes
+
+
+# --- what it claims ---------------------------------------------------------------------------------------------
+
+
+def added(a: Payload, b: Payload) -> Payload:
+    return Payload(
+        tuple(
+            added(x, y) if isinstance(x, Payload) else x + y  # type: ignore[arg-type, operator]
+            for x, y in zip(a.parts, b.parts, strict=True)
+        )
+    )
+
+
+def test_payloads_of_a_linear_codec_may_be_summed(codec: Codec) -> None:
+    spec = spec_of(torch.empty(NUMEL))
+    grads = [gradient(NUMEL, rank) for rank in range(3)]
+    states = [codec.init(spec, Seeds(1, rank)) for rank in range(3)]
+    encoded = [codec.encode(s, g, step=2, count=1) for s, g in zip(states, grads, strict=True)]
+    if not all(codec.linear(state) for _, state in encoded):
+        return
+    total = encoded[0][0]
+    for payload, _ in encoded[1:]:
+        total = added(total, payload)
+    summed = codec.decode(encoded[0][1], total, spec, step=2, count=3)
+    apart = sum(codec.decode(state, payload, spec, step=2, count=1) for payload, state in encoded)
+    torch.testing.assert_close(summed, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_unbiased_or_contractive_as_it_says(row: CodecRow) -> None:
+    codec, grad = row.codec, gradient(NUMEL)
+    draws = [there_and_back(codec, grad, seeds=Seeds(k, k + 1), step=k)[0].double() for k in range(DRAWS)]
+    size = grad.double().norm()
+    if not codec.unbiased:
+        assert all((decoded - grad.double()).norm() <= row.error * size * (1 + 1e-6) for decoded in draws)
+        return
+    errors = torch.stack(draws) - grad.double()
+    assert errors.square().sum(dim=1).mean().sqrt() <= row.error * size
+    # Along each of some directions the mean is zero within six of its standard errors.
+    noise = torch.randn(20, NUMEL, generator=generator(6), dtype=torch.float64)
+    along = errors @ torch.cat([noise, grad.double()[None], grad.sign().double()[None]]).T
+    assert (along.mean(dim=0).abs() <= 6.0 * along.std(dim=0) / math.sqrt(DRAWS) + 1e-12).all()
+
+
+SPECIAL: dict[str, Callable[[Tensor], Any]] = {
+    "nan": torch.isnan,
+    "inf": torch.isposinf,
+    "-inf": torch.isneginf,
+}
+
+
+@pytest.mark.parametrize("value", SPECIAL)
+@pytest.mark.parametrize("numel", [1, NUMEL])
+def test_a_number_that_is_none_is_not_hidden(row: CodecRow, value: str, numel: int) -> None:
+    grad = gradient(numel)
+    grad[numel // 2] = float(value)
+    decoded, _, _ = there_and_back(row.codec, grad)
+    assert row.odd == "turn" or not decoded[numel // 2].isfinite()
+    if row.odd == "kept":
+        assert SPECIAL[value](decoded[numel // 2])
+
+
+# --- truncate16 alone -------------------------------------------------------------------------------------------
+
+words = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50)
+
+
+@given(words)
+def test_truncation_keeps_the_high_half_of_every_number(bits: list[int]) -> None:
+    grad = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    decoded, payload, _ = there_and_back(Truncate16(), grad)
+    assert payload.nbytes == 2 * len(bits)
+    number = ~grad.isnan()
+    assert torch.equal(decoded.isnan(), grad.isnan())
+    kept = (torch.tensor(bits, dtype=torch.int32) >> 16) << 16
+    assert torch.equal(decoded.view(torch.int32)[number], kept[number])
+    assert (decoded[number].abs() <= grad[number].abs()).all()
+    assert torch.equal(decoded[number].signbit(), grad[number].signbit())
+    again, _, _ = there_and_back(Truncate16(), decoded)
+    assert same_bits(again, decoded)
+
+
+@pytest.mark.parametrize("word", [0x7F800001, 0x7F80FFFF, -0x7FFFFF, 0x7FC00000])
+def test_a_nan_stays_one_wherever_its_bits_are(word: int) -> None:
+    grad = torch.tensor([word], dtype=torch.int32).view(torch.float32)
+    assert grad.isnan().all()
+    assert there_and_back(Truncate16(), grad)[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_truncation_is_for_float32_alone(dtype: torch.dtype) -> None:
+    with pytest.raises(Unsupported, match="truncate16 needs float32 gradients, not torch"):
+        Truncate16().init(TensorSpec((3,), dtype), SEEDS)

@@ -1,0 +1,286 @@
+"""Encrypted connections: what is on the wire, who gets in, who is bound to which rank, and what nobody may slow."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+
+from farflung.comm import COLLECTIVES, ExchangeChannel, Peer, gate
+from farflung.comm.keys import Keys, load_keys, make_keys
+from farflung.comm.wire import Kind, encode
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
+from farflung.runtime import WallRuntime
+from farflung.types import Payload
+from tests.helpers import PATIENCE_S, in_threads, joined, numbered, parted, tag
+from tests.proxy import Detour
+from tests.strangers import CURVE_GREETING, NOISE, abort, dealing, knock, until_closed, with_keys
+
+SIZE = 3
+
+
+# --- whole replicas ---------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Encrypted replicas that sum one tensor after another."""
+
+    def __init__(self, store: dist.Store | None = None, **options: Any) -> None:
+        self.runtimes = joined(SIZE, store, **{"encrypt": True, **options})
+        self.comms = [runtime.comm for runtime in self.runtimes]
+        self._number = 0
+
+    def all_reduce(self) -> None:
+        self._number += 1
+        number = self._number
+
+        async def one(runtime: WallRuntime) -> torch.Tensor:
+            channel = ExchangeChannel(runtime.comm, number, 0)
+            tensor = torch.full((3000,), float(number + runtime.comm.rank))
+            return (await COLLECTIVES["direct"](channel, tensor, torch.zeros(1, dtype=torch.float64)))[0]
+
+        for pending in [runtime.launch(one(runtime)) for runtime in self.runtimes]:
+            assert torch.equal(pending.wait(), torch.full((3000,), 3.0 * number + 3))
+
+    def all_reduce_until(self, condition: Callable[[], bool]) -> None:
+        until = self.runtimes[0].now() + PATIENCE_S
+        while self.runtimes[0].now() < until:
+            self.all_reduce()
+            if condition():
+                return
+        raise AssertionError("it never happened")
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(*args: Any, **options: Any) -> Run:
+        made.append(Run(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        parted(one.runtimes)
+
+
+@pytest.fixture
+def detour() -> Iterator[Callable[..., Detour]]:
+    made: list[Detour] = []
+
+    def make(*ranks: int) -> Detour:
+        made.append(Detour(*ranks))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_what_passes_cannot_be_read(
+    encrypt: bool, run: Callable[..., Run], detour: Callable[..., Detour]
+) -> None:
+    store = detour(0, 1)
+    members = run(store, encrypt=encrypt)
+    members.all_reduce()
+    for proxy in store.proxies.values():
+        for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
+            assert (sent not in proxy.passed) is encrypt
+    assert [comm.refused for comm in members.comms] == [0, 0, 0]
+
+
+def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run]) -> None:
+    members = run()
+    assert len({comm.me.key for comm in members.comms}) == SIZE
+    members.all_reduce()
+
+
+def test_the_folder_of_keys_takes_the_place_of_the_stores(tmp_path: Path, run: Callable[..., Run]) -> None:
+    make_keys(tmp_path / "a", "alpha")
+    keys = load_keys(tmp_path / "a")
+    members = run(keys=keys, encrypt=False)
+    members.all_reduce()
+    assert {comm.me.key for comm in members.comms} == {keys.public}
+
+
+def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:
+    for name in ("alpha", "beta"):
+        make_keys(tmp_path / name, name)
+    alpha, beta = (load_keys(tmp_path / name) for name in ("alpha", "beta"))
+    store = dist.HashStore()
+    results = in_threads(
+        *(
+            lambda rank=rank, keys=keys: WallRuntime(rank, 2, store, keys=keys)
+            for rank, keys in enumerate((alpha, beta))
+        )
+    )
+    for rank, error in enumerate(results):
+        assert isinstance(error, ConfigError)
+        assert f"rank {1 - rank} at tcp://127.0.0.1:" in str(error)
+        assert (beta, alpha)[rank].public in str(error)
+
+
+def test_a_replica_that_does_not_encrypt_is_named() -> None:
+    store = dist.HashStore()
+    results = in_threads(
+        *(lambda rank=rank: WallRuntime(rank, 2, store, encrypt=rank == 1) for rank in range(2))
+    )
+    for error in results:
+        assert isinstance(error, ConfigError)
+        assert "rank 0 listens on its own machine alone (tcp://127.0.0.1:" in str(error)
+        assert "rank 1 encrypts" in str(error)
+
+
+def test_a_connection_that_is_cut_is_a_lost_member_at_once(
+    run: Callable[..., Run], detour: Callable[..., Detour]
+) -> None:
+    store = detour(0)
+    members = run(store)
+    members.all_reduce()
+    with knock(members.comms[0]) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        members.all_reduce_until(lambda: members.comms[0].refused == 1)
+    waiting = members.runtimes[0].launch(_receive(members.runtimes[0]))
+    store.proxies[0].cut()
+    # Nothing but the loss itself can end it before its deadline.
+    with pytest.raises(PeerLost, match="its connection was closed from its end") as lost:
+        waiting.wait()
+    assert lost.value.rank in {1, 2}
+    assert members.runtimes[0].now() < PATIENCE_S
+
+
+async def _receive(runtime: WallRuntime) -> Payload:
+    return await runtime.comm.recv(1, tag(99))
+
+
+# --- strangers --------------------------------------------------------------------------------------------------
+
+Stranger = Callable[["zmq.Socket[bytes]", Peer], None]
+
+
+def _no_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
+    del dealer, peer
+
+
+def _password(dealer: zmq.Socket[bytes], peer: Peer) -> None:
+    del peer
+    dealer.setsockopt(zmq.PLAIN_USERNAME, b"rank 1")
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, b"rank 1")
+
+
+def _own_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
+    with_keys(dealer, Keys.fresh(), str(peer.key))
+
+
+def _wrong_server_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
+    del peer
+    with_keys(dealer, Keys.fresh(), Keys.fresh().public)
+
+
+@pytest.fixture
+def dealer() -> Iterator[zmq.Socket[bytes]]:
+    with dealing() as one:
+        yield one
+
+
+@pytest.mark.parametrize("arm", [_no_key, _password, _own_key, _wrong_server_key])
+def test_a_stranger_gets_nothing_in(
+    arm: Stranger, run: Callable[..., Run], dealer: zmq.Socket[bytes]
+) -> None:
+    members = run()
+    me, victim = members.comms[0].me, members.comms[1].me
+    dealer.setsockopt(zmq.ROUTING_ID, victim.token)  # even who knows a member's name
+    arm(dealer, me)
+    dealer.connect(me.address)
+    dealer.send_multipart([bytes(frame) for frame in encode(Kind.DATA, 0, tag(99), numbered(666))])
+    dealer.send_multipart(abort())
+    wanted = members.runtimes[0].launch(_receive(members.runtimes[0]))
+    members.all_reduce_until(lambda: members.comms[0].refused >= 1)
+    dealer.close(linger=0)
+    members.all_reduce()
+    assert not wanted.done
+    assert [comm.lost for comm in members.comms] == [None] * SIZE
+    wanted.fail(RuntimeError("not waited for any longer"))
+
+
+@pytest.mark.parametrize("what", NOISE)
+def test_noise_is_cut_off(what: str, run: Callable[..., Run]) -> None:
+    members = run()
+    with knock(members.comms[0]) as stranger:
+        stranger.sendall(NOISE[what])
+        until_closed(stranger)
+    members.all_reduce_until(lambda: members.comms[0].refused == 1)
+    assert [comm.lost for comm in members.comms] == [None] * SIZE
+
+
+def test_who_says_nothing_is_cut_off(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
+    members = run()
+    begun = CURVE_GREETING[:40]
+    links = [knock(comm) for comm in members.comms for _ in range(5)]
+    for link in links[::2]:
+        link.sendall(begun)
+    members.all_reduce()
+    for link in links:
+        with closing(link):
+            until_closed(link)
+    members.all_reduce_until(lambda: all(comm.refused >= 5 for comm in members.comms))
+
+
+def test_a_recording_played_again_gets_nothing_in(
+    run: Callable[..., Run], detour: Callable[..., Detour]
+) -> None:
+    store = detour(0)
+    members = run(store)
+    members.all_reduce()
+    recorded = [bytes(kept) for kept in store.proxies[0].to_target]
+    assert len(recorded) == SIZE - 1
+    for known, recording in enumerate(recorded, start=1):
+        with knock(members.comms[0]) as stranger:
+            stranger.sendall(recording)
+            until_closed(stranger)
+        members.all_reduce_until(lambda known=known: members.comms[0].refused == known)  # type: ignore[misc]
+    assert [comm.lost for comm in members.comms] == [None] * SIZE
+
+
+# --- what the store may say ------------------------------------------------------------------------------------------
+
+ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
+
+
+def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        impostor.listen()
+        address = f"tcp://127.0.0.1:{impostor.getsockname()[1]}"
+        store.set("farflung/0/0", Peer(0, address, bytes(16), Keys.fresh().public).to_json())
+
+        def hang_up() -> None:
+            impostor.accept()[0].close()
+
+        error, _ = in_threads(lambda: WallRuntime(1, 2, store, encrypt=True, join_s=0.5), hang_up)
+    assert isinstance(error, DeadlinePassed)
+    assert f"its greeting: {address} was reached, but did not prove to be that rank" in str(error)
+
+
+def test_the_store_holds_every_rank_under_its_own_name() -> None:
+    store = dist.HashStore()
+    store.set("farflung/0/0", Peer(2, "tcp://127.0.0.1:5000", bytes(16)).to_json())
+    with pytest.raises(ProtocolError, match="the store holds rank 2 under the name of rank 0"):
+        WallRuntime(1, 3, store, join_s=PATIENCE_S)
+
+
+def test_the_store_cannot_send_anybody_away_in_the_clear() -> None:
+    store = dist.HashStore()
+    store.set("farflung/0/0", Peer(0, f"tcp://{ELSEWHERE}:5000", bytes(16)).to_json())
+    with pytest.raises(ProtocolError, match=f"sends rank 1 to tcp://{ELSEWHERE}:5000 for rank 0"):
+        WallRuntime(1, 2, store)

@@ -1,0 +1,165 @@
+"""Machines that are network namespaces of this one, joined by a cable; made with ``ip``, gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
+_EVERY_PROTOCOL = 3
+_SO_RCVBUFFORCE = 33
+END_S = 10.0
+
+
+@dataclass
+class Machine:
+    """One end of the cable.
+
+    Args:
+      name: of its namespace.
+      address: on the cable.
+      cable: the name of its network interface.
+    """
+
+    name: str
+    address: str
+    cable: str
+    _started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(
+        self, command: list[str], log: Path, environment: Mapping[str, str], cwd: Path
+    ) -> subprocess.Popen[str]:
+        """Starts a command there; what it says goes to ``log``."""
+        with log.open("w", encoding="utf-8") as said:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                cwd=cwd,
+                text=True,
+            )
+        self._started.append(process)
+        return process
+
+    def inside(self, fn: Callable[[], T]) -> T:
+        """Calls ``fn`` there; sockets made by it stay there."""
+        results: list[T | BaseException] = []
+
+        def call() -> None:
+            try:
+                with Path("/run/netns", self.name).open() as namespace:
+                    libc = ctypes.CDLL(None, use_errno=True)
+                    if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                        raise OSError(ctypes.get_errno(), "setns")
+                results.append(fn())
+            except BaseException as error:
+                results.append(error)
+
+        thread = threading.Thread(target=call)  # a thread has a namespace of its own; it ends with the thread
+        thread.start()
+        thread.join()
+        (result,) = results
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def free_port(self) -> int:
+        """A port that nobody uses there."""
+
+        def ask() -> int:
+            with socket.socket() as listener:
+                listener.bind((self.address, 0))
+                port: int = listener.getsockname()[1]
+                return port
+
+        return self.inside(ask)
+
+    @contextlib.contextmanager
+    def eavesdropper(self) -> Iterator[bytearray]:
+        """Everything that passes on the cable, while it listens."""
+        heard = bytearray()
+        kinds = (socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
+        tap = self.inside(lambda: socket.socket(*kinds))
+        tap.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 26)
+        tap.bind((self.cable, 0))
+
+        ear, bell = socket.socketpair()
+
+        def listen() -> None:
+            while True:
+                ready, _, _ = select.select([tap, ear], [], [])
+                if tap in ready:
+                    heard.extend(tap.recv(1 << 17))
+                else:  # nothing is left, and it was told to stop
+                    return
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        try:
+            yield heard
+        finally:
+            bell.send(b"!")
+            thread.join(END_S)
+            for link in (tap, ear, bell):
+                link.close()
+
+    def end(self) -> None:
+        """Ends whatever is still running there."""
+        running = subprocess.run(
+            ["ip", "netns", "pids", self.name], check=False, capture_output=True, text=True
+        )
+        for pid in running.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for process in self._started:
+            process.wait(END_S)
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two machines that reach each other and nothing else."""
+    stem = f"ff{os.getpid()}"
+    machines = tuple(
+        Machine(f"{stem}{end}", f"10.77.0.{number}", f"{stem}{end}") for number, end in ((1, "a"), (2, "b"))
+    )
+    first, second = machines
+    try:
+        for machine in machines:
+            ip("netns", "add", machine.name)
+        cable = ("type", "veth", "peer", "name", second.cable, "netns", second.name)
+        ip("link", "add", first.cable, "netns", first.name, *cable)
+        for machine in machines:
+            ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.cable)
+            for link in ("lo", machine.cable):
+                ip("-n", machine.name, "link", "set", link, "up")
+        yield first, second
+    finally:
+        for machine in machines:
+            machine.end()
+            # The cable goes with either of its ends.
+            subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
+
+
+def ip(*arguments: str) -> None:
+    """Runs ``ip``.
+
+    Raises:
+      RuntimeError: with what it said.
+    """
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

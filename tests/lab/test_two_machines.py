@@ -1,0 +1,81 @@
+"""Two machines train one model under torchrun; what passes between them cannot be read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farflung.comm.keys import make_keys
+from farflung.replica.checkpoint import load_tree
+from tests.helpers import same_tree
+from tests.lab.netns import Machine, two_machines
+
+STEPS = 4
+LIMIT_S = 150.0
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    with two_machines() as made:
+        yield made
+
+
+def torchrun(node: int, master: Machine, port: int, *arguments: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"),
+        *(f"--master-addr={master.address}", f"--master-port={port}"),
+        *("-m", "farflung", "train", "--workload", "synthetic/quadratic", "--steps", str(STEPS)),
+        *("--out", "run", "--json", *arguments),
+    ]
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["keys through the store", "keys from folders"])
+def test_two_machines_end_with_the_same_parameters(
+    with_keys: bool, machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    homes = [tmp_path / "a", tmp_path / "b"]
+    for home in homes:
+        home.mkdir()
+        if with_keys:
+            make_keys(home / "keys", home.name)
+    if with_keys:
+        for one, other in (homes, homes[::-1]):
+            public = one / "keys" / f"{one.name}.public"
+            (other / "keys" / public.name).write_bytes(public.read_bytes())
+    first, second = machines
+    port = first.free_port()
+    # One finds its interface by the route to the master, the other is given its name.
+    options = [["--interface", second.cable] if machine is second else [] for machine in machines]
+    with second.eavesdropper() as heard:
+        processes = [
+            machine.start(
+                torchrun(node, first, port, *options[node], *(["--keys", "keys"] if with_keys else [])),
+                homes[node] / "log",
+                {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+                homes[node],
+            )
+            for node, machine in enumerate(machines)
+        ]
+        codes = [process.wait(LIMIT_S) for process in processes]
+    said = "\n".join((home / "log").read_text() for home in homes)
+    assert codes == [0, 0], said
+
+    trees = [
+        load_tree(home / "run" / "checkpoints" / f"step-{STEPS:08d}" / "shared.safetensors") for home in homes
+    ]
+    assert trees[0]["step"] == STEPS
+    assert same_tree(trees[0], trees[1])
+    assert {path.name for home in homes for path in (home / "run" / "telemetry").iterdir()} == {
+        f"rank-{rank}.jsonl" for rank in range(4)
+    }
+
+    assert f"tcp://{first.address}:".encode() in heard, "the store's own messages can be read"
+    assert b"CURVE".ljust(20, b"\0") in heard, "each end says how it proves itself"
+    assert b"NULL".ljust(20, b"\0") not in heard
+    assert b'"settings"' not in heard

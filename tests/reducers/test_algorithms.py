@@ -1,0 +1,405 @@
+"""What is special about single reducers and ways of carrying a codec: exact sums, bytes, delays, residuals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.codecs import (
+    QSGD,
+    Identity,
+    Int8,
+    RandomK,
+    Sign,
+    TopK,
+    Truncate16,
+    by_role,
+    by_size,
+    chain,
+    error_feedback,
+)
+from farflung.comm import ExchangeChannel, LinkModel
+from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
+from farflung.runtime import VirtualWorld
+from farflung.seeding import generator
+from farflung.types import (
+    Codec,
+    CodecState,
+    Contribution,
+    Payload,
+    Placed,
+    Reduced,
+    Reducer,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
+from tests.helpers import same_bits
+from tests.reducers.test_contract import LINK, SPEC, WEIGHTS, Replica, exact_mean, gradient, run
+
+NO_RIDER = torch.zeros(0, dtype=torch.float64)
+SIDE = 8
+
+
+def once(
+    reducer: Reducer, grads: list[Tensor], *, link: LinkModel = LINK, spec: TensorSpec | None = None
+) -> tuple[list[Reduced], list[int], float]:
+    """One exchange: results, bytes sent, seconds."""
+    world = VirtualWorld(len(grads), link)
+    channels = [ExchangeChannel(runtime.comm, 1, 0) for runtime in world.runtimes]
+    spec = spec or TensorSpec.of(grads[0])
+    results = world.run(
+        [
+            reducer.reduce(
+                channel,
+                StateSlot(reducer.init(spec, Seeds(1, 2 + channel.rank))),
+                Contribution(grad.clone(), 1.0, NO_RIDER),
+                step=0,
+            )
+            for channel, grad in zip(channels, grads, strict=True)
+        ]
+    )
+    return results, [channel.sent_nbytes for channel in channels], world.clock.now()
+
+
+def decoded(codec: Codec, grad: Tensor, own: int) -> Tensor:
+    spec = TensorSpec.of(grad)
+    payload, state = codec.encode(codec.init(spec, Seeds(1, own)), grad, step=0, count=1)
+    return codec.decode(state, payload, spec, step=0, count=1)
+
+
+# --- the ways of a codec ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), QSGD(), Sign(), error_feedback(TopK(0.1)), chain()])
+def test_gathered_payloads_are_decoded_and_added_in_rank_order(codec: Codec) -> None:
+    grads = [gradient(rank, 0) for rank in range(4)]
+    results, _, _ = once(CodecReducer(codec), grads)
+    wanted = decoded(codec, grads[0], 2)
+    for rank in (1, 2, 3):
+        wanted = wanted + decoded(codec, grads[rank], 2 + rank)
+    assert same_bits(results[0].mean, wanted / 4)
+
+
+def test_linear_payloads_are_summed_on_their_way() -> None:
+    grads = [torch.randn(840, generator=generator(3, rank)) for rank in range(4)]
+    results, nbytes, _ = once(CodecReducer(RandomK(0.1)), grads)
+    torch.testing.assert_close(
+        results[0].mean,
+        sum(decoded(RandomK(0.1), grad, 0) for grad in grads) / 4,
+    )
+    assert nbytes == [2 * 3 * 84 + 3 * SIDE] * 4
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_two_phases_send_no_more_with_more_replicas(size: int) -> None:
+    grads = [torch.randn(8000, generator=generator(3, rank)) for rank in range(size)]
+    payload = 8000 // 100 * 8
+    _, gathered, _ = once(CodecReducer(TopK(0.01)), grads)
+    _, two, _ = once(CodecReducer(TopK(0.01), phases="two"), grads)
+    assert gathered == [(size - 1) * (payload + SIDE)] * size
+    assert two == [2 * (size - 1) * payload // size + (size - 1) * SIDE] * size
+
+
+@pytest.mark.parametrize(
+    ("reducer", "delays"),
+    [
+        (CodecReducer(TopK(0.1)), 1),
+        (CodecReducer(TopK(0.1), phases="two"), 2),
+        (CodecReducer(Int8()), 2),
+        (CodecReducer(RandomK(0.1)), 2),
+        (CodecReducer(by_role(TopK(0.1))), 2),
+        (CodecReducer(by_size(Identity(), TopK(0.1), 5)), 1),
+        (SharedScaleQSGD(), 3),
+        (PowerSGD(), 4),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_how_many_one_way_delays_it_takes(reducer: Reducer, delays: int, size: int) -> None:
+    grads = [gradient(rank, 0) for rank in range(size)]
+    _, _, seconds = once(reducer, grads, link=LinkModel(latency_s=0.25), spec=SPEC)
+    assert seconds == 0.25 * delays
+
+
+def test_roles_travel_each_in_its_own_way() -> None:
+    grads = [gradient(rank, 0) for rank in range(4)]
+    results, _, _ = once(CodecReducer(by_role(TopK(0.1), RandomK(0.5))), grads, spec=SPEC)
+    exact = torch.stack(grads).mean(dim=0)
+    torch.testing.assert_close(results[0].mean[244:], exact[244:])
+    assert results[0].mean[144:244].count_nonzero() == 50  # the same entries of all
+    tops = sum(decoded(TopK(0.1), grad[:144], 0) for grad in grads)
+    assert isinstance(tops, Tensor)
+    torch.testing.assert_close(results[0].mean[:144], tops / 4)
+
+
+class Lent(TopK):
+    """What it is given is its payload, which others may read late."""
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        del step, count
+        return Payload((grad,)), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        del state, spec, step, count
+        (grad,) = payload.tensors()
+        return grad
+
+
+@pytest.mark.parametrize("phases", ["gather", "two"])
+@pytest.mark.parametrize("late", range(3))
+def test_a_payload_is_not_written_over_before_all_have_read_it(
+    phases: Literal["gather", "two"], late: int
+) -> None:
+    world = VirtualWorld(3, LINK)
+
+    async def body(replica: Replica) -> Replica:
+        if replica.rank == late:
+            await replica.runtime.sleep_until(9.0)
+        return await replica.run(range(2))
+
+    replicas = world.run(
+        [body(Replica(runtime, CodecReducer(Lent(), phases=phases))) for runtime in world.runtimes]
+    )
+    for step in range(2):
+        for replica in replicas:
+            torch.testing.assert_close(
+                replica.results[step].mean.double(), exact_mean(3, step), rtol=0.0, atol=1e-6
+            )
+
+
+def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
+    grad = gradient(0, 0)
+    for codec in (Identity(), Truncate16(), Int8()):
+        assert same_bits(once(CodecReducer(codec), [grad])[0][0].mean, grad)
+    assert once(CodecReducer(TopK(0.1)), [grad])[0][0].mean.count_nonzero() == 26
+
+
+# --- weights and residuals --------------------------------------------------------------------------------------
+
+
+def left(replica: Replica) -> Tensor:
+    """A rank's residual."""
+    local = replica.slot.state.local
+    local = local.get("codec", local) if "residual" not in local else local
+    residual = local["residual"]
+    if isinstance(residual, Tensor):
+        return residual.double()
+    whole = torch.zeros(SPEC.numel, dtype=torch.float64)  # PowerSGD's, by shape
+    for shape, starts in replica.slot.state.shared["layout"]["groups"].items():
+        for start, matrix in zip(starts, residual[shape], strict=True):
+            whole[start : start + matrix.numel()] = matrix.reshape(-1)
+    return whole
+
+
+FEEDBACK: list[Reducer] = [
+    CodecReducer(error_feedback(TopK(0.1))),
+    CodecReducer(error_feedback(Sign())),
+    CodecReducer(error_feedback(chain(TopK(0.3), Int8()))),
+    CodecReducer(error_feedback(RandomK(0.3, unbiased=False))),
+    CodecReducer(error_feedback(TopK(0.1)), phases="two"),
+    CodecReducer(error_feedback(Sign()), phases="two"),
+    CodecReducer(error_feedback(chain(TopK(0.3), Int8())), phases="two"),
+    PowerSGD(),
+    PowerSGD(rank=1, warm_start=False),
+]
+
+
+@pytest.mark.parametrize("reducer", FEEDBACK, ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_what_was_sent_and_what_is_left_are_all_there_was(reducer: Reducer, size: int, width: int) -> None:
+    """Over all replicas, whether exchanges overlap or not; weights are numerators' weights."""
+    replicas = run(reducer, size, steps=12, width=width)
+    weight = sum(WEIGHTS[:size])
+    given = sum((weight * exact_mean(size, step) for step in range(12)), torch.zeros(1))
+    sent = sum((weight * result.mean.double() for result in replicas[0].results), torch.zeros(1))
+    kept = sum((left(replica) for replica in replicas), torch.zeros(1))
+    assert kept.norm() > 0.01
+    torch.testing.assert_close(sent + kept, given, rtol=0.0, atol=2e-4)
+
+
+@pytest.mark.parametrize("reducer", FEEDBACK, ids=repr)
+def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
+    def same(rank: int, step: int) -> Tensor:
+        return gradient(rank, 0)
+
+    replicas = run(reducer, 2, steps=60, make=same, weighted=False)
+    average = torch.stack([result.mean for result in replicas[0].results]).mean(dim=0)
+    exact = exact_mean(2, 0, weighted=False)
+    assert (average - exact).norm() <= 0.25 * exact.norm()
+
+
+@pytest.mark.parametrize("phases", ["gather", "two"])
+def test_an_unbiased_codec_makes_an_unbiased_mean(phases: str) -> None:
+    for reducer in (CodecReducer(QSGD(), phases=phases), SharedScaleQSGD()):  # type: ignore[arg-type]
+        replicas = run(reducer, 4, steps=300, make=lambda rank, step: gradient(rank, 0), link=LinkModel())
+        draws = torch.stack([result.mean for result in replicas[0].results]).double()
+        errors = draws - exact_mean(4, 0)
+        along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
+        assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(300)).all()
+
+
+class Learner:
+    """A linear codec that adds up what it was shown."""
+
+    unbiased = True
+    stateless = False
+    per_hop = False
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        del seeds
+        return CodecState({"seen": torch.zeros(spec.shape)})
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        del step, count
+        return Payload((grad.clone(), torch.ones(2, 3, dtype=torch.int64))), state
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        del state, step, spec
+        grad, ones = payload.tensors()
+        assert (ones == count).all()
+        return grad
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        return CodecState({"seen": state.shared["seen"] + aggregate + step})
+
+    def linear(self, state: CodecState) -> bool:
+        return not state.shared["seen"].any()
+
+
+@pytest.mark.parametrize("codec", [Learner(), by_role(Learner(), Learner()), error_feedback(Learner())])
+def test_a_codec_learns_the_average_of_what_was_encoded(codec: Codec) -> None:
+    """Summed on its way as long as it says so, gathered afterwards: payloads of two dtypes, either way."""
+    replicas = run(CodecReducer(codec), 4, steps=3)
+    seen = sum(exact_mean(4, step) * sum(WEIGHTS) / 4 + step for step in range(3))
+    shared = replicas[0].slot.state.shared
+    if "convolution" in shared:
+        found = torch.cat([shared[name]["codec"]["seen"] for name in ("convolution", "other")])
+        torch.testing.assert_close(found.double(), seen[:244], rtol=0.0, atol=1e-5)  # type: ignore[index]
+    else:
+        torch.testing.assert_close(shared["seen"].double(), seen, rtol=0.0, atol=1e-5)
+
+
+# --- shared scales ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "width"), [(2, 5), (4, 6), (8, 7)])
+def test_levels_travel_in_fields_that_hold_their_sum(size: int, width: int) -> None:
+    grads = [torch.randn(8400, generator=generator(3, rank)) for rank in range(size)]
+    _, nbytes, _ = once(SharedScaleQSGD(bucket_size=840), grads)
+    words = math.ceil(8400 / (32 // width))
+    for sent in nbytes:
+        tensors = sent - (size - 1) * (10 * 4 + SIDE)
+        assert abs(tensors - 2 * (size - 1) * 4 * words / size) <= 8 * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_levels_at_their_largest_do_not_overflow(size: int) -> None:
+    for value in (1.0, -1.0):
+        results, _, _ = once(SharedScaleQSGD(bits=8), [torch.full((100,), value)] * size)
+        assert torch.equal(results[0].mean, torch.full((100,), value))
+
+
+def test_an_infinity_anywhere_is_seen_by_all() -> None:
+    grads = [gradient(rank, 0) for rank in range(2)]
+    grads[1][3] = math.nan
+    results, _, _ = once(SharedScaleQSGD(bucket_size=100), grads)
+    assert results[0].mean[:100].isnan().all()
+    assert results[0].mean[100:].isfinite().all()
+
+
+# --- low rank ---------------------------------------------------------------------------------------------------
+
+
+def low_rank(rank: int, step: int) -> Tensor:
+    """The convolution's gradient has rank 2, the matrix's too, and both stay as they are."""
+    del step
+    g = generator(8, rank)
+    left_one, right_one = torch.randn(4, 2, generator=generator(9)), torch.randn(2, 36, generator=g)
+    left_two, right_two = torch.randn(10, 2, generator=generator(10)), torch.randn(2, 10, generator=g)
+    return torch.cat([(left_one @ right_one).view(-1), (left_two @ right_two).view(-1), torch.ones(13)])
+
+
+def test_a_gradient_of_that_rank_comes_out_whole() -> None:
+    replicas = run(PowerSGD(rank=2, min_ratio=1.0), 4, steps=3, make=low_rank, weighted=False)
+    exact = torch.stack([low_rank(rank, 0) for rank in range(4)]).mean(dim=0)
+    for result in replicas[0].results:
+        torch.testing.assert_close(result.mean, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_warm_start_finds_the_largest_directions() -> None:
+    """Of a matrix that stays, power iteration finds the best approximation there is."""
+    u, _, v = torch.linalg.svd(torch.randn(20, 20, generator=generator(3)))
+    matrix = u @ torch.diag(0.5 ** torch.arange(20.0)) @ v
+    reducer = PowerSGD(rank=2, error_feedback=False)
+    spec = TensorSpec((400,), parts=(Placed((20, 20), 0),))
+    replicas = run(
+        reducer, 2, 20, spec=spec, make=lambda rank, step: matrix.reshape(-1).clone(), weighted=False
+    )
+    best = (u[:, :2] @ torch.diag(torch.tensor([1.0, 0.5])) @ v[:2]).reshape(-1)
+    torch.testing.assert_close(replicas[0].results[-1].mean, best, rtol=0.0, atol=1e-4)
+
+
+def test_only_what_pays_is_compressed_and_the_rest_is_exact() -> None:
+    reducer = PowerSGD(rank=2)
+    parts = (
+        Placed((30, 20), 0),
+        Placed((4, 4), 600),
+        Placed((9,), 616),
+        Placed((), 625),
+        Placed((30, 2, 10), 626),
+    )
+    spec = TensorSpec((1226,), parts=parts)
+    state = reducer.init(spec, Seeds(1, 2))
+    assert state.shared["layout"] == {"dense": [[600, 16], [616, 9], [625, 1]], "groups": {"30x20": [0, 626]}}
+    grads = [torch.randn(1226, generator=generator(3, rank)) for rank in range(4)]
+    results, nbytes, _ = once(reducer, grads, spec=spec)
+    torch.testing.assert_close(results[0].mean[600:626], torch.stack(grads).mean(dim=0)[600:626])
+    numbers = 26 + 2 * 2 * (30 + 20)
+    assert abs(nbytes[0] - 2 * 3 * numbers * 4 / 4 - 6 * SIDE) <= 3 * 2 * 8
+
+
+def test_a_direction_that_was_lost_is_found_again() -> None:
+    """After a step of zeros, or one that is not finite, there is no direction to begin with."""
+
+    def troubled(rank: int, step: int) -> Tensor:
+        if step in (1, 2):
+            return torch.full((SPEC.numel,), 0.0 if step == 1 else math.nan)
+        return gradient(rank, step)
+
+    for keeps in (True, False):
+        replicas = run(PowerSGD(error_feedback=keeps), 2, steps=6, make=troubled)
+        results = replicas[0].results
+        assert results[1].mean.isfinite().all()
+        assert keeps or not results[1].mean.any()
+        assert all(result.mean.isfinite().all() and result.mean[:244].any() for result in results[3:])
+        assert all(left(replica).isfinite().all() for replica in replicas if keeps)
+
+
+def test_columns_that_depend_are_dropped() -> None:
+    """A gradient of rank one with more columns than that."""
+    vector = torch.randn(20, generator=generator(1))
+    matrix = torch.outer(vector, vector).reshape(-1)
+    spec = TensorSpec((400,), parts=(Placed((20, 20), 0),))
+    reducer = PowerSGD(rank=4)
+    replicas = run(reducer, 2, 4, spec=spec, make=lambda rank, step: matrix.clone(), weighted=False)
+    for result in replicas[0].results:
+        torch.testing.assert_close(result.mean, matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_other_dtypes_keep_theirs() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for reducer in (PowerSGD(), SharedScaleQSGD(bits=8), CodecReducer(error_feedback())):
+            grads = [gradient(rank, 0).to(dtype) for rank in range(2)]
+            results, _, _ = once(reducer, grads, spec=replace(SPEC, dtype=dtype))
+            assert results[0].mean.dtype == dtype
+            assert same_bits(results[0].mean, results[1].mean)

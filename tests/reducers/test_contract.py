@@ -1,0 +1,328 @@
+"""What every reducer promises, and every codec as a reducer carries it, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.codecs import DGC, Identity, TopK, Truncate16, error_feedback
+from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
+from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
+from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
+from farflung.replica import load_tree, save_tree
+from farflung.runtime import VirtualWorld
+from farflung.seeding import generator
+from farflung.tasks import Pending
+from farflung.types import (
+    CodecState,
+    Contribution,
+    Placed,
+    Reduced,
+    Reducer,
+    Runtime,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
+from tests.helpers import CODEC_ROWS, NUMEL, same_bits, same_tree
+
+PARTS = (Placed((4, 4, 3, 3), 0), Placed((10, 10), 144), Placed((13,), 244))
+SPEC = TensorSpec((NUMEL,), torch.float32, PARTS)
+WEIGHTS = (1.0, 0.5, 0.25, 2.0)
+LINK = LinkModel(latency_s=0.05, bandwidth_bps=1e6)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One reducer to try.
+
+    Args:
+      reducer: with the options to try it with.
+      error: the largest ``|mean - exact| / |exact|`` of weighted means, were there no error feedback; ``None`` where
+        its own tests say more.
+    """
+
+    reducer: Reducer
+    error: float | None = None
+
+
+def _carried() -> dict[str, Row]:
+    rows = {}
+    for name, row in CODEC_ROWS.items():
+        lossless = row.error == 0.0
+        rows[f"codec, {name}"] = Row(CodecReducer(row.codec), 1e-6 if lossless else None)
+        if not isinstance(row.codec, DGC):
+            rows[f"codec in two phases, {name}"] = Row(CodecReducer(row.codec, phases="two"))
+    return rows
+
+
+ROWS: dict[str, Row] = _carried() | {
+    "powersgd": Row(PowerSGD()),
+    "powersgd (of full rank)": Row(PowerSGD(rank=36, min_ratio=1.0), 1e-5),
+    "powersgd (dense at first)": Row(PowerSGD(dense_steps=100), 1e-6),
+    "powersgd (cold)": Row(PowerSGD(warm_start=False, error_feedback=False)),
+    "shared_scale_qsgd": Row(SharedScaleQSGD(bits=8, bucket_size=64), 0.05),
+    "shared_scale_qsgd (of seven levels)": Row(SharedScaleQSGD(bucket_size=100), 0.6),
+}
+each_row = pytest.mark.parametrize("name", ROWS)
+each_size = pytest.mark.parametrize("size", [1, 2, 4])
+
+
+def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=generator(21, rank, step))
+
+
+@dataclass
+class Replica:
+    """One rank's exchanges of one bucket.
+
+    Args:
+      width: how many exchanges are under way at once.
+    """
+
+    runtime: Runtime
+    reducer: Reducer
+    spec: TensorSpec = SPEC
+    width: int = 1
+    make: Callable[[int, int], Tensor] = gradient
+    weighted: bool = True
+    results: list[Reduced] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = self.runtime.comm.rank
+        self.slot = StateSlot(self.reducer.init(self.spec, Seeds(5, 100 + self.rank)))
+
+    async def run(self, steps: range) -> Replica:
+        flying: list[tuple[Pending[Reduced], ExchangeChannel]] = []
+        for step in steps:
+            weight = WEIGHTS[self.rank] if self.weighted else 1.0
+            rider = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
+            channel = ExchangeChannel(self.runtime.comm, step, 0)
+            own = Contribution(self.make(self.rank, step), weight, rider)
+            flying.append(
+                (self.runtime.launch(self.reducer.reduce(channel, self.slot, own, step=step)), channel)
+            )
+            if len(flying) == self.width:
+                await self._merge(*flying.pop(0))
+        for flight in flying:
+            await self._merge(*flight)
+        return self
+
+    async def _merge(self, pending: Pending[Reduced], channel: ExchangeChannel) -> None:
+        reduced = await pending
+        if reduced.learn is not None:
+            self.slot.state = reduced.learn(self.slot.state)
+        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.rider))
+        self.nbytes.append(channel.sent_nbytes)
+
+
+def run(
+    reducer: Reducer, size: int, steps: int = 3, link: LinkModel = LINK, **options: object
+) -> list[Replica]:
+    world = VirtualWorld(size, link)
+    replicas = [Replica(runtime, reducer, **options) for runtime in world.runtimes]  # type: ignore[arg-type]
+    return world.run([replica.run(range(steps)) for replica in replicas])
+
+
+def exact_mean(size: int, step: int, weighted: bool = True) -> Tensor:
+    weights = WEIGHTS[:size] if weighted else (1.0,) * size
+    total = sum(w * gradient(rank, step).double() for rank, w in enumerate(weights))
+    assert isinstance(total, Tensor)
+    return total / sum(weights)
+
+
+def assert_alike(replicas: list[Replica]) -> None:
+    first = replicas[0]
+    for other in replicas[1:]:
+        for one, two in zip(first.results, other.results, strict=True):
+            assert same_bits(one.mean, two.mean)
+            assert same_bits(one.rider, two.rider)
+            assert one.weight == two.weight
+        assert same_tree(first.slot.state.shared, other.slot.state.shared)
+
+
+def test_the_registry_makes_each_without_arguments() -> None:
+    for name, make in REDUCERS.items():
+        assert make(collective="ring").collective == "ring"  # type: ignore[attr-defined]
+        assert any(type(row.reducer) is type(make()) for row in ROWS.values()), name
+
+
+@each_row
+@each_size
+def test_all_ranks_end_with_the_same_bits(name: str, size: int) -> None:
+    replicas = run(ROWS[name].reducer, size)
+    assert_alike(replicas)
+    for replica in replicas:
+        assert replica.results[2].weight == sum(WEIGHTS[:size])
+        assert replica.results[2].rider[0] == sum(range(size))
+        assert replica.results[2].mean.shape == (NUMEL,)
+        assert size > 1 or replica.nbytes == [0, 0, 0]
+
+
+@each_row
+@each_size
+def test_the_mean_is_weighted(name: str, size: int) -> None:
+    error = ROWS[name].error
+    for step, result in enumerate(run(ROWS[name].reducer, size)[0].results):
+        exact = exact_mean(size, step)
+        assert result.mean.isfinite().all()
+        if error is not None:
+            assert (result.mean - exact).norm() <= error * exact.norm()
+
+
+@each_row
+@pytest.mark.parametrize("late", range(4))
+def test_who_is_late_changes_no_bit(name: str, late: int) -> None:
+    reducer = ROWS[name].reducer
+    world = VirtualWorld(4, LINK)
+
+    async def body(replica: Replica) -> Replica:
+        if replica.rank == late:
+            await replica.runtime.sleep_until(10.0)
+        return await replica.run(range(2))
+
+    replicas = world.run([body(Replica(runtime, reducer)) for runtime in world.runtimes])
+    assert_alike(replicas)
+    for one, two in zip(replicas, run(reducer, 4, steps=2), strict=True):
+        assert same_bits(one.results[1].mean, two.results[1].mean)
+        assert same_tree(one.slot.state.local, two.slot.state.local)
+        assert one.nbytes == two.nbytes
+
+
+@each_row
+def test_exchanges_that_overlap_are_alike_on_all_ranks_and_lose_nothing(name: str) -> None:
+    reducer = ROWS[name].reducer
+    replicas = run(reducer, 4, steps=6, width=2)
+    assert_alike(replicas)
+    assert len(replicas[0].results) == 6
+    slower = run(reducer, 4, steps=6, width=2, link=LinkModel(0.5, 1e4))
+    for one, two in zip(replicas, slower, strict=True):  # however long an exchange takes
+        assert all(same_bits(a.mean, b.mean) for a, b in zip(one.results, two.results, strict=True))
+        assert same_tree(one.slot.state.local, two.slot.state.local)
+
+
+@each_row
+def test_steps_and_states_go_on_after_a_checkpoint(name: str, tmp_path: Path) -> None:
+    reducer = ROWS[name].reducer
+    wanted = run(reducer, 2, steps=5)
+    world = VirtualWorld(2, LINK)
+    replicas = world.run([Replica(runtime, reducer).run(range(3)) for runtime in world.runtimes])
+    again = VirtualWorld(2, LINK)
+    resumed = [Replica(runtime, reducer) for runtime in again.runtimes]
+    for replica, old in zip(resumed, replicas, strict=True):
+        path = tmp_path / f"{replica.rank}.safetensors"
+        save_tree(path, {"shared": old.slot.state.shared, "local": old.slot.state.local})
+        tree = load_tree(path)
+        replica.slot.state = CodecState(tree["shared"], tree["local"])
+    again.run([replica.run(range(3, 5)) for replica in resumed])
+    for replica, want in zip(resumed, wanted, strict=True):
+        assert same_bits(replica.results[-1].mean, want.results[-1].mean)
+        assert same_tree(replica.slot.state.local, want.slot.state.local)
+        assert same_tree(replica.slot.state.shared, want.slot.state.shared)
+
+
+@each_row
+@each_size
+@pytest.mark.parametrize("numel", [0, 1, 2, 3])
+def test_the_smallest_tensors(name: str, size: int, numel: int) -> None:
+    replicas = run(
+        ROWS[name].reducer,
+        size,
+        spec=TensorSpec((numel,)),
+        make=lambda rank, step: gradient(rank, step, numel),
+    )
+    assert_alike(replicas)
+    assert replicas[0].results[0].mean.shape == (numel,)
+    assert replicas[0].results[0].mean.isfinite().all()
+
+
+@each_row
+@pytest.mark.parametrize("collective", sorted(COLLECTIVES.keys() - {"direct", "native"}))
+def test_every_collective_carries_it(name: str, collective: str) -> None:
+    reducer = ROWS[name].reducer
+    options = {field: getattr(reducer, field) for field in reducer.__dataclass_fields__}  # type: ignore[attr-defined]
+    assert_alike(run(type(reducer)(**{**options, "collective": collective}), 4, steps=2))
+
+
+@each_row
+def test_what_was_given_is_not_written_once_it_is_another_s(name: str) -> None:
+    """A fast rank's next gradient must not overwrite what slow ones have not read yet."""
+    reducer = ROWS[name].reducer
+    buffers = {rank: torch.empty(NUMEL) for rank in range(3)}
+    world = VirtualWorld(3, LINK)
+
+    async def body(replica: Replica) -> Replica:
+        await replica.runtime.sleep_until(replica.rank * 5.0)
+        return await replica.run(range(3))
+
+    replicas = [
+        Replica(runtime, reducer, make=lambda rank, step: buffers[rank].copy_(gradient(rank, step)))
+        for runtime in world.runtimes
+    ]
+    world.run([body(replica) for replica in replicas])
+    assert_alike(replicas)
+    for one, two in zip(replicas, run(reducer, 3), strict=True):
+        assert all(same_bits(a.mean, b.mean) for a, b in zip(one.results, two.results, strict=True))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "unknown collective 'circle'": lambda: CodecReducer(collective="circle"),
+    "phases 'three'": lambda: CodecReducer(phases="three"),  # type: ignore[arg-type]
+    "'native' cannot carry": lambda: CodecReducer(Truncate16(), "native"),
+    "rank 0": lambda: PowerSGD(rank=0),
+    "min_ratio 0.5": lambda: PowerSGD(min_ratio=0.5),
+    "dense_steps -1": lambda: PowerSGD(dense_steps=-1),
+    "bucket_size 0": lambda: SharedScaleQSGD(bucket_size=0),
+    "bits 1": lambda: SharedScaleQSGD(bits=1),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_options_are_refused_when_it_is_made(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        REFUSED[message]()
+
+
+@pytest.mark.parametrize("make", [PowerSGD, SharedScaleQSGD])
+def test_an_unknown_collective_is_refused(make: Callable[..., object]) -> None:
+    with pytest.raises(UnknownName, match="collective"):
+        make(collective="circle")
+
+
+def test_the_backend_s_own_collective_carries_what_is_summed_alone() -> None:
+    CodecReducer(Identity(), "native").init(SPEC, Seeds(1, 2))
+    CodecReducer(CODEC_ROWS["randomk"].codec, "native").init(SPEC, Seeds(1, 2))
+    for codec in (TopK(), error_feedback(TopK()), CODEC_ROWS["by_role"].codec):
+        with pytest.raises(Unsupported, match="native"):
+            CodecReducer(codec, "native").init(SPEC, Seeds(1, 2))
+
+
+def test_a_codec_with_a_memory_of_its_own_is_not_cut_in_shards() -> None:
+    with pytest.raises(Unsupported, match="phases='gather'"):
+        CodecReducer(DGC(), phases="two").init(SPEC, Seeds(1, 2))
+    with pytest.raises(Unsupported, match="phases='gather'"):
+        CodecReducer(error_feedback(CODEC_ROWS["by_role (parts of top-k)"].codec), phases="two").init(
+            SPEC, Seeds(1, 2)
+        )
+
+
+def test_another_model_s_payload_names_its_sender() -> None:
+    world = VirtualWorld(2)
+
+    async def body(runtime: Runtime) -> Reduced:
+        numel = 100 + runtime.comm.rank
+        reducer = CodecReducer(TopK(0.1 + runtime.comm.rank * 0.1))
+        slot = StateSlot(reducer.init(TensorSpec((numel,)), Seeds(1, 2)))
+        own = Contribution(torch.randn(numel), 1.0, torch.zeros(0, dtype=torch.float64))
+        return await reducer.reduce(ExchangeChannel(runtime.comm, 1, 0), slot, own, step=0)
+
+    with pytest.raises(ProtocolError, match=r"rank [01] sent .* do all ranks run the same model and recipe"):
+        world.run([body(runtime) for runtime in world.runtimes])

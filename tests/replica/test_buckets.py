@@ -1,0 +1,361 @@
+"""Gradients gather in flat buckets from the output side, whatever the model and the optimizer do meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung.errors import ConfigError
+from farflung.replica import GradientBuckets
+from farflung.types import TensorSpec
+from tests.helpers import same_bits
+
+
+def chain(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+
+
+def loss_of(model: nn.Module, seed: int = 1, width: int = 4) -> Tensor:
+    inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
+    return model(inputs).square().mean()
+
+
+def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """What plain autograd gives, zeros where it gives nothing."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    loss(plain).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in plain.named_parameters()
+        if p.requires_grad
+    }
+
+
+def check(model: nn.Module, buckets: GradientBuckets, wanted: dict[str, Tensor]) -> None:
+    """Every gradient is right, and is the part of its bucket that it should be."""
+    names = {p: name for name, p in model.named_parameters()}
+    for bucket in buckets.buckets:
+        flat, start = buckets.flat(bucket.index), 0
+        assert TensorSpec.of(flat) == bucket.spec
+        for parameter in buckets.parameters(bucket.index):
+            part = flat[start : start + parameter.numel()].view(parameter.shape)
+            assert parameter.grad is not None
+            assert same_bits(parameter.grad, wanted[names[parameter]]), names[parameter]
+            assert parameter.grad.data_ptr() == part.data_ptr()
+            start += parameter.numel()
+        assert start == len(flat)
+
+
+def backward(buckets: GradientBuckets, loss: Tensor) -> list[int]:
+    """The buckets in the order they filled."""
+    order: list[int] = []
+    buckets.backward(loss, order.append)
+    assert sorted(order) == [bucket.index for bucket in buckets.buckets]
+    return order
+
+
+# --- their make-up ----------------------------------------------------------------------------------------------
+
+
+def test_buckets_hold_every_parameter_once_from_the_output_side() -> None:
+    model = chain(4, 5, 6, 7)
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes=150)
+    held = [p for bucket in buckets.buckets for p in buckets.parameters(bucket.index)]
+    assert [id(p) for p in held] == [id(p) for p in reversed(list(model.parameters()))]
+    assert [bucket.index for bucket in buckets.buckets] == list(range(len(buckets.buckets)))
+    # 28 + 168 bytes of the last layer, 24 + 120 and then 20 + 80 of the others: closed at 150 or at the end.
+    assert [bucket.spec.numel for bucket in buckets.buckets] == [49, 41, 20]
+    assert buckets.nbytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_one_bucket_holds_a_small_model() -> None:
+    model = chain(4, 5, 6)
+    (bucket,) = GradientBuckets(model.named_parameters()).buckets
+    assert bucket.spec == TensorSpec((sum(p.numel() for p in model.parameters()),))
+
+
+def test_the_first_bucket_closes_early() -> None:
+    model = chain(600, 600, 600, 600)
+    buckets = GradientBuckets(model.named_parameters())
+    assert [bucket.spec.numel for bucket in buckets.buckets] == [360_600, 721_200]
+
+
+def test_a_bucket_says_what_it_is_made_of() -> None:
+    buckets = GradientBuckets(chain(4, 5).named_parameters())
+    assert [(part.shape, part.start) for part in buckets.buckets[0].spec.parts] == [((5,), 0), ((5, 4), 5)]
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    model = chain(4, 5)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        GradientBuckets(model.named_parameters())
+
+
+# --- one backward pass ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 150, 1 << 20])
+def test_gradients_are_autograds(bucket_nbytes: int) -> None:
+    model = chain(4, 5, 6, 7)
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes)
+    assert backward(buckets, loss_of(model)) == list(range(len(buckets.buckets)))
+    check(model, buckets, gradients(model, loss_of))
+
+
+def test_a_bucket_is_whole_when_it_is_ready_and_the_rest_is_still_to_come() -> None:
+    model = chain(4, 5, 6, 7)
+    buckets = GradientBuckets(model.named_parameters(), 150)
+    wanted = gradients(model, loss_of)
+    flats, reached = {}, []
+    model[0].bias.register_hook(lambda _: reached.append("input side"))
+
+    def ready(index: int) -> None:
+        flats[index] = buckets.flat(index).clone()
+        reached.append(index)
+
+    buckets.backward(loss_of(model), ready)
+    assert reached.index(0) < reached.index("input side")
+    names = {p: name for name, p in model.named_parameters()}
+    for index, flat in flats.items():
+        parts = [wanted[names[p]].reshape(-1) for p in buckets.parameters(index)]
+        assert same_bits(flat, torch.cat(parts))
+
+
+@pytest.mark.parametrize("how", ["none", "zeros", "removed by hand"])
+def test_views_come_back_after_zero_grad(how: str) -> None:
+    model = chain(4, 5, 6)
+    buckets = GradientBuckets(model.named_parameters(), 100)
+    for seed in (1, 2, 3):
+        backward(buckets, loss_of(model, seed))
+        check(model, buckets, gradients(model, lambda m, seed=seed: loss_of(m, seed)))  # type: ignore[misc]
+        if how == "removed by hand":
+            model[0].weight.grad = None
+            for p in (model[0].bias, model[1].weight, model[1].bias):
+                p.grad = torch.zeros_like(p)
+        else:
+            model.zero_grad(set_to_none=how == "none")
+
+
+def test_the_optimizer_steps_on_what_was_loaded() -> None:
+    model = chain(4, 5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    buckets = GradientBuckets(model.named_parameters(), 100)
+    for in_place in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(buckets, loss_of(model))
+        optimizer.zero_grad(set_to_none=True)
+        for bucket in buckets.buckets:
+            flat = buckets.flat(bucket.index)
+            buckets.load(bucket.index, flat.fill_(0.5) if in_place else torch.full_like(flat, 0.5))
+        optimizer.step()
+        for was, p in zip(before, model.parameters(), strict=True):
+            assert same_bits(p.detach(), was - 0.5)
+
+
+def test_cleared_gradients_stop_the_optimizer() -> None:
+    model = chain(4, 5)
+    buckets = GradientBuckets(model.named_parameters())
+    backward(buckets, loss_of(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    buckets.clear()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(same_bits(p.detach(), was) for was, p in zip(before, model.parameters(), strict=True))
+
+
+# --- unlike models ----------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Two dtypes, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 6, dtype=torch.float64)
+        self.c, self.d = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.d(self.c(self.b(self.a(x).double()).float()).double())
+        return y
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 200, 1 << 20])
+def test_each_dtype_has_buckets_of_its_own(bucket_nbytes: int) -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes)
+    assert {bucket.spec.dtype for bucket in buckets.buckets} == {torch.float32, torch.float64}
+    backward(buckets, loss_of(model))
+    check(model, buckets, gradients(model, loss_of))
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = chain(4, 5, 6)
+    model[0].weight.requires_grad_(False)
+    buckets = GradientBuckets(model.named_parameters())
+    backward(buckets, loss_of(model))
+    assert buckets.nbytes == 4 * (5 + 5 * 6 + 6)
+    assert model[0].weight.grad is None
+    check(model, buckets, gradients(model, loss_of))
+
+
+def test_tied_parameters_are_held_once() -> None:
+    model = chain(4, 4, 4, 4)
+    model[2].weight = model[0].weight
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    assert buckets.nbytes == 4 * (2 * 16 + 3 * 4)
+    backward(buckets, loss_of(model))
+    check(model, buckets, gradients(model, loss_of))
+
+
+def test_a_parameter_of_any_shape_and_layout() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.empty(0, 3))
+            self.conv = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x.reshape(-1, 3, 2, 2)) * self.scale
+            return y + self.empty.sum()
+
+    torch.manual_seed(0)
+    model = Odd()
+    buckets = GradientBuckets(model.named_parameters(), 8)
+    for _ in range(2):
+        backward(buckets, loss_of(model, width=12))
+        wanted = gradients(model, lambda m: loss_of(m, width=12))
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, wanted[name])
+        model.zero_grad()
+
+
+# --- unused parameters ------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Each call takes one of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.side = "left"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = getattr(self, self.side)(self.stem(x))
+        return y
+
+
+def test_what_no_loss_reached_contributes_zeros_and_is_named_once() -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    with pytest.warns(
+        UserWarning, match=r"2 parameters had no part in the loss .* zeros: right\.\w+, right\.\w+$"
+    ):
+        backward(buckets, loss_of(model))
+    check(model, buckets, gradients(model, loss_of))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for side in ("right", "left"):
+            model.side = side
+            model.zero_grad(set_to_none=True)
+            backward(buckets, loss_of(model))
+            check(model, buckets, gradients(model, loss_of))
+
+
+def test_a_loss_that_reaches_next_to_nothing() -> None:
+    model = chain(4, 5, 6, 7)
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    with pytest.warns(UserWarning, match="5 parameters had no part in the loss"):
+        backward(buckets, model[0].bias.sum())
+    wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    wanted["0.bias"] = torch.ones(5)
+    check(model, buckets, wanted)
+
+
+# --- several passes ---------------------------------------------------------------------------------------------
+
+
+def test_two_forwards_and_one_backward() -> None:
+    def twice(model: nn.Module) -> Tensor:
+        return loss_of(model, 1) + 2.0 * loss_of(model, 2)
+
+    model = chain(4, 5, 6)
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    backward(buckets, twice(model))
+    check(model, buckets, gradients(model, twice))
+
+
+def test_two_backwards_add_up() -> None:
+    model = chain(4, 5, 6)
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    first, second = (gradients(model, lambda m, seed=seed: loss_of(m, seed)) for seed in (1, 2))  # type: ignore[misc]
+    for seed in (1, 2):
+        backward(buckets, loss_of(model, seed))
+    check(model, buckets, {name: first[name] + second[name] for name in first})
+
+
+def test_a_backward_outside_is_not_watched() -> None:
+    model = chain(4, 5, 6)
+    buckets = GradientBuckets(model.named_parameters(), 16)
+    ready: list[int] = []
+    buckets.backward(loss_of(model), ready.append)
+    count = len(ready)
+    model.zero_grad()
+    loss_of(model).backward()
+    assert len(ready) == count
+    model.zero_grad()
+    backward(buckets, loss_of(model))
+    check(model, buckets, gradients(model, loss_of))
+
+
+class Refused(RuntimeError):
+    """What goes wrong in the next test."""
+
+
+@pytest.mark.parametrize("where", ["autograd", "ready"])
+@pytest.mark.parametrize("bucket_nbytes", [16, 200, 1 << 20])
+def test_a_good_step_follows_an_error_in_the_middle_of_backward(where: str, bucket_nbytes: int) -> None:
+    model = chain(4, 5, 6, 7)
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes)
+    ready: list[int] = []
+
+    def refuse(*_: Any) -> None:
+        ready.append(-1)
+        raise Refused
+
+    loss = loss_of(model, 9)
+    hook = model[1].bias.register_hook(refuse) if where == "autograd" else None
+    with pytest.raises(Refused):
+        buckets.backward(loss, ready.append if hook else refuse)
+    if hook:
+        hook.remove()
+    heard = len(ready)
+    loss_of(model, 9).backward()
+    assert len(ready) == heard, "it listens although its backward is over"
+    model.zero_grad(set_to_none=True)
+    assert backward(buckets, loss_of(model)) == list(range(len(buckets.buckets)))
+    check(model, buckets, gradients(model, loss_of))
+
+
+def test_removed_buckets_hear_of_nothing() -> None:
+    model = chain(4, 5)
+    buckets = GradientBuckets(model.named_parameters())
+    heard: list[int] = []
+    buckets.watch(lambda: heard.append(1))
+    loss_of(model).backward()
+    assert len(heard) == 2
+    buckets.remove()
+    loss_of(model).backward()
+    assert len(heard) == 2

@@ -1,0 +1,381 @@
+"""A checkpoint holds everything, appears whole or not at all, and says what is wrong when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from farflung.config import Training
+from farflung.errors import CheckpointError
+from farflung.recipes import recipe
+from farflung.replica import Checkpoints, Replica, checkpoint, load_tree, save_tree
+from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Telemetry
+from farflung.types import Batch, State
+from farflung.workloads import Quadratic
+from tests.helpers import same_bits, same_tree
+
+TREE: State = {
+    "model": {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.zeros(0)},
+    "step": 12,
+    "loss": 0.25,
+    "nothing": None,
+    "empty": {},
+    "list": [1, "two", {"three": [None]}],
+}
+
+# --- trees ------------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+names = st.text(st.sampled_from("ab/%2F5. _é"), max_size=6)
+tensors = st.builds(
+    lambda shape, dtype: torch.ones(shape).cumsum(0).to(dtype) if shape else torch.tensor(3).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+trees = st.dictionaries(
+    names,
+    st.recursive(tensors | values, lambda inner: st.dictionaries(names, inner, max_size=3), max_leaves=8),
+    max_size=4,
+)
+
+
+@settings(max_examples=40)  # each is written to a disk
+@given(tree=trees)
+def test_trees_come_back(tree: State, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "trees" / "tree.safetensors"
+    save_tree(path, tree)
+    assert same_tree(load_tree(path), tree)
+
+
+def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tree = {
+        "transposed": base.T,
+        "strided": base[:, ::2],
+        "the same twice": {"a": base, "b": base, "row": base[1]},
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "parameter": nn.Parameter(base),
+        "scalar": torch.tensor(3.5),
+    }
+    save_tree(tmp_path / "tree", tree)
+    loaded = load_tree(tmp_path / "tree")
+    assert same_bits(loaded["transposed"], base.T)
+    assert same_bits(loaded["strided"], base[:, ::2])
+    assert same_tree(loaded["the same twice"], tree["the same twice"])
+    assert same_bits(loaded["nan"], tree["nan"])
+    assert same_bits(loaded["parameter"], base)
+    assert same_bits(loaded["scalar"], torch.tensor(3.5))
+
+
+def test_folders_are_made_and_what_was_there_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "tree"
+    for step in (1, 2):
+        save_tree(path, {"step": step})
+        assert load_tree(path) == {"step": step}
+    assert [file.name for file in path.parent.iterdir()] == ["tree"]
+
+
+# --- whole or not at all ----------------------------------------------------------------------------------------
+
+
+def fails_halfway(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    def cut_short(tensors: Any, path: Path, metadata: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    def no_rename(self: Path, target: Path) -> None:
+        raise OSError("interrupted")
+
+    if moment == "writing":
+        monkeypatch.setattr(checkpoint, "save_file", cut_short)
+    else:
+        monkeypatch.setattr(Path, "replace", no_rename)
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+def test_a_write_that_fails_leaves_what_was_there(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tree(tmp_path / "tree", TREE)
+    fails_halfway(monkeypatch, moment)
+    with pytest.raises(OSError, match="no space|interrupted"):
+        save_tree(tmp_path / "tree", {"step": 13})
+    monkeypatch.undo()
+    assert same_tree(load_tree(tmp_path / "tree"), TREE)
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_with_a_part_unfinished_does_not_count(
+    moment: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [Checkpoints(tmp_path, r, 2, leader=r == 0) for r in range(2)]
+    for step in (1, 2):
+        ranks[1 - rank].save(step, TREE, {"step": step})
+    ranks[rank].save(1, TREE, {"step": 1})
+    fails_halfway(monkeypatch, moment)
+    with pytest.raises(OSError, match="no space|interrupted"):
+        ranks[rank].save(2, TREE, {"step": 2})
+    monkeypatch.undo()
+    for checkpoints in ranks:
+        assert checkpoints.complete() == [1]
+        assert checkpoints.newest() == 1
+
+
+def test_every_way_of_being_cut_short_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "tree"
+    save_tree(path, TREE)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cut short or damaged"):
+            load_tree(path)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        load_tree(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"\xff" * 64, b"step: 12\n" * 20])
+def test_another_kind_of_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tree").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        load_tree(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"farflung": "{"}])
+def test_tensors_written_by_something_else_are_refused(metadata: Any, tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "tree", metadata)
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        load_tree(tmp_path / "tree")
+
+
+def test_what_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tree: no such checkpoint file"):
+        load_tree(tmp_path / "tree")
+    assert CheckpointError.exit_code == 2
+
+
+# --- the checkpoints of a run -----------------------------------------------------------------------------------
+
+
+def saved(folder: Path, size: int, *steps: int, keep: int = 2) -> list[Checkpoints]:
+    ranks = [Checkpoints(folder, rank, size, leader=rank == 0, keep=keep) for rank in range(size)]
+    for step in steps:
+        for rank, checkpoints in enumerate(ranks):
+            checkpoints.save(step, {"step": step}, {"rank": rank, "step": step})
+    return ranks
+
+
+def test_each_rank_gets_its_own_part(tmp_path: Path) -> None:
+    for rank, checkpoints in enumerate(saved(tmp_path, 3, 5, 10)):
+        assert checkpoints.complete() == [5, 10]
+        assert checkpoints.newest() == 10
+        assert checkpoints.load(5) == ({"step": 5}, {"rank": rank, "step": 5})
+
+
+def test_a_checkpoint_counts_once_everybody_has_written(tmp_path: Path) -> None:
+    ranks = [Checkpoints(tmp_path, rank, 3, leader=rank == 0) for rank in range(3)]
+    for rank in (1, 0, 2):
+        assert ranks[0].complete() == []
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            ranks[0].newest()
+        ranks[rank].save(4, {}, {})
+    assert ranks[0].complete() == [4]
+
+
+def test_a_checkpoint_without_its_shared_part_does_not_count(tmp_path: Path) -> None:
+    (checkpoints,) = saved(tmp_path, 1, 4)
+    (tmp_path / "step-00000004" / "shared.safetensors").unlink()
+    assert checkpoints.complete() == []
+
+
+def test_other_things_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
+    (checkpoints,) = saved(tmp_path, 1, 4)
+    for name in ("step-", "step-x", "step-00000005", "steps", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "events.jsonl").write_text("{}")
+    assert checkpoints.complete() == [4]
+    assert Checkpoints(tmp_path / "absent", 0, 1, leader=True).complete() == []
+
+
+def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
+    (checkpoints,) = saved(tmp_path, 1, 9, 100_000_000, 10, 99_999_999)
+    assert checkpoints.complete() == [9, 10, 99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
+def test_another_number_of_replicas_is_refused(before: int, after: int, tmp_path: Path) -> None:
+    saved(tmp_path, before, 4)
+    for rank in range(after):
+        with pytest.raises(CheckpointError, match=f"saved by another number of replicas than {after}"):
+            Checkpoints(tmp_path, rank, after, leader=rank == 0).load(4)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
+    ranks = saved(tmp_path, 2, 1, 2, 3, 4, keep=keep)
+    ranks[0].save(5, {}, {})  # not complete: it counts for nothing, and stays
+    ranks[1].prune()
+    assert ranks[0].complete() == [1, 2, 3, 4], "one of them prunes"
+    ranks[0].prune()
+    assert ranks[0].complete() == [1, 2, 3, 4][-keep:]
+    assert (tmp_path / "step-00000005").exists()
+    ranks[1].save(5, {}, {})
+    assert ranks[0].newest() == 5
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------
+
+
+def trained(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam"}], ids=str
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_optimizer_goes_on_from_its_state(options: dict[str, Any], frozen: bool, tmp_path: Path) -> None:
+    training = Training(steps=1, batch_size=1, learning_rate=0.05, **options)
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].weight.requires_grad_(not frozen)
+        return model, make_optimizer(training, model)
+
+    model, optimizer = fresh()
+    trained(optimizer, model, range(3))
+    optimizer.param_groups[0]["lr"] = 0.01
+    save_tree(tmp_path / "tree", {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)})
+    trained(optimizer, model, range(3, 6))
+
+    tree = load_tree(tmp_path / "tree")
+    resumed, resumed_optimizer = fresh()
+    resumed.load_state_dict(tree["model"])
+    load_optimizer_state(resumed_optimizer, tree["optimizer"])
+    trained(resumed_optimizer, resumed, range(3, 6))
+    assert same_tree(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+# --- whole replicas ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Dropout, running statistics, a buffer that is not kept, and parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 1))
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(self.drop(self.norm(x)))[:, 0] * self.scale
+        return y
+
+
+class Task(Quadratic):
+    """A model with more to it than a point."""
+
+    width = 5
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
+            return Net(self.width)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        out: Tensor = model(batch.inputs)
+        return (out - batch.targets).square()
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.loss(model, batch)
+
+
+def replicas(
+    folder: Path, steps: int, size: int = 2, width: int = 5, **settings: Any
+) -> tuple[VirtualWorld, list[Replica]]:
+    training = Training(
+        **{
+            "steps": steps,
+            "batch_size": 4,
+            "learning_rate": 0.05,
+            "seed": 3,
+            "checkpoint_every": 4,
+            **settings,
+        }
+    )
+    world, made = VirtualWorld(size), []
+    for runtime in world.runtimes:
+        task = Task(dim=6, samples=44)
+        task.width = width
+        rank = runtime.comm.rank
+        checkpoints = Checkpoints(folder, rank, size, leader=rank == 0, keep=9)
+        made.append(
+            Replica(runtime, task, training, recipe("synchronous").parts(3), Telemetry(rank), checkpoints)
+        )
+    return world, made
+
+
+def run(world: VirtualWorld, made: list[Replica]) -> list[dict[str, Tensor]]:
+    world.run([replica.run() for replica in made])
+    return [dict(replica.model.state_dict()) for replica in made]
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}], ids=str)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(options: dict[str, Any], tmp_path: Path) -> None:
+    wanted = run(*replicas(tmp_path / "whole", 12, **options))
+    run(*replicas(tmp_path / "parts", 8, **options))
+    for start in (4, 8):
+        world, resumed = replicas(tmp_path / "parts", 12, **options)
+        assert resumed[0].checkpoints is not None
+        assert {4, 8} <= set(resumed[0].checkpoints.complete())
+        for replica in resumed:
+            replica.resume(start)
+            assert replica.step_done == start
+        for got, want in zip(run(world, resumed), wanted, strict=True):
+            assert same_tree(got, want)
+
+
+def changed(replica: Replica) -> Callable[[], bool]:
+    kept = {name: t.clone() for name, t in replica.model.state_dict().items()}
+    return lambda: not same_tree(kept, dict(replica.model.state_dict()))
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run(*replicas(tmp_path, 4))
+    _, others = replicas(tmp_path, 8, width=7)
+    for replica in others:
+        touched = changed(replica)
+        with pytest.raises(CheckpointError, match="is of another model"):
+            replica.resume(4)
+        assert not touched()
+
+
+def test_a_checkpoint_of_more_replicas_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run(*replicas(tmp_path, 4))
+    _, (alone,) = replicas(tmp_path, 8, size=1)
+    touched = changed(alone)
+    with pytest.raises(CheckpointError, match="another number of replicas than 1"):
+        alone.resume(4)
+    assert not touched()

@@ -1,0 +1,125 @@
+"""What every schedule promises, tried on a table of all of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from farflung.schedules import SCHEDULES, Synchronous
+from farflung.types import Bucket, Replace, Schedule, SharedStats, State, TensorSpec, Transfer
+
+BUCKETS = tuple(
+    Bucket(index, TensorSpec((numel,), dtype))
+    for index, (numel, dtype) in enumerate([(100, torch.float32), (7, torch.float64), (3000, torch.float32)])
+)
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule to try: adding a schedule is adding a row.
+
+    Args:
+      schedule: with the options to try it with.
+      lag: the most steps that pass between a transfer's start and its due step.
+      every: the most steps that pass between two transfers of a bucket.
+    """
+
+    schedule: Schedule
+    lag: int = 0
+    every: int = 1
+
+
+ROWS: dict[str, Row] = {
+    "synchronous": Row(Synchronous()),
+}
+
+
+@pytest.fixture(params=ROWS)
+def row(request: pytest.FixtureRequest) -> Row:
+    return ROWS[request.param]
+
+
+def stats(step: int) -> SharedStats:
+    return SharedStats(step, loss=1.0 / (1 + step), weight=4.0, elapsed_s=0.5 * step)
+
+
+def run(schedule: Schedule, buckets: tuple[Bucket, ...] = BUCKETS) -> list[list[Transfer]]:
+    state, plans = schedule.init(buckets), []
+    for step in range(STEPS):
+        plans.append(schedule.plan(state, step))
+        state = schedule.observe(state, stats(step))
+    return plans
+
+
+def index(transfer: Transfer) -> int:
+    assert isinstance(transfer.part, Bucket)
+    return transfer.part.index
+
+
+def test_the_table_has_every_schedule() -> None:
+    assert {name.split(" ")[0] for name in ROWS} == set(SCHEDULES)
+    for name, row in ROWS.items():
+        assert isinstance(row.schedule, SCHEDULES[name.split(" ")[0]])  # type: ignore[arg-type]
+
+
+def test_it_says_what_the_optimizer_steps_on(row: Row) -> None:
+    assert row.schedule.steps_on in ("aggregate", "own")
+
+
+def test_all_ranks_plan_alike(row: Row) -> None:
+    torch.manual_seed(1)
+    first = run(row.schedule)
+    torch.manual_seed(2)
+    assert run(row.schedule) == first
+
+
+def test_each_bucket_is_carried_often_enough_and_once_a_step(row: Row) -> None:
+    last = dict.fromkeys(range(len(BUCKETS)), -1)
+    for step, transfers in enumerate(run(row.schedule)):
+        order = [index(transfer) for transfer in transfers]
+        assert order == sorted(set(order))
+        assert all(transfer.part == BUCKETS[index(transfer)] for transfer in transfers)
+        for bucket in order:
+            assert step - last[bucket] <= row.every
+            last[bucket] = step
+    assert all(STEPS - 1 - step < row.every for step in last.values())
+
+
+def test_nothing_is_due_before_it_starts_or_too_late(row: Row) -> None:
+    for step, transfers in enumerate(run(row.schedule)):
+        for transfer in transfers:
+            assert step <= transfer.due_step <= step + row.lag
+            assert transfer.due_at in ("optimizer", "forward")
+
+
+def test_results_of_a_bucket_are_due_in_the_order_they_started(row: Row) -> None:
+    for bucket in range(len(BUCKETS)):
+        due = [t.due_step for transfers in run(row.schedule) for t in transfers if index(t) == bucket]
+        assert due == sorted(due)
+
+
+def test_the_state_is_a_value(row: Row) -> None:
+    state: State = row.schedule.init(BUCKETS)
+    for step in range(5):
+        kept = copy.deepcopy(state)
+        first = row.schedule.plan(state, step)
+        assert row.schedule.plan(state, step) == first
+        after = row.schedule.observe(state, stats(step))
+        assert state == kept
+        assert row.schedule.observe(kept, stats(step)) == after
+        state = after
+
+
+def test_it_plans_for_any_number_of_buckets(row: Row) -> None:
+    for count in (0, 1, 3):
+        for transfers in run(row.schedule, BUCKETS[:count]):
+            assert {index(transfer) for transfer in transfers} <= set(range(count))
+
+
+def test_synchronous_is_every_bucket_at_every_step_due_at_once() -> None:
+    for step, transfers in enumerate(run(Synchronous())):
+        assert transfers == [Transfer(bucket, "gradient", step, "optimizer", Replace()) for bucket in BUCKETS]

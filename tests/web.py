@@ -1,0 +1,74 @@
+"""A web server on this machine, for downloads that break off, change or are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from farflung.data.source import File
+
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``content``; the first ``break_after`` entries end a response after that many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = CONTENT
+        self.ranges = True
+        self.break_after: list[int] = []
+        self.asked: list[str | None] = []
+        self.status = 200
+
+    def file(self, **known: object) -> File:
+        values: dict[str, object] = {
+            "nbytes": len(CONTENT),
+            "md5": hashlib.md5(CONTENT).hexdigest(),
+            "url": f"http://127.0.0.1:{self.server_port}/set.bin",
+        }
+        return File("set.bin", **{**values, **known})  # type: ignore[arg-type]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET with byte ranges."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.headers.get("Range"))
+        if self.server.status != 200:
+            self.send_error(self.server.status)
+            return
+        start = 0
+        if self.headers.get("Range") and self.server.ranges:
+            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if start >= len(self.server.content):
+                self.send_error(416)
+                return
+            self.send_response(206)
+            size = len(self.server.content)
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        else:
+            self.send_response(200)
+        body = self.server.content[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: self.server.break_after.pop(0)] if self.server.break_after else body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server that answers inside."""
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
