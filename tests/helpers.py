@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -258,7 +259,7 @@ class Group:
         for a, b in ((src, dst), (dst, src)):
             self.comms[a].send(numbered(number), b, tag(number))
             arrived = self.comms[b].recv(a, tag(number))
-            self.until(lambda arrived=arrived: arrived.done)
+            self.until(partial(getattr, arrived, "done"))
             assert number_in(arrived.result()) == number
 
     def raw(self, src: int, dst: int, *frames: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Collectives computed as a whole: the times, bits and bytes of their hops, whoever is late and whatever else goes on."""
+"""Collectives computed as a whole: the times, bits and bytes of their hops, whoever is late."""
 
 from __future__ import annotations
 

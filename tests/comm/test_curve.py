@@ -252,7 +252,7 @@ def test_a_recording_played_again_gets_nothing_in(
     assert [comm.lost for comm in members.comms] == [None] * SIZE
 
 
-# --- what the store may say ------------------------------------------------------------------------------------------
+# --- what the store may say -------------------------------------------------------------------------------------
 
 ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
 

@@ -79,7 +79,7 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
     waited_for = stayer.recv(1, tag(5))
     members.comms[1].send(numbered(7), 0, tag(5))
     members.leave(1)
-    assert stayer._monitor.poll(PATIENCE_S * 1000)
+    assert stayer._monitor.poll(int(PATIENCE_S * 1000))
     stayer._look_for_losses()
     assert number_in(waited_for.result()) == 7
     assert stayer.lost is None
@@ -87,7 +87,7 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
 
 def test_those_who_leave_together_see_each_other_leave(group: Callable[..., Group]) -> None:
     members = group(3)
-    in_threads(*(lambda comm=comm: comm.farewell(None) for comm in members.comms))  # type: ignore[misc]
+    in_threads(*(lambda comm=comm: comm.farewell(None) for comm in members.comms))
     for comm in members.comms:
         assert comm._left == {0, 1, 2} - {comm.rank}
 
@@ -290,7 +290,7 @@ def test_the_message_of_a_failed_replica_reaches_who_waits(leaver: int) -> None:
 
 def test_a_replica_that_never_joins_is_named() -> None:
     store = dist.HashStore()
-    results = in_threads(*(lambda rank=rank: WallRuntime(rank, 3, store, join_s=0.1) for rank in (0, 2)))  # type: ignore[misc]
+    results = in_threads(*(lambda rank=rank: WallRuntime(rank, 3, store, join_s=0.1) for rank in (0, 2)))
     for error in failures(results):
         assert isinstance(error, DeadlinePassed)
         assert error.rank == 1
@@ -311,7 +311,7 @@ def test_a_replica_that_never_greets_is_named(silent: int) -> None:
 def test_nonsense_in_the_store_is_no_address(published: str) -> None:
     store = dist.HashStore()
     store.set("farflung/0/1", published)
-    with pytest.raises(ProtocolError, match="the store holds .* where an address was due"):
+    with pytest.raises(ProtocolError, match=r"the store holds .* where an address was due"):
         WallRuntime(0, 2, store, join_s=PATIENCE_S)
 
 
@@ -321,7 +321,7 @@ def test_unlike_settings_end_every_replica_by_name() -> None:
         *(
             lambda rank=rank: WallRuntime(
                 rank, 3, store, join_s=PATIENCE_S, settings={"steps": 10 + rank // 2}
-            )  # type: ignore[misc]
+            )
             for rank in range(3)
         )
     )

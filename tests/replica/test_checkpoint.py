@@ -64,7 +64,7 @@ def test_trees_come_back(tree: State, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    tree = {
+    tree: State = {
         "transposed": base.T,
         "strided": base[:, ::2],
         "the same twice": {"a": base, "b": base, "row": base[1]},
@@ -113,7 +113,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 ) -> None:
     save_tree(tmp_path / "tree", TREE)
     fails_halfway(monkeypatch, moment)
-    with pytest.raises(OSError, match="no space|interrupted"):
+    with pytest.raises(OSError, match=r"no space|interrupted"):
         save_tree(tmp_path / "tree", {"step": 13})
     monkeypatch.undo()
     assert same_tree(load_tree(tmp_path / "tree"), TREE)
@@ -129,7 +129,7 @@ def test_a_checkpoint_with_a_part_unfinished_does_not_count(
         ranks[1 - rank].save(step, TREE, {"step": step})
     ranks[rank].save(1, TREE, {"step": 1})
     fails_halfway(monkeypatch, moment)
-    with pytest.raises(OSError, match="no space|interrupted"):
+    with pytest.raises(OSError, match=r"no space|interrupted"):
         ranks[rank].save(2, TREE, {"step": 2})
     monkeypatch.undo()
     for checkpoints in ranks:

@@ -38,7 +38,12 @@ def test_callbacks_run_at_their_times_in_order() -> None:
     clock.at(1.0, note("b after"))
     clock.at(1.0, note("b before"), priority=-1)
     clock.soon(note("a"))
-    clock.at(1.0, lambda: (clock.soon(note("soon")), clock.at(0.0, note("late"))), priority=-2)  # type: ignore[arg-type]
+
+    def more() -> None:
+        clock.soon(note("soon"))
+        clock.at(0.0, note("late"))
+
+    clock.at(1.0, more, priority=-2)
     clock.run()
     assert seen == [
         ("a", 0.0),
@@ -182,7 +187,7 @@ def test_a_backward_without_buckets_takes_its_time_too() -> None:
 def test_an_error_in_a_computation_is_raised_where_it_is_awaited() -> None:
     async def body(runtime: Runtime) -> str:
         try:
-            await runtime.compute(Cost("forward", 1), lambda: {}["loss"])
+            await runtime.compute(Cost("forward", 1), lambda: dict[str, float]()["loss"])
         except KeyError as error:
             return str(error)
         return "nothing"

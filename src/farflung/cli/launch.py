@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
+from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
@@ -137,9 +138,17 @@ def _listener(scratch: Path) -> Iterator[socket.socket]:
 
 
 def _command(config: RunConfig, folder: RunFolder) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    # Static rendezvous: torchrun's other kinds unpickle what their store holds, and it listens on every interface.
+    meeting = ["--nnodes", "1", "--node-rank", "0", "--master-addr", LOOPBACK, "--master-port", str(_free_port())]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--max-restarts", "0"]
     worker = ["-m", "farflung.cli.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
     return [*torchrun, "--nproc-per-node", str(config.workers), *worker]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def _environment(events: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from farflung.types import TensorSpec
 __all__ = ["codec_option", "density_option", "floating", "indexable", "share_option", "whole_option"]
 
 
-def density_option(name: str, density: float) -> None:
+def density_option(name: str, density: object) -> None:
     """A fraction kept.
 
     Raises:
@@ -20,7 +20,7 @@ def density_option(name: str, density: float) -> None:
         raise ConfigError(f"{name}: density {density!r} must be above 0 and at most 1")
 
 
-def share_option(name: str, option: str, share: float) -> None:
+def share_option(name: str, option: str, share: object) -> None:
     """A factor such as a momentum.
 
     Raises:

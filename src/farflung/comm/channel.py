@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ class InOne:
     hops: int
 
 
-@runtime_checkable
 class Shortcut(Protocol):
     """A communicator that may compute a collective as a whole, with the times, bytes and bits of its hops."""
 
@@ -76,7 +75,7 @@ class ExchangeChannel:
         self.features: frozenset[Feature] = comm.features
         self.sent_nbytes = 0
         self._comm = comm
-        self._shortcut = comm if isinstance(comm, Shortcut) else None
+        self._shortcut: Shortcut | None = cast(Shortcut, comm) if hasattr(comm, "in_one") else None
         self._exchange, self._part = exchange, part
         self._next_hop = 0
 

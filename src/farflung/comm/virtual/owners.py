@@ -67,7 +67,7 @@ class OwnersInOne:
         self._shards = shards_of(tensor.numel(), tensor.element_size(), owners)
         lengths = np.array([[segment.length for segment in shard] for shard in self._shards], dtype=np.int64)
         self._nbytes = lengths.T * tensor.element_size()  # by piece and owner
-        self._side_nbytes = side.nbytes
+        self._dense_nbytes, self._side_nbytes = tensor.nbytes, side.nbytes
         self._back_nbytes = 0 if owners == size else side.nbytes
         self._pieces = len(self._nbytes)
         self.hops = 2 * self._pieces
@@ -78,12 +78,11 @@ class OwnersInOne:
 
     def sent_nbytes(self, rank: int) -> int:
         """All that one rank sends."""
-        dense = self._nbytes.sum(axis=0)
-        others = [owner for owner in range(self._owners) if owner != rank]
-        there = sum(int(dense[owner]) + self._side_nbytes for owner in others)
         if rank >= self._owners:
-            return there
-        return there + (self._size - 1) * (int(dense[rank]) + self._back_nbytes)
+            return self._dense_nbytes + self._owners * self._side_nbytes
+        own = int(self._nbytes[:, rank].sum())
+        there = self._dense_nbytes - own + (self._owners - 1) * self._side_nbytes
+        return there + (self._size - 1) * (own + self._back_nbytes)
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """A rank sends its part of each shard."""

@@ -47,12 +47,13 @@ class Pairs:
                 link = profile.connection(a, b).link
                 self._latency_s[a, b], self._jitter_s[a, b] = link.latency_s, link.jitter_s
                 self._rate_bps[a, b] = mean_capacity(profile.goodput_bps(a, b))
-        self._jitters = bool(self._jitter_s.any())
+        self.jitters = bool(self._jitter_s.any())
+        """Whether any link does."""
         # Pages that no message touches take no memory.
         square = (self._size, self._size)
         self._free_at = np.zeros(square)
-        self._last_arrival = np.zeros(square if self._jitters else (0, 0))
-        self._sent = np.zeros(square if self._jitters else (0, 0), dtype=np.int64)
+        self._last_arrival = np.zeros(square if self.jitters else (0, 0))
+        self._sent = np.zeros(square if self.jitters else (0, 0), dtype=np.int64)
 
     def send(self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]) -> Moment:
         """See :class:`farflung.comm.virtual.clock.Carrier`."""
@@ -65,12 +66,12 @@ class Pairs:
         leaves = max(self._clock.now(), float(self._free_at[src, dst])) + bits / float(self._rate_bps[a, b])
         self._free_at[src, dst] = leaves
         delay = float(self._latency_s[a, b])
-        if self._jitters:
+        if self.jitters:
             drawn = uniform(self._seed, src, dst, int(self._sent[src, dst]))
             self._sent[src, dst] += 1
             delay += float(self._jitter_s[a, b]) * (2.0 * drawn - 1.0)
         arrives = leaves + delay
-        if self._jitters:
+        if self.jitters:
             arrives = max(arrives, float(self._last_arrival[src, dst]))
             self._last_arrival[src, dst] = arrives
         self._clock.at(arrives, lambda: arrived(arrives))
@@ -92,7 +93,7 @@ class Pairs:
         leaves += bits / self._rate_bps[a, b]
         self._free_at[src, dst] = leaves
         delay = self._latency_s[a, b]
-        if not self._jitters:
+        if not self.jitters:
             arrives: Row = leaves + delay
             return arrives
         receivers = np.arange(self._size)[dst]

@@ -72,14 +72,20 @@ class RingInOne:
         arrives = self._pairs.send_many(ranks, after, 8.0 * self._nbytes[segment])
         self._sent[ranks] += 1
         for t, places in by_time(arrives):
-            if t not in self._arriving:
-                self._arriving[t] = []
-                self._clock.at(t, lambda t=t: self._receive(t))  # type: ignore[misc]
-            self._arriving[t].append(after[places])
+            self._receive_at(t, after[places])
         return ranks
 
-    def _receive(self, t: float) -> None:
-        ranks = np.concatenate(self._arriving.pop(t))
+    def _receive_at(self, t: float, ranks: Ranks) -> None:
+        if self._pairs.jitters:
+            # Messages that overtook others' delays arrive together; they go on in the order they were sent.
+            self._clock.at(t, lambda: self._receive(ranks))
+            return
+        if t not in self._arriving:
+            self._arriving[t] = []
+            self._clock.at(t, lambda: self._receive(np.concatenate(self._arriving.pop(t))))
+        self._arriving[t].append(ranks)
+
+    def _receive(self, ranks: Ranks) -> None:
         np.add.at(self._received, ranks, 1)
         self._go_on(np.unique(ranks))
 
