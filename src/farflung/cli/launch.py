@@ -139,7 +139,16 @@ def _listener(scratch: Path) -> Iterator[socket.socket]:
 
 def _command(config: RunConfig, folder: RunFolder) -> list[str]:
     # Static rendezvous: torchrun's other kinds unpickle what their store holds, and it listens on every interface.
-    meeting = ["--nnodes", "1", "--node-rank", "0", "--master-addr", LOOPBACK, "--master-port", str(_free_port())]
+    meeting = [
+        "--nnodes",
+        "1",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        LOOPBACK,
+        "--master-port",
+        str(_free_port()),
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--max-restarts", "0"]
     worker = ["-m", "farflung.cli.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
     return [*torchrun, "--nproc-per-node", str(config.workers), *worker]
