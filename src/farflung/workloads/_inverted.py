@@ -6,6 +6,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from farflung.workloads._residual import BATCH_NORM_MOMENTUM
+
 __all__ = ["mobilenet"]
 
 
@@ -30,7 +32,7 @@ def mobilenet(classes: int) -> nn.Module:
 
 def _conv(width: int, out: int, kernel: int, *, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     conv = nn.Conv2d(width, out, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(out), nn.ReLU6()]
+    return [conv, nn.BatchNorm2d(out, momentum=BATCH_NORM_MOMENTUM), nn.ReLU6()]
 
 
 class _Inverted(nn.Module):
@@ -41,7 +43,7 @@ class _Inverted(nn.Module):
             *_conv(width, wide, 1),
             *_conv(wide, wide, 3, stride=stride, groups=wide),
             nn.Conv2d(wide, out, 1, bias=False),
-            nn.BatchNorm2d(out),
+            nn.BatchNorm2d(out, momentum=BATCH_NORM_MOMENTUM),
         )
         self.residual = stride == 1 and width == out
 

@@ -18,5 +18,5 @@ def mobilenet() -> Workload:
         name="aid/mobilenet",
         network=partial(inverted, 30),
         load=aid.load,
-        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=1500),
+        defaults=settings(batch_size=32, learning_rate=0.03, weight_decay=1e-4, steps=1500),
     )

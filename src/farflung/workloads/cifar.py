@@ -19,7 +19,7 @@ def resnet8() -> Workload:
         name="cifar10/resnet8",
         network=partial(resnet, 8, 10),
         load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=1000),
+        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -29,7 +29,7 @@ def resnet20() -> Workload:
         name="cifar10/resnet20",
         network=partial(resnet, 20, 10),
         load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.05, weight_decay=1e-4, steps=1000),
+        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 

@@ -15,20 +15,29 @@ _SIZE = 10_000
 
 
 def newsgroups_lstm() -> Workload:
-    """20 Newsgroups with an LSTM."""
+    """20 Newsgroups with an LSTM over the first 96 words.
+
+    Test accuracy with the defaults (1,200 steps of 32, seeds 0 and 1): 62.4 and 64.5 %. This is a workload for a
+    network with large embeddings, not for its accuracy: a linear model of the same words in any order reaches 73.4 %
+    in 4,000 steps.
+    """
     return Classification(
         name="newsgroups/lstm",
         network=partial(TextClassifier, _SIZE, 64, 64, 20),
         load=partial(newsgroups.load, length=96, size=_SIZE),
-        defaults=settings(batch_size=32, learning_rate=0.5, momentum=0.9, steps=1500),
+        defaults=settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1200),
     )
 
 
 def ag_news_lstm() -> Workload:
-    """AG News with an LSTM."""
+    """AG News with an LSTM over the first 48 words.
+
+    Test accuracy with the defaults (1,000 steps of 32, seeds 0 and 1) and 5,000 training rows: 79.3 and 79.3 %. A
+    linear model of the same words in any order: 83.5 % in 2,000 steps. The full 120,000 rows have not been measured.
+    """
     return Classification(
         name="ag-news/lstm",
         network=partial(TextClassifier, _SIZE, 64, 64, 4),
         load=partial(ag_news.load, length=48, size=_SIZE),
-        defaults=settings(batch_size=32, learning_rate=0.5, momentum=0.9, steps=600),
+        defaults=settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1000),
     )

@@ -17,6 +17,10 @@ __all__ = ["vgg"]
 def vgg(data: Version = "nine") -> Workload:
     """Speech Commands with four convolutions and two dense layers.
 
+    Accuracy on the nine words' 500 test clips, spoken by people not heard in training, with the defaults (600 steps
+    of 32, seeds 0 and 1): 90.2 and 85.2 %. A linear model: 45.8 % after 2,000 steps. Versions 0.01 and 0.02 have not
+    been measured.
+
     Args:
       data: ``nine`` words, or all of version ``v0.01`` or ``v0.02``.
     """
