@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -22,48 +23,20 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.codecs.routed import join
-from farflung.comm import ExchangeChannel, LinkModel
+from farflung.comm import LinkModel
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.types import (
     Codec,
     CodecState,
-    Contribution,
     Payload,
-    Reduced,
     Reducer,
     Seeds,
-    StateSlot,
     TensorSpec,
 )
 from tests.helpers import same_bits
-from tests.reducers.test_contract import LINK, SPEC, WEIGHTS, Replica, exact_mean, gradient, run
-
-NO_RIDER = torch.zeros(0, dtype=torch.float64)
-SIDE = 8
-
-
-def once(
-    reducer: Reducer, grads: list[Tensor], *, link: LinkModel = LINK, spec: TensorSpec | None = None
-) -> tuple[list[Reduced], list[int], float]:
-    """One exchange: results, bytes sent, seconds."""
-    world = VirtualWorld(len(grads), link)
-    channels = [ExchangeChannel(runtime.comm, 1, 0) for runtime in world.runtimes]
-    spec = spec or TensorSpec.of(grads[0])
-    results = world.run(
-        [
-            reducer.reduce(
-                channel,
-                StateSlot(reducer.init(spec, Seeds(1, 2 + channel.rank))),
-                Contribution(grad.clone(), 1.0, NO_RIDER),
-                step=0,
-            )
-            for channel, grad in zip(channels, grads, strict=True)
-        ]
-    )
-    return results, [channel.sent_nbytes for channel in channels], world.clock.now()
+from tests.reducers.replicas import LINK, SIDE, SPEC, WEIGHTS, Replica, exact_mean, gradient, left, once, run
 
 
 def decoded(codec: Codec, grad: Tensor, own: int) -> Tensor:
@@ -181,25 +154,6 @@ def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
 
 
 # --- weights and residuals --------------------------------------------------------------------------------------
-
-
-def left(replica: Replica) -> Tensor:
-    """A rank's residual."""
-    shared, local = replica.slot.state.shared, replica.slot.state.local
-    whole = torch.zeros(SPEC.numel, dtype=torch.float64)
-    if isinstance(replica.reducer, PowerSGD):
-        for shape, starts in shared["layout"]["groups"].items():
-            for start, matrix in zip(starts, local["residual"][shape], strict=True):
-                whole[start : start + matrix.numel()] = matrix.reshape(-1)
-        return whole
-    if "seed" in local:  # what two phases wrap around a codec's state
-        shared, local = shared["codec"], local["codec"]
-    if "residual" in local:
-        return whole.add(local["residual"])
-    for role, route in shared.items():
-        if "residual" in local[role]:
-            join(whole, route["runs"], local[role]["residual"].double())
-    return whole
 
 
 FEEDBACK: list[Reducer] = [
@@ -323,4 +277,10 @@ def test_an_infinity_anywhere_is_seen_by_all() -> None:
     assert results[0].mean[100:].isfinite().all()
 
 
-# --- low rank ---------------------------------------------------------------------------------------------------
+def test_other_dtypes_keep_theirs() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for reducer in (PowerSGD(), SharedScaleQSGD(bits=8), CodecReducer(error_feedback())):
+            grads = [gradient(rank, 0).to(dtype) for rank in range(2)]
+            results, _, _ = once(reducer, grads, spec=replace(SPEC, dtype=dtype))
+            assert results[0].mean.dtype == dtype
+            assert same_bits(results[0].mean, results[1].mean)

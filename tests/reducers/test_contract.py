@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from farflung.codecs import DGC, Identity, TopK, Truncate16, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
@@ -16,12 +16,9 @@ from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.replica import load_tree, save_tree
 from farflung.runtime import VirtualWorld
-from farflung.seeding import generator
-from farflung.tasks import Pending
 from farflung.types import (
     CodecState,
     Contribution,
-    Placed,
     Reduced,
     Reducer,
     Runtime,
@@ -29,12 +26,8 @@ from farflung.types import (
     StateSlot,
     TensorSpec,
 )
-from tests.helpers import CODEC_ROWS, NUMEL, same_bits, same_tree
-
-PARTS = (Placed((4, 4, 3, 3), 0), Placed((10, 10), 144), Placed((13,), 244))
-SPEC = TensorSpec((NUMEL,), torch.float32, PARTS)
-WEIGHTS = (1.0, 0.5, 0.25, 2.0)
-LINK = LinkModel(latency_s=0.05, bandwidth_bps=1e6)
+from tests.helpers import CODEC_ROWS, NUMEL, Cluster, same_bits, same_tree
+from tests.reducers.replicas import LINK, SPEC, WEIGHTS, Replica, assert_alike, exact_mean, gradient, run
 
 
 @dataclass(frozen=True)
@@ -73,80 +66,6 @@ each_row = pytest.mark.parametrize("name", ROWS)
 each_size = pytest.mark.parametrize("size", [1, 2, 4])
 
 
-def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
-    return torch.randn(numel, generator=generator(21, rank, step))
-
-
-@dataclass
-class Replica:
-    """One rank's exchanges of one bucket.
-
-    Args:
-      width: how many exchanges are under way at once.
-    """
-
-    runtime: Runtime
-    reducer: Reducer
-    spec: TensorSpec = SPEC
-    width: int = 1
-    make: Callable[[int, int], Tensor] = gradient
-    weighted: bool = True
-    results: list[Reduced] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rank = self.runtime.comm.rank
-        self.slot = StateSlot(self.reducer.init(self.spec, Seeds(5, 100 + self.rank)))
-
-    async def run(self, steps: range) -> Replica:
-        flying: list[tuple[Pending[Reduced], ExchangeChannel]] = []
-        for step in steps:
-            weight = WEIGHTS[self.rank] if self.weighted else 1.0
-            rider = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
-            channel = ExchangeChannel(self.runtime.comm, step, 0)
-            own = Contribution(self.make(self.rank, step), weight, rider)
-            flying.append(
-                (self.runtime.launch(self.reducer.reduce(channel, self.slot, own, step=step)), channel)
-            )
-            if len(flying) == self.width:
-                await self._merge(*flying.pop(0))
-        for flight in flying:
-            await self._merge(*flight)
-        return self
-
-    async def _merge(self, pending: Pending[Reduced], channel: ExchangeChannel) -> None:
-        reduced = await pending
-        if reduced.learn is not None:
-            self.slot.state = reduced.learn(self.slot.state)
-        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.rider))
-        self.nbytes.append(channel.sent_nbytes)
-
-
-def run(
-    reducer: Reducer, size: int, steps: int = 3, link: LinkModel = LINK, **options: object
-) -> list[Replica]:
-    world = VirtualWorld(size, link)
-    replicas = [Replica(runtime, reducer, **options) for runtime in world.runtimes]  # type: ignore[arg-type]
-    return world.run([replica.run(range(steps)) for replica in replicas])
-
-
-def exact_mean(size: int, step: int, weighted: bool = True) -> Tensor:
-    weights = WEIGHTS[:size] if weighted else (1.0,) * size
-    total = sum(w * gradient(rank, step).double() for rank, w in enumerate(weights))
-    assert isinstance(total, Tensor)
-    return total / sum(weights)
-
-
-def assert_alike(replicas: list[Replica]) -> None:
-    first = replicas[0]
-    for other in replicas[1:]:
-        for one, two in zip(first.results, other.results, strict=True):
-            assert same_bits(one.mean, two.mean)
-            assert same_bits(one.rider, two.rider)
-            assert one.weight == two.weight
-        assert same_tree(first.slot.state.shared, other.slot.state.shared)
-
-
 def test_the_registry_makes_each_without_arguments() -> None:
     for name, make in REDUCERS.items():
         assert make(collective="ring").collective == "ring"  # type: ignore[attr-defined]
@@ -163,6 +82,27 @@ def test_all_ranks_end_with_the_same_bits(name: str, size: int) -> None:
         assert replica.results[2].rider[0] == sum(range(size))
         assert replica.results[2].mean.shape == (NUMEL,)
         assert size > 1 or replica.nbytes == [0, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = Cluster()
+    yield found
+    found.close()
+
+
+@each_row
+@pytest.mark.parametrize("size", [2, 4])
+def test_both_worlds_give_the_same_bits_bytes_and_states(name: str, size: int, cluster: Cluster) -> None:
+    reducer = ROWS[name].reducer
+    real = cluster.run(
+        size, lambda runtime, number: Replica(runtime, reducer, width=2, first=1000 * number).run(range(4))
+    )
+    for one, two in zip(real, run(reducer, size, steps=4, width=2), strict=True):
+        assert all(same_bits(a.mean, b.mean) for a, b in zip(one.results, two.results, strict=True))
+        assert one.nbytes == two.nbytes
+        assert same_tree(one.slot.state.local, two.slot.state.local)
+        assert same_tree(one.slot.state.shared, two.slot.state.shared)
 
 
 @each_row
@@ -246,8 +186,8 @@ def test_the_smallest_tensors(name: str, size: int, numel: int) -> None:
 @pytest.mark.parametrize("collective", sorted(COLLECTIVES.keys() - {"direct", "native"}))
 def test_every_collective_carries_it(name: str, collective: str) -> None:
     reducer = ROWS[name].reducer
-    options = {field: getattr(reducer, field) for field in reducer.__dataclass_fields__}  # type: ignore[attr-defined]
-    assert_alike(run(type(reducer)(**{**options, "collective": collective}), 4, steps=2))
+    carried: Any = replace(reducer, collective=collective)  # type: ignore[type-var]
+    assert_alike(run(carried, 4, steps=2))
 
 
 @each_row

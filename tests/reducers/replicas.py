@@ -1,0 +1,147 @@
+"""Replicas that exchange one bucket in virtual time, by any reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.routed import join
+from farflung.comm import ExchangeChannel, LinkModel
+from farflung.reducers import PowerSGD
+from farflung.runtime import VirtualWorld
+from farflung.seeding import generator
+from farflung.tasks import Pending
+from farflung.types import Contribution, Placed, Reduced, Reducer, Runtime, Seeds, StateSlot, TensorSpec
+from tests.helpers import NUMEL, same_bits, same_tree
+
+PARTS = (Placed((4, 4, 3, 3), 0), Placed((10, 10), 144), Placed((13,), 244))
+SPEC = TensorSpec((NUMEL,), torch.float32, PARTS)
+WEIGHTS = (1.0, 0.5, 0.25, 2.0)
+LINK = LinkModel(latency_s=0.05, bandwidth_bps=1e6)
+
+
+NO_RIDER = torch.zeros(0, dtype=torch.float64)
+SIDE = 8
+"""Bytes of what rides beside the tensor when there is no rider."""
+
+
+def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=generator(21, rank, step))
+
+
+@dataclass
+class Replica:
+    """One rank's exchanges of one bucket.
+
+    Args:
+      width: how many exchanges are under way at once.
+      first: the number of the first exchange.
+    """
+
+    runtime: Runtime
+    reducer: Reducer
+    spec: TensorSpec = SPEC
+    width: int = 1
+    make: Callable[[int, int], Tensor] = gradient
+    weighted: bool = True
+    first: int = 0
+    results: list[Reduced] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = self.runtime.comm.rank
+        self.slot = StateSlot(self.reducer.init(self.spec, Seeds(5, 100 + self.rank)))
+
+    async def run(self, steps: range) -> Replica:
+        flying: list[tuple[Pending[Reduced], ExchangeChannel]] = []
+        for step in steps:
+            weight = WEIGHTS[self.rank] if self.weighted else 1.0
+            rider = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
+            channel = ExchangeChannel(self.runtime.comm, self.first + step, 0)
+            own = Contribution(self.make(self.rank, step), weight, rider)
+            flying.append(
+                (self.runtime.launch(self.reducer.reduce(channel, self.slot, own, step=step)), channel)
+            )
+            if len(flying) == self.width:
+                await self._merge(*flying.pop(0))
+        for flight in flying:
+            await self._merge(*flight)
+        return self
+
+    async def _merge(self, pending: Pending[Reduced], channel: ExchangeChannel) -> None:
+        reduced = await pending
+        await self.runtime.launch(self._learn(reduced))  # behind the exchanges launched before
+        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.rider))
+        self.nbytes.append(channel.sent_nbytes)
+
+    async def _learn(self, reduced: Reduced) -> None:
+        if reduced.learn is not None:
+            self.slot.state = reduced.learn(self.slot.state)
+
+
+def run(
+    reducer: Reducer, size: int, steps: int = 3, link: LinkModel = LINK, **options: object
+) -> list[Replica]:
+    world = VirtualWorld(size, link)
+    replicas = [Replica(runtime, reducer, **options) for runtime in world.runtimes]  # type: ignore[arg-type]
+    return world.run([replica.run(range(steps)) for replica in replicas])
+
+
+def exact_mean(size: int, step: int, weighted: bool = True) -> Tensor:
+    weights = WEIGHTS[:size] if weighted else (1.0,) * size
+    total = sum(w * gradient(rank, step).double() for rank, w in enumerate(weights))
+    assert isinstance(total, Tensor)
+    return total / sum(weights)
+
+
+def assert_alike(replicas: list[Replica]) -> None:
+    first = replicas[0]
+    for other in replicas[1:]:
+        for one, two in zip(first.results, other.results, strict=True):
+            assert same_bits(one.mean, two.mean)
+            assert same_bits(one.rider, two.rider)
+            assert one.weight == two.weight
+        assert same_tree(first.slot.state.shared, other.slot.state.shared)
+
+
+def once(
+    reducer: Reducer, grads: list[Tensor], *, link: LinkModel = LINK, spec: TensorSpec | None = None
+) -> tuple[list[Reduced], list[int], float]:
+    """One exchange: results, bytes sent, seconds."""
+    world = VirtualWorld(len(grads), link)
+    channels = [ExchangeChannel(runtime.comm, 1, 0) for runtime in world.runtimes]
+    spec = spec or TensorSpec.of(grads[0])
+    results = world.run(
+        [
+            reducer.reduce(
+                channel,
+                StateSlot(reducer.init(spec, Seeds(1, 2 + channel.rank))),
+                Contribution(grad.clone(), 1.0, NO_RIDER),
+                step=0,
+            )
+            for channel, grad in zip(channels, grads, strict=True)
+        ]
+    )
+    return results, [channel.sent_nbytes for channel in channels], world.clock.now()
+
+
+def left(replica: Replica) -> Tensor:
+    """A rank's residual."""
+    shared, local = replica.slot.state.shared, replica.slot.state.local
+    whole = torch.zeros(SPEC.numel, dtype=torch.float64)
+    if isinstance(replica.reducer, PowerSGD):
+        for shape, starts in shared["layout"]["groups"].items():
+            for start, matrix in zip(starts, local["residual"][shape], strict=True):
+                whole[start : start + matrix.numel()] = matrix.reshape(-1)
+        return whole
+    if "seed" in local:  # what two phases wrap around a codec's state
+        shared, local = shared["codec"], local["codec"]
+    if "residual" in local:
+        return whole.add_(local["residual"])
+    for role, route in shared.items():
+        if "residual" in local[role]:
+            join(whole, route["runs"], local[role]["residual"].double())
+    return whole
