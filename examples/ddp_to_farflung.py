@@ -69,6 +69,7 @@ with evaluating(), torch.no_grad():
 
 if options.how == "ddp":
     dist.barrier()
+    del trained  # DDP's destructor may wait forever for gloo's thread if it is the last to hold the group
     dist.destroy_process_group()
 else:
     handle.finish()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farflung
 from farflung.attach import Handle
-from tests.pool import digest
+from tests.pool import digest, leave_group
 
 STEPS = 6
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], Any], int], None]
@@ -193,19 +193,24 @@ def compare(rank: int, size: int, store: dist.Store, *, loop: str, compiled: boo
     group = dist.PrefixStore("ddp", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        theirs, _, optimizer = _made(compiled=False)
-        wrapped = DistributedDataParallel(theirs, broadcast_buffers=False)
-        LOOPS[loop](wrapped, optimizer, wrapped.no_sync, rank)
+        theirs = _by_ddp(loop, rank)
     finally:
-        dist.destroy_process_group()
+        leave_group()
     ours, model, optimizer = _made(compiled)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     with farflung.attach(model, optimizer, store=store) as handle:
         LOOPS[loop](model, optimizer, handle.no_sync, rank)
     return {
-        "theirs": digest(dict(theirs.named_parameters())),
+        "theirs": theirs,
         "ours": digest(dict(ours.named_parameters())),
     }
+
+
+def _by_ddp(loop: str, rank: int) -> str:
+    theirs, _, optimizer = _made(compiled=False)
+    wrapped = DistributedDataParallel(theirs, broadcast_buffers=False)
+    LOOPS[loop](wrapped, optimizer, wrapped.no_sync, rank)
+    return digest(dict(theirs.named_parameters()))
 
 
 def starts_alike(rank: int, size: int, store: dist.Store) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import traceback
@@ -75,6 +76,16 @@ def _serve(link: Connection, port: int) -> None:
         except Exception:
             result = (False, f"rank {rank}:\n{traceback.format_exc()}")
         link.send(result)
+
+
+def leave_group() -> None:
+    """Destroys the process group after what a job made with it is gone.
+
+    The destructor of DDP's reducer keeps the interpreter lock. Were it the last to hold the group, it could wait forever
+    for gloo's thread, which may need that lock to let go of the last all-reduce.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -18,7 +18,7 @@ from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
 from farflung.types import PoolView, Runtime
 from farflung.workloads import workload
-from tests.pool import digest
+from tests.pool import digest, leave_group
 
 WORKLOAD = "fashion-mnist/cnn"
 
@@ -66,29 +66,33 @@ def ddp(rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int)
     """The same training by DistributedDataParallel."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        work = workload(WORKLOAD, data="packaged")
-        training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
-        data, _ = work.datasets()
-        model = DistributedDataParallel(work.model(generator(3, "model")))
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=training.learning_rate,
-            momentum=training.momentum,
-            weight_decay=training.weight_decay,
-        )
-        sampler = recipe("synchronous").parts(3).sampler
-        with RandomState.scope():
-            RandomState(derive(3, "replica", rank)).install()
-            for step in range(steps):
-                draw = sampler.next(PoolView(step, rank, size, batch_size, len(data)))
-                batch = data.take(draw.ids, train=True)
-                model.train()
-                work.loss(model, batch).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-        return {name: value.clone() for name, value in model.module.state_dict().items()}
+        return _by_ddp(rank, size, steps, batch_size)
     finally:
-        dist.destroy_process_group()
+        leave_group()
+
+
+def _by_ddp(rank: int, size: int, steps: int, batch_size: int) -> dict[str, torch.Tensor]:
+    work = workload(WORKLOAD, data="packaged")
+    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+    data, _ = work.datasets()
+    model = DistributedDataParallel(work.model(generator(3, "model")))
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=training.learning_rate,
+        momentum=training.momentum,
+        weight_decay=training.weight_decay,
+    )
+    sampler = recipe("synchronous").parts(3).sampler
+    with RandomState.scope():
+        RandomState(derive(3, "replica", rank)).install()
+        for step in range(steps):
+            draw = sampler.next(PoolView(step, rank, size, batch_size, len(data)))
+            batch = data.take(draw.ids, train=True)
+            model.train()
+            work.loss(model, batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
 def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, torch.Tensor]:
