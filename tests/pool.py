@@ -81,8 +81,8 @@ def _serve(link: Connection, port: int) -> None:
 def leave_group() -> None:
     """Destroys the process group after what a job made with it is gone.
 
-    The destructor of DDP's reducer keeps the interpreter lock. Were it the last to hold the group, it could wait forever
-    for gloo's thread, which may need that lock to let go of the last all-reduce.
+    The destructor of DDP's reducer keeps the interpreter lock. Were it the last to hold the group, it could wait
+    forever for gloo's thread, which may need that lock to let go of the last all-reduce.
     """
     gc.collect()
     dist.destroy_process_group()
