@@ -208,7 +208,9 @@ class Replica:
         )
         self._exchanges.begin(self.step_done, vote)
         await self.runtime.backward(
-            Cost("backward", len(batch)), lambda ready: self.backward(loss, ready), self._exchanges.ready
+            Cost("backward", len(batch), self._buckets.numels),
+            lambda ready: self.backward(loss, ready),
+            self._exchanges.ready,
         )
         computed = now()
         settled = await self._exchanges.settle()

@@ -67,10 +67,18 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a computation is, so that virtual time can charge for it."""
+    """What a computation is, so that virtual time can charge for it.
+
+    Args:
+      kind: of work.
+      samples: how many it goes through.
+      numels: of a backward pass, the parameters in each bucket; says when in the pass each is ready. Empty: at even
+        steps.
+    """
 
     kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
     samples: int
+    numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
 from farflung.types import Channel, Codec, TensorSpec
 
-__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shards_of"]
+__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shard_pieces", "shards_of"]
 
 PIECE_NBYTES = 1 << 20
 """A shard is cut into pieces of about this size, so that the second half starts before the first has ended."""
@@ -29,8 +29,19 @@ OWNERS: dict[str, Callable[[int], int]] = {
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
     """Each owner's shard, in pieces; all shards have as many."""
     shards = cut(numel, owners)
-    pieces = min(MAX_PIECES, max(1, shards[0].length * element_nbytes // PIECE_NBYTES))
+    pieces = _pieces(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
+
+
+def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> list[int]:
+    """The lengths of the pieces of one owner's shard."""
+    base, longer = divmod(numel, owners)
+    pieces = _pieces((base + (longer > 0)) * element_nbytes)
+    return [piece.length for piece in cut(base + (owner < longer), pieces)]
+
+
+def _pieces(nbytes: int) -> int:
+    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 async def direct(
@@ -42,7 +53,7 @@ async def direct(
       channel: the exchange's.
       tensor: flat; given away, and overwritten by the sum.
       side: a few float64 numbers, summed beside it in rank order.
-      codec: one with ``per_hop``, for each shard on its way to the owner and back; ``None`` sends it as it is.
+      codec: a stateless one, for each shard on its way to the owner and back; ``None`` sends it as it is.
       step: for the codec.
 
     Returns:
