@@ -1,8 +1,8 @@
 """One simulation in a process of its own: prints its seconds and its memory as JSON.
 
-    python -m benchmarks.simulator.worker mlp REPLICAS STEPS
-    python -m benchmarks.simulator.worker resnet8 REPLICAS STEPS
-    python -m benchmarks.simulator.worker fleet DEVICES STEPS
+python -m benchmarks.simulator.worker mlp REPLICAS STEPS
+python -m benchmarks.simulator.worker resnet8 REPLICAS STEPS
+python -m benchmarks.simulator.worker fleet DEVICES STEPS
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.simulator.workload import SAMPLES_EACH, MLP
+from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
 from farflung.network import DeviceProfile, Link, NetworkProfile, Site, Varying
 from farflung.recipes import recipe
@@ -64,7 +64,13 @@ def fleet(devices: int, steps: int) -> dict[str, Any]:
     """A server and classes of phones that differ in network and speed; a parameter server."""
     base, more = divmod(devices - 1, CLASSES)
     phones = tuple(
-        Site(f"phones {k}", base + (k < more), Link(0.02 + 0.001 * k), up_bps=(6 + k) * 1e6, down_bps=(20 + 3 * k) * 1e6)
+        Site(
+            f"phones {k}",
+            base + (k < more),
+            Link(0.02 + 0.001 * k),
+            up_bps=(6 + k) * 1e6,
+            down_bps=(20 + 3 * k) * 1e6,
+        )
         for k in range(CLASSES)
     )
     server = Site("server", 1, up_bps=100e9, down_bps=100e9)

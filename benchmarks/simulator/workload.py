@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farflung.data.datasets import TensorDataset
 from farflung.types import Batch, Dataset, Json
 
-__all__ = ["BATCH_SIZE", "SAMPLES_EACH", "MLP"]
+__all__ = ["BATCH_SIZE", "MLP", "SAMPLES_EACH"]
 
 BATCH_SIZE = 32
 SAMPLES_EACH = 64

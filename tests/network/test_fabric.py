@@ -22,7 +22,8 @@ def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use], 
     """Starts flows ``(at, bits, uses, priority)``; when each ends."""
     fabric = Fabric(capacities)
     waiting = sorted(range(len(starts)), key=lambda k: starts[k][0])
-    ends, numbers = [math.inf] * len(starts), {}
+    ends = [math.inf] * len(starts)
+    numbers: dict[int, int] = {}
     while waiting or fabric.due() < math.inf:
         now = min(starts[waiting[0]][0] if waiting else math.inf, fabric.due())
         for flow in fabric.ended(now):

@@ -136,6 +136,8 @@ def test_standing_in_keeps_both_ratios() -> None:
     assert before.inside is not None
     assert after.inside is not None
     assert after.inside.latency_s / 0.1 == pytest.approx(before.inside.latency_s / 1.5)
+    assert isinstance(before.up_bps, float)
+    assert isinstance(after.up_bps, float)
     assert 3e5 / (after.up_bps * 0.1) == pytest.approx(45e6 / (before.up_bps * 1.5))
     assert small.changes == (
         "300000 bytes every 0.1 s stand in for 4.5e+07 bytes every 1.5 s: "
@@ -148,7 +150,7 @@ def test_standing_in_keeps_both_ratios() -> None:
 @pytest.mark.parametrize("factors", [{"latency": -1.0}, {"bandwidth": 0.0}, {"bandwidth": math.nan}])
 def test_no_such_scale(factors: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"scaled by {next(iter(factors))}"):
-        TWO_SITES.scaled(**factors)
+        TWO_SITES.scaled(**factors)  # type: ignore[arg-type]
 
 
 def test_standing_in_for_nothing() -> None:

@@ -17,6 +17,7 @@ from farflung.data.partition import (
     iid,
     in_order,
 )
+from farflung.data.sharing import NoSharing
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
 from farflung.data.streams import InMemory
 
@@ -31,6 +32,7 @@ __all__ = [
     "InMemory",
     "Labels",
     "Location",
+    "NoSharing",
     "Partition",
     "Share",
     "Source",

@@ -29,7 +29,11 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
                 name = member.name.removeprefix("./")
                 if member.isreg() and wanted(name):
                     stream = archive.extractfile(member)
-                    content = b"" if stream is None else stream.read()  # raises where the archive ends early
+                    content = b"" if stream is None else stream.read()
+                    if len(content) != member.size:
+                        raise DataError(
+                            f"{path}: truncated: {name} has {member.size} bytes, found {len(content)}"
+                        )
                     yield name, content
     except _BROKEN as error:
         raise DataError(

@@ -49,7 +49,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 class Wire:
     """Segments over a channel, encoded where a codec is given, with the side vector where it rides along.
 
-    Only stateless codecs work here: a segment is encoded anew on every hop.
+    Only codecs with ``per_hop`` work here: a segment is encoded anew on every hop.
     """
 
     def __init__(self, channel: Channel, codec: Codec | None, step: int) -> None:

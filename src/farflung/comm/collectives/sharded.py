@@ -53,7 +53,7 @@ async def direct(
       channel: the exchange's.
       tensor: flat; given away, and overwritten by the sum.
       side: a few float64 numbers, summed beside it in rank order.
-      codec: a stateless one, for each shard on its way to the owner and back; ``None`` sends it as it is.
+      codec: one with ``per_hop``, for each shard on its way to the owner and back; ``None`` sends it as it is.
       step: for the codec.
 
     Returns:
