@@ -12,12 +12,14 @@ from farflung.replica.checkpoint import (
 )
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.lockstep import Lockstep, keep_once
 from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
 
 __all__ = [
     "Checkpoints",
     "Exchanges",
     "GradientBuckets",
+    "Lockstep",
     "Parts",
     "Replica",
     "Score",
@@ -29,6 +31,7 @@ __all__ = [
     "check_share",
     "evaluate",
     "fingerprint",
+    "keep_once",
     "load_tree",
     "save_tree",
     "share_name",
