@@ -95,7 +95,7 @@ class _Snapshot:
 
 def _words(numpy: dict[str, Any]) -> bytes:
     state = numpy["state"]
-    return bytes(state["key"].astype(np.uint32)) + bytes(np.int32(state["pos"]))
+    return bytes(np.append(state["key"], state["pos"]).astype(np.uint32))
 
 
 class RandomState:
