@@ -14,6 +14,7 @@ from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
 from farflung.replica.lockstep import Lockstep, keep_once
 from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
+from farflung.replica.optimizers import make_optimizer
 
 __all__ = [
     "Checkpoints",
@@ -33,6 +34,7 @@ __all__ = [
     "fingerprint",
     "keep_once",
     "load_tree",
+    "make_optimizer",
     "save_tree",
     "share_name",
 ]
