@@ -56,6 +56,8 @@ class Calibrate:
             raise ConfigError(f"--threads {self.threads}: must be 1 or more")
         if self.out is not None and self.out.exists():
             raise ConfigError(f"--out {self.out}: is there already; take another name or remove it")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
         work = workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))
         training = Training.resolve(
             work.defaults, {"batch_size": self.batch_size, "optimizer": self.optimizer}
