@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, ExchangeChannel
-from farflung.comm.collectives import segments
+from farflung.network import costs
 from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual import ring as ring_in_one
 from farflung.errors import ProtocolError, RunLost
-from farflung.network import Connection, Link, NetworkProfile, Site
+from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 from tests.helpers import same_bits
 
-OURS = sorted(COLLECTIVES.keys() - {"native"})
+OURS = sorted(COLLECTIVES.keys() - {"auto", "native"})
 ODD = Link(latency_s=0.0123, bandwidth_bps=3.7e6)
 """Figures that no binary fraction is equal to."""
 UNEQUAL = NetworkProfile(
@@ -35,7 +35,30 @@ UNEQUAL = NetworkProfile(
     default=Link(0.029, 2.3e6),
 )
 JITTERY = NetworkProfile.uniform(Link(0.05, 1e6, jitter_s=0.04))
-NETWORKS = {"alike": NetworkProfile.uniform(ODD), "unequal": UNEQUAL, "jitter": JITTERY}
+SWITCH = NetworkProfile("switch", (Site("all", None, Link(0.0007), up_bps=3.7e6, down_bps=5.1e6),))
+CELL = NetworkProfile(
+    "cell",
+    (
+        Site(
+            "office",
+            2,
+            Link(0.0003, 9.1e6),
+            exit_bps=2.3e6,
+            entry_bps=Trace((0, 0.05), (4e6, 1e6), 0.11, "repeat"),
+        ),
+        Site("field", None, Link(0.021), up_bps=1.7e6, medium="air"),
+    ),
+    (Connection("office", "field", Link(0.013, 6e6), shared=True),),
+    (Medium("air", 7.3e6, relayed=True),),
+    default=Link(0.017, 1.3e6),
+)
+NETWORKS = {
+    "alike": NetworkProfile.uniform(ODD),
+    "unequal": UNEQUAL,
+    "jitter": JITTERY,
+    "switch": SWITCH,
+    "cell": CELL,
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +137,7 @@ each_network = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORK
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16])
 @pytest.mark.parametrize("numel", [0, 1, 5, 840, 10_007])
 def test_all_at_once(network: NetworkProfile, size: int, name: str, numel: int) -> None:
-    if size >= 4 or network is not UNEQUAL:
+    if size >= 4 or network not in (UNEQUAL, CELL):
         assert_equal(network, size, name, together(size, numel))
 
 
@@ -127,7 +150,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 @each_collective
 @each_network
 def test_shards_in_pieces(network: NetworkProfile, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     for size in (4, 5):
         assert_equal(network, size, name, together(size, 1003))
 
@@ -151,7 +174,7 @@ def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
     """Ranks join at times of their own, several exchanges are under way together, other messages between them."""
     size = data.draw(st.integers(2, 6), label="size")
     network = data.draw(
-        st.sampled_from([NETWORKS["alike"], JITTERY] + [UNEQUAL] * (size > 3)), label="network"
+        st.sampled_from([NETWORKS["alike"], JITTERY, SWITCH] + [UNEQUAL, CELL] * (size > 3)), label="network"
     )
     numels = data.draw(st.lists(st.sampled_from([7, 40, 5000]), min_size=1, max_size=3), label="numels")
     # Each link is busy for about as long as ranks are late, so messages queue behind those of other exchanges.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
-from farflung.comm.collectives import segments
+from farflung.network import costs
 from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, Unsupported
 from farflung.runtime import VirtualWorld
@@ -30,6 +30,7 @@ FAR = LinkModel(latency_s=0.05)
 
 each_collective = pytest.mark.parametrize("name", OURS)
 each_size = pytest.mark.parametrize("size", SIZES)
+either_way = pytest.mark.parametrize("closed_form", [False, True], ids=["hop by hop", "in one"])
 
 
 @dataclass
@@ -64,8 +65,12 @@ def exchange(
 def simulated(
     size: int, name: str, numel: int, codec: Codec | None = None, dtype: torch.dtype = torch.float32
 ) -> list[Result]:
+    """Hop by hop in virtual time."""
     return in_virtual_time(
-        size, lambda r: exchange(r, name, contribution(r.comm.rank, numel, dtype), codec), FAR
+        size,
+        lambda r: exchange(r, name, contribution(r.comm.rank, numel, dtype), codec),
+        FAR,
+        closed_form=False,
     )[0]
 
 
@@ -157,7 +162,7 @@ def test_other_dtypes_keep_theirs(name: str, dtype: torch.dtype, cluster: Cluste
 @each_collective
 def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = simulated(3, name, 1001)
-    monkeypatch.setattr(segments, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     in_pieces = simulated(3, name, 1001)
     assert_same(in_pieces, whole)
 
@@ -221,23 +226,28 @@ def test_truncation_halves_what_moves(size: int) -> None:
     ],
 )
 @pytest.mark.parametrize("numel", [0, 16])
+@either_way
 def test_how_many_one_way_delays_it_takes(
-    name: str, delays: Callable[[int], int], size: int, numel: int
+    name: str, delays: Callable[[int], int], size: int, numel: int, closed_form: bool
 ) -> None:
-    link = LinkModel(latency_s=0.25)
-    _, seconds = in_virtual_time(size, lambda r: exchange(r, name, contribution(r.comm.rank, numel)), link)
+    _, seconds = in_virtual_time(
+        size,
+        lambda r: exchange(r, name, contribution(r.comm.rank, numel)),
+        LinkModel(latency_s=0.25),
+        closed_form=closed_form,
+    )
     assert seconds == (0.25 * delays(size) if size > 1 else 0.0)
 
 
-def test_ring_and_direct_use_every_link_at_once() -> None:
+@pytest.mark.parametrize(("name", "seconds"), [("ring", 6 * 2000e-6), ("direct", 2 * 2000e-6)])
+@either_way
+def test_every_link_is_used_at_once(name: str, seconds: float, closed_form: bool) -> None:
     # 1 MB/s each way and no delay: of 8 kB, each of 4 ranks sends 2 (n-1)/n, three quarters to one rank or to three.
     link = LinkModel(bandwidth_bps=8e6)
-    seconds = {
-        name: in_virtual_time(4, lambda r, name=name: exchange(r, name, torch.zeros(2000)), link)[1]  # type: ignore[misc]
-        for name in ("ring", "direct")
-    }
-    assert seconds["ring"] == pytest.approx(6 * 2000e-6, rel=0.02)
-    assert seconds["direct"] == pytest.approx(2 * 2000e-6, rel=0.02)
+    _, took = in_virtual_time(
+        4, lambda r: exchange(r, name, torch.zeros(2000)), link, closed_form=closed_form
+    )
+    assert took == pytest.approx(seconds, rel=0.02)
 
 
 # --- arrival ----------------------------------------------------------------------------------------------------
@@ -245,13 +255,14 @@ def test_ring_and_direct_use_every_link_at_once() -> None:
 
 @each_collective
 @pytest.mark.parametrize("late", range(4))
-def test_a_late_rank_changes_no_bit(name: str, late: int) -> None:
+@either_way
+def test_a_late_rank_changes_no_bit(name: str, late: int, closed_form: bool) -> None:
     async def body(runtime: Runtime) -> Result:
         if runtime.comm.rank == late:
             await runtime.sleep_until(10.0)
         return await exchange(runtime, name, contribution(runtime.comm.rank, 50))
 
-    results, seconds = in_virtual_time(4, body, FAR)
+    results, seconds = in_virtual_time(4, body, FAR, closed_form=closed_form)
     assert seconds > 10.0
     assert_same(results, simulated(4, name, 50))
 
@@ -271,7 +282,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 @each_collective
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
     for seed in range(20):
         world = VirtualWorld(4, closed_form=False)
@@ -299,7 +310,7 @@ def test_exchanges_under_way_together_do_not_mix(name: str, cluster: Cluster) ->
         }
         return [await running[numel] for numel in wanted]
 
-    simulated_together = in_virtual_time(3, lambda r: body(r, 1), FAR)[0]
+    simulated_together = in_virtual_time(3, lambda r: body(r, 1), FAR, closed_form=False)[0]
     for together in (cluster.run(3, body), simulated_together):
         for index, numel in enumerate(wanted):
             assert_same([results[index] for results in together], wanted[numel])
@@ -317,7 +328,8 @@ def test_native_is_refused_where_there_is_none() -> None:
 
 @each_collective
 @pytest.mark.parametrize("odd", ["numel", "codec", "dtype"])
-def test_another_kind_of_segment_names_its_sender(name: str, odd: str) -> None:
+@either_way
+def test_another_kind_of_segment_names_its_sender(name: str, odd: str, closed_form: bool) -> None:
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Result]:
         other = runtime.comm.rank == 1
         tensor = contribution(0, 12 if other and odd == "numel" else 8)
@@ -326,7 +338,7 @@ def test_another_kind_of_segment_names_its_sender(name: str, odd: str) -> None:
         return exchange(runtime, name, tensor, codec)
 
     with pytest.raises(ProtocolError, match=r"rank [01] sent another kind of segment"):
-        in_virtual_time(2, body)
+        in_virtual_time(2, body, closed_form=closed_form)
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------

@@ -158,7 +158,25 @@ def test_computing_takes_the_modelled_time(kind: Any, seconds: float) -> None:
         value = await runtime.compute(Cost(kind, samples=8), lambda: f"computed at {runtime.now()}")
         return runtime.now(), value
 
-    assert alone(body) == (seconds, "computed at 0.0")
+    # A forward pass at the end of its time, everything else at the beginning.
+    assert alone(body) == (seconds, f"computed at {seconds if kind == 'forward' else 0.0}")
+
+
+def test_a_forward_pass_is_computed_just_before_its_backward_pass() -> None:
+    """So that the activations of one replica are there at a time."""
+    seen: list[tuple[str, int]] = []
+
+    async def body(runtime: Runtime) -> None:
+        rank = runtime.comm.rank
+        for _ in range(2):
+            await runtime.compute(Cost("forward", 8), lambda: seen.append(("forward", rank)))
+            await runtime.backward(
+                Cost("backward", 8), lambda ready: seen.append(("backward", rank)), lambda bucket: None
+            )
+
+    world = VirtualWorld(3, seconds_per_sample=0.25)
+    world.run([body(runtime) for runtime in world.runtimes])
+    assert seen == [(what, rank) for rank in range(3) for what in ("forward", "backward")] * 2
 
 
 def test_buckets_are_ready_at_even_steps_in_the_order_they_filled() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from farflung.network.profile import NetworkProfile
 from farflung.network.trace import Capacity, Trace, mean_capacity
-from farflung.network.wiring import crossings
+from farflung.network.wiring import Path, Use, crossings
 
-__all__ = ["Bundle", "Group", "Resource", "groups_of", "loads_s", "mesh", "used_by"]
+__all__ = ["Bundle", "Bundles", "Group", "Resource", "groups_of", "loads_s", "mesh", "used_by"]
 
 Resource: TypeAlias = tuple[str, int, int]
 """A kind of capacity, and whose: one stands for that of every node of a group, or of every pair of nodes."""
@@ -19,9 +20,17 @@ Resource: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes of one site that take the same part in a collective."""
+    """Nodes of one site that take the same part in a collective, and follow each other.
+
+    Args:
+      site: of the profile's sites.
+      first: the first of them.
+      count: how many.
+      owns: whether they own a shard.
+    """
 
     site: int
+    first: int
     count: int
     owns: bool = False
 
@@ -43,16 +52,20 @@ class Bundle:
     per_dst: int
 
 
-def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
-    """The nodes of a profile by site, the first ``owners`` of all apart from the others."""
-    groups = []
-    for site in range(len(profile.sites)):
-        span = profile.span(site)
-        owning = min(max(0, owners - span.start), len(span))
-        for count, owns in ((owning, True), (len(span) - owning, False)):
-            if count:
-                groups.append(Group(site, count, owns))
-    return groups
+def groups_of(profile: NetworkProfile, owners: int, cuts: Iterable[int] = ()) -> list[Group]:
+    """The nodes of a profile by site, the first ``owners`` of all apart from the others.
+
+    Args:
+      profile: with its number of nodes.
+      owners: how many own a shard.
+      cuts: nodes at which other groups begin.
+    """
+    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners, *cuts}
+    bounds = [*sorted(start for start in starts if 0 <= start < _nodes(profile)), _nodes(profile)]
+    return [
+        Group(profile.site_index(first), first, end - first, first < owners)
+        for first, end in pairwise(bounds)
+    ]
 
 
 def mesh(groups: Sequence[Group], *, to_owners: bool = False, from_owners: bool = False) -> list[Bundle]:
@@ -105,3 +118,37 @@ def loads_s(
             seconds = 8 * nbytes * count / mean_capacity(capacity)
             loads[resource] = loads.get(resource, 0.0) + seconds
     return loads
+
+
+class Bundles:
+    """Like :class:`farflung.network.Wiring`, for groups: one path stands for all that join two groups.
+
+    Args:
+      profile: with its number of nodes.
+      groups: of its nodes.
+    """
+
+    def __init__(self, profile: NetworkProfile, groups: Sequence[Group]) -> None:
+        self._profile, self._groups = profile, groups
+        self.capacities: list[Capacity] = []
+        """Of each resource; grows as paths are asked for."""
+        self._numbers: dict[Resource, int] = {}
+
+    def path(self, src: int, dst: int) -> Path:
+        """The way from each node of one group to each of another."""
+        one, other = self._groups[src], self._groups[dst]
+        same = src == dst
+        bundle = Bundle(src, dst, other.count - same, one.count - same)
+        link = self._profile.connection(one.site, other.site).link
+        uses = []
+        for resource, (capacity, count) in used_by(self._profile, self._groups, bundle).items():
+            if resource not in self._numbers:
+                self._numbers[resource] = len(self.capacities)
+                self.capacities.append(capacity)
+            uses.append(Use(self._numbers[resource], count))
+        return Path(link.latency_s, link.jitter_s, tuple(uses))
+
+
+def _nodes(profile: NetworkProfile) -> int:
+    assert profile.nodes is not None
+    return profile.nodes

@@ -13,7 +13,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 def uniform(seed: int, *counters: int) -> float:
     """In ``[0, 1)``; reference: Steele, Lea & Flood 2014 (SplitMix64), one round for each counter."""
-    state = seed & _MASK
+    state = _mixed(seed & _MASK)
     for counter in counters:
         state = _mixed((state ^ counter) & _MASK)
     return (_mixed(state) >> 11) * 2.0**-53
@@ -21,7 +21,7 @@ def uniform(seed: int, *counters: int) -> float:
 
 def uniform_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """:func:`uniform` for arrays of counters, which broadcast; bit for bit the same numbers."""
-    state = np.array([seed & _MASK], dtype=np.uint64)
+    state = _mixed_row(np.array([seed & _MASK], dtype=np.uint64))
     for counter in counters:
         state = _mixed_row(state ^ np.asarray(counter).astype(np.uint64))
     return (_mixed_row(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53

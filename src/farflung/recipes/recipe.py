@@ -35,7 +35,7 @@ class Recipe:
     name: str
     summary: str
     codec: str = "identity"
-    collective: str = "direct"
+    collective: str = "auto"
     schedule: str = "synchronous"
     sampler: str = "uniform"
 

@@ -52,6 +52,8 @@ class GradientBuckets:
             raise ConfigError("the model has no parameter that requires a gradient")
         self._fillings = [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
         self.buckets = tuple(Bucket(index, _spec(filling)) for index, filling in enumerate(self._fillings))
+        self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
+        """Parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
         self._watcher: Callable[[], None] | None = None
         self._said_unused = False

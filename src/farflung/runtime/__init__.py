@@ -1,7 +1,16 @@
 """The two worlds behind :class:`farflung.types.Runtime`: the wall clock and virtual time."""
 
 from farflung.runtime.decisions import DecisionLog
+from farflung.runtime.fleet import FleetTimes, time_fleet
 from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
 from farflung.runtime.wall import WallRuntime
 
-__all__ = ["DecisionLog", "VirtualClock", "VirtualRuntime", "VirtualWorld", "WallRuntime"]
+__all__ = [
+    "DecisionLog",
+    "FleetTimes",
+    "VirtualClock",
+    "VirtualRuntime",
+    "VirtualWorld",
+    "WallRuntime",
+    "time_fleet",
+]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from farflung import tasks
 from farflung.comm import VirtualNetwork
+from farflung.comm.virtual import VirtualClock
 from farflung.errors import ConfigError, RunLost
-from farflung.network import Link, NetworkProfile
+from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
@@ -21,53 +20,20 @@ __all__ = ["VirtualClock", "VirtualRuntime", "VirtualWorld"]
 T = TypeVar("T")
 
 
-class VirtualClock:
-    """The heap: callbacks at virtual times, ties broken by priority and then by who asked first."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._soon: deque[Callable[[], None]] = deque()
-        self._sequence = 0
-
-    def now(self) -> float:
-        """Virtual seconds since the beginning."""
-        return self._now
-
-    def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
-        """Runs ``fn`` when the clock shows ``t``; lower ``priority`` first among equal times."""
-        self._sequence += 1
-        heapq.heappush(self._heap, (max(t, self._now), priority, self._sequence, fn))
-
-    def soon(self, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` before the clock moves on."""
-        self._soon.append(fn)
-
-    def run(self) -> None:
-        """Until nothing is left to happen."""
-        while True:
-            while self._soon:
-                self._soon.popleft()()
-            if not self._heap:
-                return
-            self._now, _, _, fn = heapq.heappop(self._heap)
-            fn()
-
-
 class VirtualWorld:
     """``size`` replicas on one clock.
 
     Args:
       size: number of replicas.
       link: the link that every ordered pair of them has for itself; without one, messages take no time.
-      seconds_per_sample: what a forward pass costs per sample; a backward pass costs twice that, our choice
-        until a device profile says otherwise.
+      seconds_per_sample: what a forward pass costs per sample; a backward pass costs twice that.
       network: a profile, in the place of ``link``.
+      device: a profile in the place of ``seconds_per_sample``, or one for each replica.
       seed: of jitter and stragglers.
       closed_form: whether collectives may be computed as a whole; see :class:`farflung.comm.VirtualNetwork`.
 
     Raises:
-      ConfigError: both a link and a profile, or a profile of another number of nodes.
+      ConfigError: both a link and a profile, or profiles for another number of replicas.
     """
 
     def __init__(
@@ -77,6 +43,7 @@ class VirtualWorld:
         seconds_per_sample: float = 0.0,
         *,
         network: NetworkProfile | None = None,
+        device: DeviceProfile | Sequence[DeviceProfile] | None = None,
         seed: int = 0,
         closed_form: bool = True,
     ) -> None:
@@ -86,9 +53,12 @@ class VirtualWorld:
         self.network = VirtualNetwork(
             self.clock, size, network or link or Link(), seed=seed, closed_form=closed_form
         )
-        self.seconds_per_sample = seconds_per_sample
+        self.seed = seed
         self.decisions = DecisionLog()
-        self.runtimes = [VirtualRuntime(self, rank) for rank in range(size)]
+        self.runtimes = [
+            VirtualRuntime(self, rank, one)
+            for rank, one in enumerate(_devices(size, device, seconds_per_sample))
+        ]
 
     def run(self, coroutines: Sequence[Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Drives one coroutine for each replica to its end; their results in rank order.
@@ -115,12 +85,27 @@ class VirtualWorld:
         return f"nothing is on its way at {self.clock.now():.6f} virtual seconds: {'; '.join(lines)}"
 
 
+def _devices(
+    size: int, device: DeviceProfile | Sequence[DeviceProfile] | None, seconds_per_sample: float
+) -> Sequence[DeviceProfile]:
+    if device is None:
+        device = DeviceProfile(forward_s=seconds_per_sample)
+    elif seconds_per_sample:
+        raise ConfigError("give seconds_per_sample or a device profile, not both")
+    devices = [device] * size if isinstance(device, DeviceProfile) else device
+    if len(devices) != size:
+        raise ConfigError(f"{len(devices)} device profiles for {size} replicas: give one, or one for each")
+    return devices
+
+
 class VirtualRuntime:
     """One replica's seam to a :class:`VirtualWorld`; see :class:`farflung.types.Runtime`."""
 
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
+    def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
         self.comm: Communicator = world.network.communicator(rank)
+        self.device = device
         self._world = world
+        self._forwards = 0
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -137,21 +122,31 @@ class VirtualRuntime:
         return tasks.first_of(pendings)
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes now, and is done when the modelled seconds have passed."""
-        value = fn()
+        """Computes now, and is done when the modelled seconds have passed.
+
+        A forward pass is computed at the end of its time instead, just before its backward pass: else the activations
+        of all replicas would be there at once.
+        """
         finished: Pending[T] = Pending()
-        self._world.clock.at(self.now() + self._seconds(cost), lambda: finished.set(value))
+        ends = self.now() + self._seconds(cost)
+        if cost.kind == "forward":
+            self._world.clock.at(ends, lambda: _complete(finished, fn))
+        else:
+            value = fn()
+            self._world.clock.at(ends, lambda: finished.set(value))
         return finished
 
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes now; the buckets are ready at even steps of the modelled time, in the order they filled."""
+        """Computes now; each bucket is ready when the device has come to it; see
+        :meth:`farflung.network.DeviceProfile.ready_at`.
+        """
         order: list[int] = []
         fn(order.append)
         begin, seconds = self.now(), self._seconds(cost)
-        for place, bucket in enumerate(order, start=1):
-            self._world.clock.at(begin + seconds * place / len(order), lambda b=bucket: on_ready(b))  # type: ignore[misc]
+        for bucket, share in zip(order, self.device.ready_at(order, cost.numels), strict=True):
+            self._world.clock.at(begin + seconds * share, lambda b=bucket: on_ready(b))  # type: ignore[misc]
         return self.sleep_until(begin + seconds)
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
@@ -163,5 +158,16 @@ class VirtualRuntime:
         return self.launch(decide_by_rank_0(self.comm, self._world.decisions, name, step, local))
 
     def _seconds(self, cost: Cost) -> float:
-        factor = {"forward": 1.0, "backward": 2.0, "evaluate": 1.0, "score": 1.0}.get(cost.kind, 0.0)
-        return factor * cost.samples * self._world.seconds_per_sample
+        if cost.kind == "forward":
+            self._forwards += 1
+        moment = Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
+        return self.device.seconds(cost, moment)
+
+
+def _complete(pending: Pending[T], fn: Callable[[], T]) -> None:
+    try:
+        value = fn()
+    except Exception as error:
+        pending.fail(error)
+    else:
+        pending.set(value)

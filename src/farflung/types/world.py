@@ -67,10 +67,18 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a computation is, so that virtual time can charge for it."""
+    """What a computation is, so that virtual time can charge for it.
+
+    Args:
+      kind: of work.
+      samples: how many it goes through.
+      numels: of a backward pass, the parameters in each bucket; says when in the pass each is ready. Empty: at even
+        steps.
+    """
 
     kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
     samples: int
+    numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,13 @@ class Channel(Protocol):
         self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
     ) -> Pending[tuple[Tensor, Tensor]] | None:
         """The whole of a collective, where that can be computed instead (virtual time); ``None``: go hop by hop."""
+        ...
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """Which of some collectives is fastest for a tensor of ``nbytes``, where the network is known (virtual time).
+
+        Otherwise the first; the same on all ranks.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from farflung.comm.collectives.all_gather import all_gather
+from farflung.comm.collectives.auto import auto
 from farflung.comm.collectives.native import native
 from farflung.comm.collectives.ring import ring
 from farflung.comm.collectives.sharded import direct, multi_parameter_server, parameter_server
@@ -15,6 +16,7 @@ __all__ = [
     "COLLECTIVES",
     "Collective",
     "all_gather",
+    "auto",
     "direct",
     "multi_parameter_server",
     "native",
@@ -37,6 +39,7 @@ COLLECTIVES: dict[str, Collective] = {
     "all_gather": all_gather,
     "parameter_server": parameter_server,
     "multi_parameter_server": multi_parameter_server,
+    "auto": auto,
     "native": native,
 }
 """All of them by name."""

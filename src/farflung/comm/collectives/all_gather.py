@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.trees import apart
-from farflung.comm.collectives.segments import Wire, cut, pieces_of, sum_in_order
+from farflung.comm.collectives.segments import Wire, cut, sum_in_order
+from farflung.network import pieces_of
 from farflung.types import Channel, Codec, Payload
 
 __all__ = ["all_gather"]

@@ -10,11 +10,7 @@ from torch import Tensor
 from farflung.errors import ProtocolError
 from farflung.types import Channel, Codec, CodecState, Payload, TensorSpec
 
-__all__ = ["Segment", "Wire", "cut", "pieces_of", "sum_in_order"]
-
-PIECE_NBYTES = 1 << 20
-"""What is sent is cut into pieces of about this size, so that work on the first starts before the last has come."""
-MAX_PIECES = 8
+__all__ = ["Segment", "Wire", "cut", "sum_in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +34,6 @@ def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
         segments.append(Segment(start, length))
         start += length
     return segments
-
-
-def pieces_of(nbytes: int) -> int:
-    """Into how many pieces to cut ``nbytes``."""
-    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

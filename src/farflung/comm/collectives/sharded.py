@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, Wire, cut, pieces_of, sum_in_order
+from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
+from farflung.network import pieces_of
 from farflung.types import Channel, Codec
 
-__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shards_of"]
+__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shard_pieces", "shards_of"]
 
 OWNERS: dict[str, Callable[[int], int]] = {
     "direct": lambda size: size,
@@ -28,6 +29,13 @@ def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment
     shards = cut(numel, owners)
     pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
+
+
+def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> list[int]:
+    """The lengths of the pieces of one owner's shard."""
+    base, longer = divmod(numel, owners)
+    pieces = pieces_of((base + (longer > 0)) * element_nbytes)
+    return [piece.length for piece in cut(base + (owner < longer), pieces)]
 
 
 async def direct(

@@ -1,6 +1,6 @@
 """Messages in virtual time: real tensors, modelled arrival."""
 
-from farflung.comm.virtual.clock import Carrier, Clock
+from farflung.comm.virtual.clock import Carrier, Clock, VirtualClock
 from farflung.comm.virtual.network import LinkModel, VirtualCommunicator, VirtualNetwork
 
-__all__ = ["Carrier", "Clock", "LinkModel", "VirtualCommunicator", "VirtualNetwork"]
+__all__ = ["Carrier", "Clock", "LinkModel", "VirtualClock", "VirtualCommunicator", "VirtualNetwork"]

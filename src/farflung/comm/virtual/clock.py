@@ -1,25 +1,100 @@
-"""What messages in virtual time need of the clock."""
+"""Virtual time: one heap of ``(time, priority, sequence)``."""
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from farflung.tasks import Pending
 
-__all__ = ["Carrier", "Clock", "Moment"]
+__all__ = ["Carrier", "Clock", "ClockInUse", "Departure", "VirtualClock"]
 
 
 class Clock(Protocol):
-    """Virtual time."""
+    """What messages need of virtual time."""
 
     def now(self) -> float:
         """Virtual seconds."""
         ...
 
     def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
-        """Runs ``fn`` at time ``t``; lower ``priority`` first among equal times."""
+        """Runs ``fn`` when the clock shows ``t``; lower ``priority`` first among equal times."""
         ...
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` before the clock moves on."""
+        ...
+
+
+class VirtualClock:
+    """The heap: callbacks at virtual times, ties broken by priority and then by who asked first.
+
+    Args:
+      now: the time it begins with, in virtual seconds.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._soon: deque[Callable[[], None]] = deque()
+        self._sequence = 0
+
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._now
+
+    def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
+        """Runs ``fn`` when the clock shows ``t``; lower ``priority`` first among equal times."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (max(t, self._now), priority, self._sequence, fn))
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` before the clock moves on."""
+        self._soon.append(fn)
+
+    def run(self, until: float = math.inf) -> None:
+        """Until nothing is left to happen, or nothing up to ``until``."""
+        while True:
+            while self._soon:
+                self._soon.popleft()()
+            if not self._heap or self._heap[0][0] > until:
+                return
+            self._now, _, _, fn = heapq.heappop(self._heap)
+            fn()
+
+    def hand_over(self, other: Clock) -> None:
+        """What has not happened yet happens on another clock, in the same order."""
+        while self._soon:
+            other.soon(self._soon.popleft())
+        while self._heap:
+            t, priority, _, fn = heapq.heappop(self._heap)
+            other.at(t, fn, priority)
+
+
+class ClockInUse:
+    """Whichever clock is used at present.
+
+    Args:
+      used: that clock; may be changed.
+    """
+
+    def __init__(self, used: Clock) -> None:
+        self.used = used
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.used.now()
+
+    def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
+        """See :class:`Clock`."""
+        self.used.at(t, fn, priority)
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """See :class:`Clock`."""
+        self.used.soon(fn)
 
 
 class Carrier(Protocol):
@@ -32,7 +107,7 @@ class Carrier(Protocol):
         ...
 
 
-class Moment(Pending[None]):
+class Departure(Pending[None]):
     """Done at a time that is known beforehand; costs the clock an event only where somebody waits for it."""
 
     __slots__ = ("_at", "_clock", "_watched")

@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from farflung.comm.channel import InOne
-from farflung.comm.collectives.sharded import OWNERS
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.owners import OwnersInOne
 from farflung.comm.virtual.pairs import Pairs
@@ -97,5 +96,4 @@ class ClosedForms:
     def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:
         if collective == "ring":
             return RingInOne(self._clock, self._pairs, self._size, tensor, side)
-        owners = OWNERS[collective](self._size)
-        return OwnersInOne(self._clock, self._pairs, self._size, owners, tensor, side)
+        return OwnersInOne(self._clock, self._pairs, self._size, collective, tensor, side)

@@ -6,13 +6,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
-from farflung.network import Fabric, NetworkProfile, Path, Wiring
+from farflung.network import Fabric, Path
 from farflung.network.noise import uniform
+from farflung.network.trace import Capacity
 from farflung.tasks import Pending
 
-__all__ = ["Flows"]
+__all__ = ["Flows", "Paths"]
 
 AFTER_ALL_ELSE = 1
 """Priority on the clock: rates are worked out once all that begins or ends at one time has done so."""
@@ -38,6 +40,17 @@ class _Line:
     last_arrival: float = 0.0
 
 
+class Paths(Protocol):
+    """Which way a message goes, between nodes or between groups of them."""
+
+    capacities: list[Capacity]
+    """Of the resources that paths use; grows with them."""
+
+    def path(self, src: int, dst: int) -> Path:
+        """From one to another."""
+        ...
+
+
 class Flows:
     """Messages share links, nodes' capacities and media max-min fairly, the most urgent priority first.
 
@@ -46,14 +59,14 @@ class Flows:
 
     Args:
       clock: virtual time.
-      profile: with its number of nodes.
+      paths: :class:`farflung.network.Wiring` of a profile, or the like.
       seed: of the jitter.
     """
 
-    def __init__(self, clock: Clock, profile: NetworkProfile, seed: int) -> None:
-        self._clock, self._seed = clock, seed
-        self._wiring = Wiring(profile)
-        self._fabric = Fabric(self._wiring.capacities)
+    def __init__(self, clock: Clock, paths: Paths, seed: int) -> None:
+        self._clock, self._paths, self._seed = clock, paths, seed
+        self._fabric = Fabric(paths.capacities)
+        self._under_way = 0
         self._lines: dict[tuple[int, int, int], _Line] = {}
         self._flying: dict[int, _Line] = {}
         self._settling = False
@@ -66,12 +79,18 @@ class Flows:
         key = (src, dst, priority)
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = _Line(self._wiring.path(src, dst), src, dst, priority, deque())
+            line = self._lines[key] = _Line(self._paths.path(src, dst), src, dst, priority, deque())
         message = _Message(bits, arrived, Pending())
+        self._under_way += 1
         line.queue.append(message)
         if len(line.queue) == 1:
             self._start(line)
         return message.left
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._under_way
 
     def _start(self, line: _Line) -> None:
         """The first message of a line sets out; what takes no time has left at once."""
@@ -93,8 +112,12 @@ class Flows:
             delay += line.path.jitter_s * (2.0 * drawn - 1.0)
         line.sent += 1
         arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
-        self._clock.at(arrives, lambda: message.arrived(arrives))
+        self._clock.at(arrives, lambda: self._arrive(message))
         message.left.set(None)
+
+    def _arrive(self, message: _Message) -> None:
+        self._under_way -= 1
+        message.arrived(self._clock.now())
 
     def _settle_soon(self) -> None:
         if not self._settling:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from farflung.comm.channel import InOne
 from farflung.comm.mailbox import Mailbox
-from farflung.comm.virtual.clock import Carrier, Clock
+from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.pairs import Pairs
+from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import Unsupported
-from farflung.network import Link, NetworkProfile, is_dedicated
+from farflung.network import Link, NetworkProfile, Wiring, choose, is_dedicated
 from farflung.tasks import Pending, failed
-from farflung.types import Feature, Payload, Tag, TensorSpec
+from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
 
 __all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
 
@@ -32,8 +35,9 @@ class VirtualNetwork:
       size: number of ranks.
       network: a profile, or one link that every ordered pair has for itself.
       seed: of the jitter.
-      closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time; it needs
-        links that nothing shares, and messages without priorities.
+      closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
+        that nothing shares all of them are, and no message may have a priority; elsewhere those in which owners add,
+        where all ranks join at one time, nothing else is under way, and no link jitters.
 
     Raises:
       ConfigError: the profile is of another number of nodes.
@@ -51,14 +55,20 @@ class VirtualNetwork:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
         self.mailboxes = [Mailbox() for _ in range(size)]
+        self._fastest: dict[tuple[tuple[str, ...], int, int], str] = {}
         self._clock = clock
         self._carrier: Carrier
         self._whole: ClosedForms | None = None
+        self._symmetric: Symmetric | None = None
         if closed_form and is_dedicated(self.profile):
             self._carrier = pairs = Pairs(clock, self.profile, seed)
             self._whole = ClosedForms(clock, pairs, size)
         else:
-            self._carrier = Flows(clock, self.profile, seed)
+            self._carrier = self._flows = Flows(clock, Wiring(self.profile), seed)
+            if closed_form and not any(link.jitter_s for link in self.profile.all_links()):
+                self._symmetric = Symmetric(
+                    clock, self.profile, lambda: self._flows.idle, self.communicator, self._replay
+                )
 
     def communicator(self, rank: int) -> VirtualCommunicator:
         """The communicator of one rank."""
@@ -66,6 +76,8 @@ class VirtualNetwork:
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
         """Starts a message; done when its last byte has left."""
+        if self._symmetric is not None:
+            self._symmetric.interrupt()
         mailbox = self.mailboxes[dst]
         return self._carrier.send(
             src, dst, 8 * payload.nbytes, priority, lambda t: mailbox.deliver(src, tag, payload, t)
@@ -81,9 +93,26 @@ class VirtualNetwork:
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
         """See :class:`farflung.comm.channel.Shortcut`."""
-        if self._whole is None:
-            return None
-        return self._whole.enter(rank, collective, tensor, side, encoded, tag)
+        computed = self._whole or self._symmetric
+        return None if computed is None else computed.enter(rank, collective, tensor, side, encoded, tag)
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        asked = collectives, nbytes, side_nbytes
+        if asked not in self._fastest:
+            self._fastest[asked] = choose(self.profile, nbytes, among=collectives, side_nbytes=side_nbytes)
+        return self._fastest[asked]
+
+    def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
+        """Runs something from a time at which all was quiet up to now; then it goes on here."""
+        apart = VirtualClock(begin_s)
+        clock = ClockInUse(apart)
+        other = VirtualNetwork(clock, len(self.mailboxes), self.profile, closed_form=False)
+        start(clock, other.communicator)
+        apart.run(until=self._clock.now())
+        apart.hand_over(self._clock)
+        clock.used = self._clock
+        self._carrier = self._flows = other._flows
 
     def waits_for(self, rank: int) -> str | None:
         """Whom a rank waits for and for what, where it waits for a message."""
@@ -122,3 +151,7 @@ class VirtualCommunicator:
     def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
         """See :class:`farflung.comm.channel.Shortcut`."""
         return self._network.in_one(self.rank, collective, tensor, side, encoded, tag)
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        return self._network.fastest(collectives, nbytes, side_nbytes)

@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
 from torch import Tensor
 
-from farflung.comm.collectives.segments import sum_in_order
-from farflung.comm.collectives.sharded import shards_of
 from farflung.comm.virtual.clock import Clock
-from farflung.comm.virtual.pairs import Pairs, Row
+from farflung.comm.virtual.groups import ReduceShape
+from farflung.comm.virtual.members import Members
+from farflung.comm.virtual.pairs import Pairs, by_time
 from farflung.tasks import Pending
 
-__all__ = ["Members", "OwnersInOne", "by_time"]
-
-
-class Members:
-    """What the ranks of one collective have given, and who still waits for the sum."""
-
-    def __init__(self, size: int) -> None:
-        self.tensors: list[Tensor] = [torch.empty(0)] * size
-        self.sides: list[Tensor] = [torch.empty(0)] * size
-        self._waits: dict[int, Pending[tuple[Tensor, Tensor]]] = {}
-        self._total: Tensor | None = None
-        self._total_side: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    def join(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank joins."""
-        self.tensors[rank], self.sides[rank] = tensor, side
-        self._waits[rank] = Pending()
-        return self._waits[rank]
-
-    def give(self, ranks: list[int], add: Callable[[list[Tensor]], Tensor]) -> None:
-        """The collective is over for some ranks: each gets the sum, added once for all, in its own tensor."""
-        if self._total is None or self._total_side is None:
-            self._total = add(self.tensors)
-            self._total_side = sum_in_order(self.sides)
-        for rank in ranks:
-            own = self.tensors[rank]
-            own.copy_(self._total)
-            self._waits[rank].set((own, self._total_side.clone()))
-
-    def fail(self, error: BaseException) -> None:
-        """Ends every wait."""
-        for pending in self._waits.values():
-            pending.fail(error)
+__all__ = ["OwnersInOne"]
 
 
 class OwnersInOne:
@@ -61,14 +23,14 @@ class OwnersInOne:
     """
 
     def __init__(
-        self, clock: Clock, pairs: Pairs, size: int, owners: int, tensor: Tensor, side: Tensor
+        self, clock: Clock, pairs: Pairs, size: int, collective: str, tensor: Tensor, side: Tensor
     ) -> None:
-        self._clock, self._pairs, self._size, self._owners = clock, pairs, size, owners
-        self._shards = shards_of(tensor.numel(), tensor.element_size(), owners)
-        lengths = np.array([[segment.length for segment in shard] for shard in self._shards], dtype=np.int64)
-        self._nbytes = lengths.T * tensor.element_size()  # by piece and owner
-        self._dense_nbytes, self._side_nbytes = tensor.nbytes, side.nbytes
-        self._back_nbytes = 0 if owners == size else side.nbytes
+        self._clock, self._pairs, self._size = clock, pairs, size
+        self._shape = ReduceShape(collective, size, tensor.numel(), tensor.element_size(), side.nbytes)
+        self._owners = owners = self._shape.owners
+        # By piece and owner.
+        self._nbytes = np.array([self._shape.pieces_nbytes(owner) for owner in range(owners)]).T
+        self._side_nbytes, self._back_nbytes = side.nbytes, self._shape.back_nbytes
         self._pieces = len(self._nbytes)
         self.hops = 2 * self._pieces
         self._members = Members(size)
@@ -78,11 +40,7 @@ class OwnersInOne:
 
     def sent_nbytes(self, rank: int) -> int:
         """All that one rank sends."""
-        if rank >= self._owners:
-            return self._dense_nbytes + self._owners * self._side_nbytes
-        own = int(self._nbytes[:, rank].sum())
-        there = self._dense_nbytes - own + (self._owners - 1) * self._side_nbytes
-        return there + (self._size - 1) * (own + self._back_nbytes)
+        return self._shape.sent_nbytes(rank)
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """A rank sends its part of each shard."""
@@ -94,7 +52,7 @@ class OwnersInOne:
             if rank < self._owners:
                 arrives[rank] = now
             np.maximum(self._complete[piece], arrives, out=self._complete[piece])
-        if len(self._members) == self._size:
+        if self._members.joined == self._size:
             self._complete_by(rank)
         return joined
 
@@ -125,12 +83,4 @@ class OwnersInOne:
         self._to_spread -= len(places)
         if not self._to_spread:
             for t, ranks in by_time(self._finish):
-                self._clock.at(t, lambda ranks=ranks: self._members.give(ranks, sum_in_order))  # type: ignore[misc]
-
-
-def by_time(times: Row) -> list[tuple[float, list[int]]]:
-    """The places of each distinct time, in order."""
-    found: dict[float, list[int]] = {}
-    for place, t in enumerate(times.tolist()):
-        found.setdefault(t, []).append(place)
-    return list(found.items())
+                self._clock.at(t, lambda ranks=ranks: self._members.give(ranks))  # type: ignore[misc]

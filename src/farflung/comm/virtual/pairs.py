@@ -9,13 +9,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from farflung.comm.virtual.clock import Clock, Moment
+from farflung.comm.virtual.clock import Clock, Departure
 from farflung.errors import Unsupported
 from farflung.network import NetworkProfile
 from farflung.network.noise import uniform, uniform_row
 from farflung.network.trace import mean_capacity
 
-__all__ = ["Pairs", "Ranks", "Row"]
+__all__ = ["Pairs", "Ranks", "Row", "by_time"]
 
 Row: TypeAlias = npt.NDArray[np.float64]
 Ranks: TypeAlias = npt.NDArray[np.int64]
@@ -55,7 +55,9 @@ class Pairs:
         self._last_arrival = np.zeros(square if self.jitters else (0, 0))
         self._sent = np.zeros(square if self.jitters else (0, 0), dtype=np.int64)
 
-    def send(self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]) -> Moment:
+    def send(
+        self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
+    ) -> Departure:
         """See :class:`farflung.comm.virtual.clock.Carrier`."""
         if priority:
             raise Unsupported(
@@ -75,7 +77,7 @@ class Pairs:
             arrives = max(arrives, float(self._last_arrival[src, dst]))
             self._last_arrival[src, dst] = arrives
         self._clock.at(arrives, lambda: arrived(arrives))
-        return Moment(self._clock, leaves)
+        return Departure(self._clock, leaves)
 
     def send_many(self, src: int | Ranks, dst: slice | Ranks, bits: Row) -> Row:
         """Messages from one rank to many, or from each rank of one list to its counterpart in another, now.
@@ -103,3 +105,11 @@ class Pairs:
         arrives = np.maximum(leaves + delay, self._last_arrival[src, dst])
         self._last_arrival[src, dst] = arrives
         return arrives
+
+
+def by_time(times: Row) -> list[tuple[float, list[int]]]:
+    """The places of each distinct time, in order."""
+    found: dict[float, list[int]] = {}
+    for place, t in enumerate(times.tolist()):
+        found.setdefault(t, []).append(place)
+    return list(found.items())

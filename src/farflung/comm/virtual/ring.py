@@ -10,8 +10,8 @@ from torch import Tensor
 
 from farflung.comm.collectives.segments import Segment, cut
 from farflung.comm.virtual.clock import Clock
-from farflung.comm.virtual.owners import Members, by_time
-from farflung.comm.virtual.pairs import Pairs, Ranks
+from farflung.comm.virtual.members import Members
+from farflung.comm.virtual.pairs import Pairs, Ranks, by_time
 from farflung.tasks import Pending
 
 __all__ = ["RingInOne", "ring_sum"]
@@ -33,7 +33,7 @@ class RingInOne:
         self._nbytes = np.array([s.length for s in self._segments], dtype=np.int64) * tensor.element_size()
         self._nbytes[0] += side.nbytes  # the side vector rides with it
         self.hops = 2 * (size - 1)
-        self._members = Members(size)
+        self._members = Members(size, lambda tensors: ring_sum(tensors, self._segments))
         self._sent = np.zeros(size, dtype=np.int64)
         self._received = np.zeros(size, dtype=np.int64)
         self._arriving: dict[float, list[Ranks]] = {}
@@ -62,7 +62,7 @@ class RingInOne:
         done = hop == self.hops
         if done.any():
             finished = sorted(ranks[done].tolist())
-            self._members.give(finished, lambda tensors: ring_sum(tensors, self._segments))
+            self._members.give(finished)
             ranks, hop = ranks[~done], hop[~done]
         if not len(ranks):
             return ranks

@@ -1,0 +1,111 @@
+"""One simulation in a process of its own: prints its seconds and its memory as JSON.
+
+python -m benchmarks.simulator.worker mlp REPLICAS STEPS
+python -m benchmarks.simulator.worker resnet8 REPLICAS STEPS
+python -m benchmarks.simulator.worker fleet DEVICES STEPS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.simulator.workload import MLP, SAMPLES_EACH
+from farflung.config import Training
+from farflung.network import DeviceProfile, Link, NetworkProfile, Site, Varying
+from farflung.recipes import recipe
+from farflung.replica import Replica, keep_once
+from farflung.runtime import VirtualWorld, time_fleet
+from farflung.telemetry import Telemetry
+from farflung.types import Workload
+from farflung.workloads import workload
+
+__all__ = ["simulate"]
+
+LINK = Link(0.01, 1e8)
+DEVICE = DeviceProfile(forward_s=1e-4)
+CLASSES = 40
+
+
+def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) -> dict[str, Any]:
+    """Trains replicas with direct all-reduce over links that are alike; no evaluation."""
+    world = VirtualWorld(replicas, LINK, device=DEVICE)
+    training = Training.resolve(work.defaults, {"steps": steps, "seed": 0})
+    made = [
+        Replica(
+            runtime,
+            work,
+            training,
+            recipe("synchronous").parts(training.seed),
+            Telemetry(runtime.comm.rank),
+            share=torch.arange(SAMPLES_EACH) + SAMPLES_EACH * runtime.comm.rank if own_samples else None,
+        )
+        for runtime in world.runtimes
+    ]
+
+    keep_once(made)
+
+    async def steps_of(replica: Replica) -> None:
+        for _ in range(steps):
+            await replica.step()
+
+    world.run([steps_of(replica) for replica in made])
+    first = list(made[0].model.parameters())
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first, other.model.parameters(), strict=True))
+    return {"virtual_s": world.clock.now(), "parameters": sum(p.numel() for p in first)}
+
+
+def fleet(devices: int, steps: int) -> dict[str, Any]:
+    """A server and classes of phones that differ in network and speed; a parameter server."""
+    base, more = divmod(devices - 1, CLASSES)
+    phones = tuple(
+        Site(
+            f"phones {k}",
+            base + (k < more),
+            Link(0.02 + 0.001 * k),
+            up_bps=(6 + k) * 1e6,
+            down_bps=(20 + 3 * k) * 1e6,
+        )
+        for k in range(CLASSES)
+    )
+    server = Site("server", 1, up_bps=100e9, down_bps=100e9)
+    network = NetworkProfile("fleet", (server, *phones), default=Link(0.03))
+    speeds = [DeviceProfile("server", 1e-4)] + [
+        DeviceProfile(f"phone {k}", 2e-3 * (1 + k % 7), stragglers=(Varying(0.2),)) for k in range(CLASSES)
+    ]
+    times = time_fleet(network, speeds, numel=19_210, batch_size=32, steps=steps)
+    return {"virtual_s": times.ends_s[-1], "classes": times.classes, "devices": times.devices}
+
+
+def run(what: str, count: int, steps: int) -> dict[str, Any]:
+    """One simulation, by name."""
+    if what == "mlp":
+        return simulate(MLP(count), count, steps, own_samples=True)
+    if what == "resnet8":
+        return simulate(workload("cifar10/resnet8"), count, steps, own_samples=False)
+    return fleet(count, steps)
+
+
+if __name__ == "__main__":
+    # Small products gain nothing from a second thread; convolutions do.
+    torch.set_num_threads(2 if sys.argv[1] == "resnet8" else 1)
+    wall, processor = time.perf_counter(), time.process_time()
+    found = run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(
+        json.dumps(
+            {
+                "seconds": time.perf_counter() - wall,
+                "processor_s": time.process_time() - processor,
+                "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                "load_average": os.getloadavg()[0],
+                **found,
+            }
+        )
+    )

@@ -1,0 +1,156 @@
+"""The all-reduce by owners among groups of ranks that are alike: one message for all from one group to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from farflung.comm.collectives.sharded import OWNERS, shard_pieces
+from farflung.comm.virtual.clock import Carrier
+from farflung.network.bundles import Group
+
+__all__ = ["GroupedReduce", "ReduceShape"]
+
+
+class ReduceShape(NamedTuple):
+    """What an all-reduce moves.
+
+    Args:
+      collective: a name in :data:`farflung.comm.collectives.sharded.OWNERS`.
+      size: number of ranks.
+      numel: of the tensor.
+      element_nbytes: of one element.
+      side_nbytes: of the vector that rides along.
+    """
+
+    collective: str
+    size: int
+    numel: int
+    element_nbytes: int
+    side_nbytes: int
+
+    @property
+    def owners(self) -> int:
+        """How many ranks own a shard."""
+        return OWNERS[self.collective](self.size)
+
+    @property
+    def back_nbytes(self) -> int:
+        """What rides along on the way back: the side's sum, where not every rank has everybody's itself."""
+        return 0 if self.owners == self.size else self.side_nbytes
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """The ranks from which on shards are shorter, and from which on there are none."""
+        return self.numel % self.owners, self.owners
+
+    def pieces_nbytes(self, owner: int) -> list[int]:
+        """Of an owner's shard."""
+        return [
+            length * self.element_nbytes
+            for length in shard_pieces(self.numel, self.element_nbytes, self.owners, owner)
+        ]
+
+    def sent_nbytes(self, rank: int) -> int:
+        """All that one rank sends."""
+        dense, owners = self.numel * self.element_nbytes, self.owners
+        if rank >= owners:
+            return dense + owners * self.side_nbytes
+        own = (self.numel // owners + (rank < self.numel % owners)) * self.element_nbytes
+        return dense - own + (owners - 1) * self.side_nbytes + (self.size - 1) * (own + self.back_nbytes)
+
+
+@dataclass(slots=True)
+class _Part:
+    """How far a group has come."""
+
+    pieces_nbytes: list[int]
+    sources: int
+    """Groups that send to it."""
+    answers: int
+    """Messages that come back to it."""
+    entered: bool = False
+    summed: int = 0
+    answered: int = 0
+
+
+class GroupedReduce:
+    """Each group does what each of its ranks would; see :func:`farflung.comm.collectives.direct`.
+
+    Args:
+      carrier: between groups, by their numbers.
+      groups: of ranks that are alike to the network and own shards of one length.
+      shape: what moves.
+      ended: called with a group's number when its ranks have the sum.
+    """
+
+    def __init__(
+        self, carrier: Carrier, groups: Sequence[Group], shape: ReduceShape, ended: Callable[[int], None]
+    ) -> None:
+        self._carrier, self._groups, self._shape, self._ended = carrier, groups, shape, ended
+        owning = [number for number, group in enumerate(groups) if group.first < shape.owners]
+        self._owning = owning
+        pieces = len(shape.pieces_nbytes(0))
+        self._came = {number: [0] * pieces for number in owning}
+        self._parts = [
+            _Part(
+                shape.pieces_nbytes(group.first) if number in self._came else [],
+                self._others(number, range(len(groups))),
+                pieces * self._others(number, owning),
+            )
+            for number, group in enumerate(groups)
+        ]
+
+    def _others(self, number: int, among: Sequence[int]) -> int:
+        """How many of some groups have ranks other than one of ``number``."""
+        return sum(self._meet(number, other) for other in among)
+
+    def _meet(self, one: int, other: int) -> bool:
+        return one != other or self._groups[one].count > 1
+
+    def enter(self, number: int) -> None:
+        """A group sends its part of each shard."""
+        self._parts[number].entered = True
+        for piece in range(len(self._came[self._owning[0]])):
+            for owner in self._owning:
+                if self._meet(number, owner):
+                    riding = self._shape.side_nbytes if piece == 0 else 0
+                    bits = 8 * (self._parts[owner].pieces_nbytes[piece] + riding)
+                    self._carrier.send(number, owner, bits, 0, self._gathers(owner, piece))
+        self._spread(number)
+
+    def _gathers(self, owner: int, piece: int) -> Callable[[float], None]:
+        def gather(t: float) -> None:
+            del t
+            self._came[owner][piece] += 1
+            self._spread(owner)
+
+        return gather
+
+    def _spread(self, number: int) -> None:
+        """An owner sends back, piece after piece, what it has from everybody."""
+        part = self._parts[number]
+        while part.entered and part.summed < len(part.pieces_nbytes):
+            if self._came[number][part.summed] < part.sources:
+                return
+            nbytes = part.pieces_nbytes[part.summed] + (self._shape.back_nbytes if part.summed == 0 else 0)
+            part.summed += 1
+            for other in range(len(self._groups)):
+                if self._meet(number, other):
+                    self._carrier.send(number, other, 8 * nbytes, 0, self._answers(other))
+        self._end(number)
+
+    def _answers(self, number: int) -> Callable[[float], None]:
+        def answer(t: float) -> None:
+            del t
+            self._parts[number].answered += 1
+            self._end(number)
+
+        return answer
+
+    def _end(self, number: int) -> None:
+        part = self._parts[number]
+        if part.entered and part.answered == part.answers and part.summed == len(part.pieces_nbytes):
+            part.answers = -1  # once
+            self._ended(number)

@@ -1,0 +1,60 @@
+"""The ranks that take part in a collective computed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from farflung.comm.collectives.segments import sum_in_order
+from farflung.tasks import Pending
+
+__all__ = ["Members"]
+
+
+class Members:
+    """What the ranks have given, and who still waits for the sum.
+
+    Args:
+      size: number of ranks.
+      add: the sum of all tensors, in the collective's own order.
+    """
+
+    def __init__(self, size: int, add: Callable[[list[Tensor]], Tensor] = sum_in_order) -> None:
+        self.tensors: list[Tensor] = [torch.empty(0)] * size
+        self.sides: list[Tensor] = [torch.empty(0)] * size
+        self._add = add
+        self._waits: dict[int, Pending[tuple[Tensor, Tensor]]] = {}
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self.joined = 0
+        """How many have."""
+
+    def join(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """A rank joins."""
+        self.tensors[rank], self.sides[rank] = tensor, side
+        self._waits[rank] = Pending()
+        self.joined += 1
+        return self._waits[rank]
+
+    def give(self, ranks: Iterable[int]) -> None:
+        """The collective is over for some ranks: each gets the sum, added once for all, in its own tensor."""
+        if self._sums is None:
+            self._sums = self._add(self.tensors), sum_in_order(self.sides)
+        total, total_side = self._sums
+        for rank in ranks:
+            waits = self._waits.pop(rank, None)
+            if waits is not None:  # otherwise it has it already
+                own = self.tensors[rank]
+                own.copy_(total)
+                waits.set((own, total_side.clone()))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anybody still waits."""
+        return bool(self._waits)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends every wait."""
+        for pending in self._waits.values():
+            pending.fail(error)

@@ -1,0 +1,197 @@
+"""Collectives that all ranks join at one time, computed for groups of ranks that are alike.
+
+Where flows share capacities, nothing can be known of a message before it has arrived. But ranks of one site that
+begin together and own shards of one length see the same at all times, so one flow for each pair of groups stands for
+all of them; see :class:`farflung.network.bundles.Bundles`. That holds while nothing else is on the way. When something
+else comes, what was computed for groups is done again message by message, up to that moment, and goes on like that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.comm.channel import ExchangeChannel, InOne
+from farflung.comm.collectives import COLLECTIVES
+from farflung.comm.collectives.sharded import OWNERS
+from farflung.comm.virtual.clock import Clock, VirtualClock
+from farflung.comm.virtual.flows import AFTER_ALL_ELSE, Flows
+from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
+from farflung.comm.virtual.members import Members
+from farflung.network import NetworkProfile
+from farflung.network.bundles import Bundles, groups_of
+from farflung.tasks import Pending, Task
+from farflung.types import Communicator, Tag
+
+__all__ = ["Symmetric"]
+
+Kind = tuple[ReduceShape, torch.dtype]
+
+
+@dataclass(slots=True)
+class _Joining:
+    """Who has joined a collective at the present moment."""
+
+    tag: Tag
+    members: Members
+    kinds: dict[int, Kind]
+    results: dict[int, Pending[tuple[Tensor, Tensor]]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A collective of all ranks, in groups."""
+
+    tag: Tag
+    members: Members
+    kind: Kind
+    side: Tensor
+    begin_s: float
+
+
+class Symmetric:
+    """What all ranks join together.
+
+    Args:
+      clock: virtual time.
+      profile: without jitter.
+      idle: whether no message is on its way.
+      hop_by_hop: a communicator of a rank, for collectives that go message by message.
+      replay: takes over from groups; called with what runs on a clock of its own up to the present moment.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        profile: NetworkProfile,
+        idle: Callable[[], bool],
+        hop_by_hop: Callable[[int], Communicator],
+        replay: Callable[[float, Callable[[Clock, Callable[[int], Communicator]], None]], None],
+    ) -> None:
+        assert profile.nodes is not None
+        self._clock, self._profile, self._size = clock, profile, profile.nodes
+        self._idle, self._hop_by_hop, self._replay = idle, hop_by_hop, replay
+        self._joining: dict[Tag, _Joining] = {}
+        self._refused: dict[Tag, int] = {}
+        self._running: list[_Running] = []
+        self._cuts: set[int] = set()
+        self._version = 0
+
+    def enter(
+        self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
+    ) -> InOne | None:
+        """A rank joins; ``None`` where it goes hop by hop."""
+        if tag in self._refused:
+            self._refused[tag] -= 1
+            if not self._refused[tag]:
+                del self._refused[tag]
+            return None
+        if encoded or collective not in OWNERS:
+            return None
+        shape = ReduceShape(collective, self._size, tensor.numel(), tensor.element_size(), side.nbytes)
+        if tag not in self._joining:
+            self._joining[tag] = _Joining(tag, Members(self._size), {}, {})
+            self._clock.at(self._clock.now(), lambda: self._close(tag), AFTER_ALL_ELSE)
+        joining = self._joining[tag]
+        joining.kinds[rank] = shape, tensor.dtype
+        joining.results[rank] = joining.members.join(rank, tensor, side)
+        hops = 2 * len(shape.pieces_nbytes(0))
+        return InOne(joining.results[rank], shape.sent_nbytes(rank), hops)
+
+    def interrupt(self) -> None:
+        """Something else comes: what runs in groups goes on message by message."""
+        if not self._running:
+            return
+        running, self._running = self._running, []
+        self._version += 1
+
+        def again(clock: Clock, comm: Callable[[int], Communicator]) -> None:
+            for one in running:
+                clock.at(one.begin_s, lambda one=one: _start_again(clock, comm, one, self._size))  # type: ignore[misc]
+
+        self._replay(running[0].begin_s, again)
+
+    def _close(self, tag: Tag) -> None:
+        """The moment is over: whoever has not joined is late."""
+        joining = self._joining.pop(tag)
+        kinds = set(joining.kinds.values())
+        if len(joining.kinds) == self._size and len(kinds) == 1 and (self._running or self._idle()):
+            kind = kinds.pop()
+            self._cuts.update(kind[0].cuts)
+            self._running.append(
+                _Running(tag, joining.members, kind, joining.members.sides[0], self._clock.now())
+            )
+            self._compute()
+            return
+        self.interrupt()
+        self._refused[tag] = self._size
+        for rank, result in joining.results.items():
+            tensor, side = joining.members.tensors[rank], joining.members.sides[rank]
+            comm = self._hop_by_hop(rank)
+            task = Task(_hops(comm, tag, joining.kinds[rank][0].collective, tensor, side), self._clock.soon)
+            task.on_done(lambda task, result=result: _pass_on(task, result))  # type: ignore[misc]
+
+    def _compute(self) -> None:
+        """When every group has every sum, if nothing else comes; from the time at which all was quiet."""
+        self._version += 1
+        groups = groups_of(self._profile, 0, self._cuts)
+        clock = VirtualClock(self._running[0].begin_s)
+        flows = Flows(clock, Bundles(self._profile, groups), seed=0)
+        ends: dict[float, list[tuple[_Running, Iterable[int]]]] = {}
+
+        def begin(one: _Running) -> None:
+            def ended(number: int) -> None:
+                group = groups[number]
+                ranks = range(group.first, group.first + group.count)
+                ends.setdefault(clock.now(), []).append((one, ranks))
+
+            reduce = GroupedReduce(flows, groups, one.kind[0], ended)
+            for number in range(len(groups)):
+                reduce.enter(number)
+
+        for one in self._running:
+            clock.at(one.begin_s, lambda one=one: begin(one))  # type: ignore[misc]
+        clock.run()
+        version = self._version
+        for t, over in ends.items():
+            if t >= self._clock.now():
+                self._clock.at(t, lambda over=over: self._end(over, version))  # type: ignore[misc]
+
+    def _end(self, over: Iterable[tuple[_Running, Iterable[int]]], version: int) -> None:
+        if version == self._version:
+            for one, ranks in over:
+                one.members.give(ranks)
+            if not any(one.members.waiting for one in self._running):
+                self._running = []
+
+
+def _start_again(clock: Clock, comm: Callable[[int], Communicator], one: _Running, size: int) -> None:
+    """All ranks of a collective, with tensors that mean nothing: only the times are wanted."""
+    shape, dtype = one.kind
+    tensor = torch.zeros(shape.numel, dtype=dtype)
+    for rank in range(size):
+        task = Task(_hops(comm(rank), one.tag, shape.collective, tensor, one.side), clock.soon)
+        task.on_done(lambda _, rank=rank: one.members.give([rank]))  # type: ignore[misc]
+
+
+def _hops(
+    comm: Communicator, tag: Tag, collective: str, tensor: Tensor, side: Tensor
+) -> Coroutine[Any, None, tuple[Tensor, Tensor]]:
+    channel = ExchangeChannel(comm, tag.exchange, tag.part)
+    channel.hops(tag.hop)
+
+    async def run() -> tuple[Tensor, Tensor]:
+        return await COLLECTIVES[collective](channel, tensor, side)
+
+    return run()
+
+
+def _pass_on(task: Pending[tuple[Tensor, Tensor]], result: Pending[tuple[Tensor, Tensor]]) -> None:
+    if task.error is not None:
+        result.fail(task.error)
+    else:
+        result.set(task.result())

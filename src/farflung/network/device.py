@@ -1,0 +1,151 @@
+"""What computing takes on a device."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from farflung.errors import ConfigError
+from farflung.network.stragglers import Moment, Straggler
+from farflung.types import Cost
+
+__all__ = ["DeviceProfile", "Layer"]
+
+BACKWARD_OVER_FORWARD = 2.0
+"""A backward pass takes two products of the size of the forward pass's one: by weights and by inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a model, in forward order.
+
+    Args:
+      numel: its parameters; 0 where it has none.
+      forward_s: seconds per sample.
+      backward_s: seconds per sample.
+    """
+
+    numel: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise ConfigError(f"numel = {self.numel}: must be 0 or more")
+        _check_seconds("forward_s", self.forward_s)
+        _check_seconds("backward_s", self.backward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """Seconds that a device takes, and what it can hold.
+
+    Args:
+      name: for people.
+      forward_s: per sample of a forward pass; scoring and evaluating a sample take as long.
+      backward_s: per sample of a backward pass; ``None``: twice the forward pass, our choice.
+      optimizer_s: per step of the optimizer.
+      layers: the model layer by layer, in forward order, in the place of ``forward_s`` and ``backward_s``; then
+        buckets are ready when their layers are.
+      slowdown: everything takes this many times as long.
+      stragglers: what makes it slow now and then; factors multiply.
+      memory_nbytes: what it can hold; ``None``: not known.
+      source: where the figures come from.
+
+    Raises:
+      ConfigError: a value out of its range; begins with its name.
+    """
+
+    name: str = "device"
+    forward_s: float = 0.0
+    backward_s: float | None = None
+    optimizer_s: float = 0.0
+    layers: tuple[Layer, ...] = ()
+    slowdown: float = 1.0
+    stragglers: tuple[Straggler, ...] = ()
+    memory_nbytes: int | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.layers and (self.forward_s or self.backward_s is not None):
+            raise ConfigError("layers: give them or forward_s and backward_s, not both")
+        _check_seconds("forward_s", self.forward_s)
+        _check_seconds("backward_s", self.backward_s or 0.0)
+        _check_seconds("optimizer_s", self.optimizer_s)
+        if not (self.slowdown > 0 and math.isfinite(self.slowdown)):
+            raise ConfigError(f"slowdown = {self.slowdown}: must be above 0; 2 takes twice as long")
+        if self.memory_nbytes is not None and self.memory_nbytes < 1:
+            raise ConfigError(f"memory_nbytes = {self.memory_nbytes}: must be 1 or more")
+
+    def slowed(self, factor: float) -> DeviceProfile:
+        """The same device, slower."""
+        return replace(self, slowdown=self.slowdown * factor)
+
+    def seconds(self, cost: Cost, moment: Moment) -> float:
+        """What a computation takes that begins at a moment."""
+        return self._undisturbed(cost) * self.slowdown_at(moment)
+
+    def slowdown_at(self, moment: Moment) -> float:
+        """How many times as long computations take that begin at a moment."""
+        factor = self.slowdown
+        for straggler in self.stragglers:
+            factor *= straggler.slowdown(moment)
+        return factor
+
+    def _undisturbed(self, cost: Cost) -> float:
+        if cost.kind == "optimizer":
+            return self.optimizer_s
+        if cost.kind == "backward":
+            return cost.samples * self.backward_per_sample_s
+        if cost.kind in ("forward", "evaluate", "score"):
+            return cost.samples * self.forward_per_sample_s
+        return 0.0
+
+    @property
+    def forward_per_sample_s(self) -> float:
+        """Seconds of a forward pass, per sample."""
+        return math.fsum(layer.forward_s for layer in self.layers) if self.layers else self.forward_s
+
+    @property
+    def backward_per_sample_s(self) -> float:
+        """Seconds of a backward pass, per sample."""
+        if self.layers:
+            return math.fsum(layer.backward_s for layer in self.layers)
+        return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s
+
+    def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
+        """At which share of a backward pass each bucket is ready, in the order in which they filled.
+
+        Without layers, or without the buckets' sizes, at even steps. With layers, when the layer that holds a
+        bucket's last parameter is through; layers without parameters take their time on the way.
+
+        Args:
+          order: of the buckets, as they filled.
+          numels: parameters in each bucket, by its index, from the output side; empty: not known.
+
+        Raises:
+          ConfigError: the layers are those of another model.
+        """
+        if not self.layers or not numels:
+            return [place / len(order) for place in range(1, len(order) + 1)]
+        passed = list(accumulate(layer.numel for layer in reversed(self.layers)))
+        if passed[-1] != sum(numels):
+            raise ConfigError(
+                f"{self.name}: layers: they have {passed[-1]} parameters, and the model has {sum(numels)}"
+            )
+        spent = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
+        filled = list(accumulate(numels))
+        whole = spent[-1] or 1.0
+        shares: list[float] = []
+        for bucket in order:
+            share = spent[bisect_left(passed, filled[bucket])] / whole
+            shares.append(max(share, shares[-1]) if shares else share)
+        return shares
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not (seconds >= 0 and math.isfinite(seconds)):
+        raise ConfigError(f"{name} = {seconds}: must be a number of seconds, 0 or more")

@@ -1,0 +1,191 @@
+"""Devices by name and from TOML.
+
+.. code-block:: toml
+
+    name = "field camera"          # optional; the file's name otherwise
+    forward_s = 0.004              # per sample; or flops_per_s, together with the model's forward_flops
+    backward_s = 0.009             # optional: twice forward_s
+    optimizer_s = 0.001            # optional
+    slowdown = 1.5                 # optional
+    memory_nbytes = 4_000_000_000  # optional
+
+    [[layer]]                      # in forward order, in the place of forward_s and backward_s
+    numel = 16640
+    forward_s = 0.001
+    backward_s = 0.002
+
+    [[occasional]]                 # a step takes longer, with some probability
+    probability = 0.05
+    factor = 4
+
+    [[varying]]                    # each step takes its own time
+    spread = 0.1
+
+    [[scheduled]]                  # slow for a while
+    begin_s = 60
+    end_s = 120
+    factor = 3
+    ranks = [2]                    # optional: everybody
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from farflung.errors import ConfigError, UnknownName
+from farflung.network.device import DeviceProfile, Layer
+from farflung.network.stragglers import Occasional, Scheduled, Straggler, Varying
+from farflung.network.tables import Table, open_toml
+
+__all__ = ["DEVICES", "Device", "device_profile", "device_toml", "load_device"]
+
+SUSTAINED = 0.3
+"""Share of the peak that training reaches: our choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a data sheet says.
+
+    Args:
+      peak_flops: float32 operations per second.
+      memory_nbytes: what it has.
+      source: where that is from.
+    """
+
+    peak_flops: float
+    memory_nbytes: int
+    source: str
+
+
+DEVICES: dict[str, Device] = {
+    "raspberry-pi-4": Device(
+        48e9,
+        4 << 30,
+        "Four Cortex-A72 at 1.5 GHz, 8 operations a cycle; 4 GiB version. DGA's Pi is not named.",
+    ),
+    "jetson-tx1": Device(511e9, 4 << 30, "256 cores at 0.998 GHz, 2 operations a cycle. Mercury's device."),
+    "k80": Device(4.37e12, 12 << 30, "One of the card's two GPUs, at boost clock. ScaDLES's device."),
+    "v100": Device(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
+    "cpu-core": Device(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
+}
+"""Devices by name: peaks of their data sheets; :func:`device_profile` takes a share of them for what is reached."""
+
+
+def device_profile(name: str, *, forward_flops: float | None = None) -> DeviceProfile:
+    """A device by its name in :data:`DEVICES`, or from a TOML file where ``name`` ends in ``.toml``.
+
+    Args:
+      name: of the device or file.
+      forward_flops: float32 operations of the model's forward pass, per sample; a multiplication and an addition
+        are two. Needed for devices known by their operations per second.
+
+    Raises:
+      UnknownName: there is no such name.
+      ConfigError: the file is wrong, or ``forward_flops`` is missing.
+    """
+    if name.endswith(".toml"):
+        return load_device(Path(name), forward_flops=forward_flops)
+    if name not in DEVICES:
+        raise UnknownName("device", name, [*DEVICES, "a file ending in .toml"])
+    device = DEVICES[name]
+    return DeviceProfile(
+        name,
+        _forward_s(name, SUSTAINED * device.peak_flops, forward_flops),
+        memory_nbytes=device.memory_nbytes,
+        source=f"{device.source} {SUSTAINED:.0%} of the peak: our choice.",
+    )
+
+
+def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
+    """Reads a device; the format is at the top of this module.
+
+    Raises:
+      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+    """
+    top = open_toml(path)
+    name = top.text("name", path.stem)
+    layers = tuple(_layer(one) for one in top.tables("layer"))
+    if "flops_per_s" in top:
+        forward = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
+    else:
+        forward = top.number("forward_s", 0.0 if layers else None)
+    backward = top.number("backward_s") if "backward_s" in top else None
+    optimizer, slowdown, memory = (
+        top.number("optimizer_s", 0.0),
+        top.number("slowdown", 1.0),
+        top.whole("memory_nbytes"),
+    )
+    stragglers: tuple[Straggler, ...] = (
+        *(_occasional(one) for one in top.tables("occasional")),
+        *(_varying(one) for one in top.tables("varying")),
+        *(_scheduled(one) for one in top.tables("scheduled")),
+    )
+    return top.make(
+        lambda: DeviceProfile(
+            name, forward, backward, optimizer, layers, slowdown, stragglers, memory, str(path)
+        )
+    )
+
+
+def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """A device as :func:`load_device` reads it, stragglers aside.
+
+    Args:
+      device: what to write.
+      layers: names of its layers, for people.
+      notes: lines for people, at the top.
+    """
+    lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
+    if not device.layers:
+        lines += [f"forward_s = {device.forward_s!r}", f"backward_s = {device.backward_per_sample_s!r}"]
+    lines += [f"optimizer_s = {device.optimizer_s!r}", f"slowdown = {device.slowdown!r}"]
+    if device.memory_nbytes is not None:
+        lines.append(f"memory_nbytes = {device.memory_nbytes}")
+    for layer, name in zip_longest(device.layers, layers):
+        lines += [
+            "",
+            "[[layer]]" + (f"  # {name}" if name else ""),
+            f"numel = {layer.numel}",
+            f"forward_s = {layer.forward_s!r}",
+            f"backward_s = {layer.backward_s!r}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _layer(table: Table) -> Layer:
+    numel = table.whole("numel")
+    if numel is None:
+        raise ConfigError(f"{table.where}: numel is missing")
+    forward, backward = table.number("forward_s"), table.number("backward_s")
+    return table.make(lambda: Layer(numel, forward, backward))
+
+
+def _occasional(table: Table) -> Occasional:
+    probability, factor = table.number("probability"), table.number("factor")
+    return table.make(lambda: Occasional(probability, factor))
+
+
+def _varying(table: Table) -> Varying:
+    spread = table.number("spread")
+    return table.make(lambda: Varying(spread))
+
+
+def _scheduled(table: Table) -> Scheduled:
+    begin, end, factor = table.number("begin_s"), table.number("end_s"), table.number("factor")
+    ranks = table.numbers("ranks") if "ranks" in table else ()
+    if any(rank != int(rank) or rank < 0 for rank in ranks):
+        raise table.error("ranks", list(ranks), "must be a list of whole numbers")
+    return table.make(lambda: Scheduled(begin, end, factor, tuple(int(rank) for rank in ranks)))
+
+
+def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:
+    if not flops_per_s > 0:
+        raise ConfigError(f"{where}: flops_per_s = {flops_per_s}: must be above 0")
+    if forward_flops is None:
+        raise ConfigError(f"{where}: known by its operations per second: give the model's forward_flops too")
+    return forward_flops / flops_per_s

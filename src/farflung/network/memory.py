@@ -1,0 +1,106 @@
+"""How much memory training takes, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from farflung.errors import ConfigError, UnknownName
+
+__all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
+
+OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors as large as the parameters that an optimizer keeps."""
+BUCKET_NBYTES = 25 << 20
+"""Of a replica's gradient buckets, the first aside."""
+
+
+def training_nbytes(
+    parameters_nbytes: int,
+    batch_size: int,
+    *,
+    optimizer: str = "sgd",
+    sample_nbytes: float = 0,
+    activations_nbytes: float = 0,
+    in_flight: int = 0,
+    fixed_nbytes: float = 0,
+) -> int:
+    r"""Bytes that one replica needs for a step of training.
+
+    .. math:: M = M_0 + (2 + k + f)\,P + \min(P, b) + B\,(s + a)
+
+    Args:
+      parameters_nbytes: :math:`P`; once for the parameters, once for the buckets of gradients. What autograd has made
+        is there besides until its bucket, of at most :math:`b` = 25 MiB, is full.
+      batch_size: :math:`B`.
+      optimizer: a name in :data:`OPTIMIZER_COPIES`, for :math:`k`.
+      sample_nbytes: :math:`s`, of one sample's inputs and targets.
+      activations_nbytes: :math:`a`, what autograd keeps per sample; see :func:`saved_nbytes`.
+      in_flight: :math:`f`, copies of the gradient in exchanges that outlive their step.
+      fixed_nbytes: :math:`M_0`, of the process: libraries, the device's context.
+
+    Raises:
+      UnknownName: no such optimizer.
+
+    References: Rajbhandari et al. 2020 (ZeRO), section 3, in float32 throughout.
+    """
+    if optimizer not in OPTIMIZER_COPIES:
+        raise UnknownName("optimizer", optimizer, OPTIMIZER_COPIES)
+    copies = 2 + OPTIMIZER_COPIES[optimizer] + in_flight
+    filling = min(parameters_nbytes, BUCKET_NBYTES)
+    samples = batch_size * (sample_nbytes + activations_nbytes)
+    return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
+
+
+def largest_batch(
+    memory_nbytes: int,
+    parameters_nbytes: int,
+    *,
+    optimizer: str = "sgd",
+    sample_nbytes: float = 0,
+    activations_nbytes: float = 0,
+    in_flight: int = 0,
+    fixed_nbytes: float = 0,
+) -> int:
+    """The largest batch that :func:`training_nbytes` lets in; its arguments.
+
+    Raises:
+      ConfigError: not even one sample has room, or samples take no memory.
+    """
+    empty = training_nbytes(
+        parameters_nbytes, 0, optimizer=optimizer, in_flight=in_flight, fixed_nbytes=fixed_nbytes
+    )
+    each = sample_nbytes + activations_nbytes
+    if not each > 0:
+        raise ConfigError("a sample must take memory: give sample_nbytes or activations_nbytes")
+    batch = int((memory_nbytes - empty) // each)
+    if batch < 1:
+        raise ConfigError(
+            f"{memory_nbytes} bytes hold no batch: the model and {optimizer} take {empty}, a sample {each:g}"
+        )
+    return batch
+
+
+def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps of a forward pass; storage that several tensors share counts once.
+
+    Args:
+      forward: computes the loss.
+      besides: tensors that are there anyway: parameters, buffers, the batch.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = forward()
+    total = sum(kept.values())
+    del loss  # until here it holds what was kept, so that no storage was reused
+    return total

@@ -1,0 +1,162 @@
+"""Shares are max-min fair: within the capacities, work conserving, the most urgent first, whatever the order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.network import max_min_rates
+
+
+@dataclass(frozen=True)
+class Flow:
+    uses: tuple[tuple[str, int], ...]
+    priority: int = 0
+
+
+def over(*resources: str, priority: int = 0) -> Flow:
+    return Flow(tuple((resource, 1) for resource in resources), priority)
+
+
+def shares(flows: list[Flow], capacities: dict[str, float]) -> list[float]:
+    return max_min_rates(flows, capacities.__getitem__)
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------
+
+
+def test_two_flows_halve_a_link() -> None:
+    assert shares([over("a"), over("a")], {"a": 10.0}) == [5.0, 5.0]
+
+
+def test_who_is_held_back_elsewhere_leaves_the_rest() -> None:
+    flows = [over("a"), over("a", "b"), over("a", "b"), over("b")]
+    # b is full at 2 each; a's first flow gets what its other two leave.
+    assert shares(flows, {"a": 10.0, "b": 6.0}) == [6.0, 2.0, 2.0, 2.0]
+
+
+def test_the_parking_lot() -> None:
+    """One flow over all links and one on each, Bertsekas & Gallager's example."""
+    links = {f"l{k}": 1.0 for k in range(4)} | {"l2": 0.5}
+    flows = [over(*links), *(over(link) for link in links)]
+    assert shares(flows, links) == [0.25, 0.75, 0.75, 0.25, 0.75]
+
+
+def test_the_most_urgent_first() -> None:
+    flows = [over("a", priority=3), over("a", "b", priority=-1), over("b", priority=3), over("a", priority=3)]
+    assert shares(flows, {"a": 10.0, "b": 4.0}) == [3.0, 4.0, 0.0, 3.0]
+
+
+def test_what_crosses_twice_counts_twice() -> None:
+    assert shares([Flow((("air", 2),)), over("air")], {"air": 9.0}) == [3.0, 3.0]
+
+
+def test_an_outage_stops_what_crosses_it_and_nothing_else() -> None:
+    assert shares([over("a"), over("a", "b")], {"a": 2.0, "b": 0.0}) == [2.0, 0.0]
+
+
+def test_one_for_many_gets_the_share_of_each() -> None:
+    """One flow that stands for seven has the rate of each of them, to the last bit."""
+    capacities = {"shared": 0.5}
+    capacities["up"] = 0.1
+    apart = [Flow((("shared", 1), (f"up{k}", 1))) for k in range(7)]
+    together = Flow((("shared", 7), ("up", 1)))
+    found = shares(apart, capacities | {f"up{k}": 0.1 for k in range(7)})
+    assert found == shares([together], capacities) * 7
+
+
+# --- properties -------------------------------------------------------------------------------------------------
+
+RESOURCES = "abcdef"
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[list[Flow], dict[str, float]]:
+    capacities = {r: draw(st.sampled_from([0.0, 0.1, 1 / 3, 1.0, 2.7, 1e6])) for r in RESOURCES}
+    use = st.lists(st.tuples(st.sampled_from(RESOURCES), st.integers(1, 3)), min_size=1, max_size=4)
+    flow = st.builds(lambda uses, priority: Flow(tuple(dict(uses).items()), priority), use, st.integers(0, 2))
+    return draw(st.lists(flow, max_size=12)), capacities
+
+
+def used(flows: list[Flow], rates: list[float], resource: str) -> float:
+    return sum(dict(flow.uses).get(resource, 0) * rate for flow, rate in zip(flows, rates, strict=True))
+
+
+@given(networks())
+def test_capacities_are_never_exceeded(network: tuple[list[Flow], dict[str, float]]) -> None:
+    flows, capacities = network
+    rates = shares(flows, capacities)
+    for resource, capacity in capacities.items():
+        assert used(flows, rates, resource) <= capacity * (1 + 1e-12)
+
+
+@given(networks())
+def test_every_flow_has_a_full_resource_where_nobody_as_urgent_gets_more(
+    network: tuple[list[Flow], dict[str, float]],
+) -> None:
+    """What defines max-min fairness: a bottleneck for each; work conserving follows."""
+    flows, capacities = network
+    rates = shares(flows, capacities)
+    for flow, rate in zip(flows, rates, strict=True):
+
+        def is_bottleneck(resource: str, flow: Flow = flow, rate: float = rate) -> bool:
+            others = [
+                other_rate
+                for other, other_rate in zip(flows, rates, strict=True)
+                if resource in dict(other.uses) and other.priority == flow.priority
+            ]
+            urgent = [
+                other_rate
+                for other, other_rate in zip(flows, rates, strict=True)
+                if resource in dict(other.uses) and other.priority > flow.priority
+            ]
+            full = used(flows, rates, resource) >= capacities[resource] * (1 - 1e-9)
+            return (
+                full
+                and rate >= max(others) * (1 - 1e-9)
+                and max(urgent, default=0.0) <= 1e-9 * capacities[resource]
+            )
+
+        assert any(is_bottleneck(resource) for resource, _ in flow.uses)
+
+
+@given(networks(), st.integers(0, 10))
+def test_the_order_of_the_flows_changes_no_bit(
+    network: tuple[list[Flow], dict[str, float]], seed: int
+) -> None:
+    flows, capacities = network
+    order = list(range(len(flows)))
+    random.Random(seed).shuffle(order)
+    rates = shares(flows, capacities)
+    assert shares([flows[k] for k in order], capacities) == [rates[k] for k in order]
+
+
+@given(networks())
+def test_the_less_urgent_take_nothing_from_the_more_urgent(
+    network: tuple[list[Flow], dict[str, float]],
+) -> None:
+    flows, capacities = network
+    rates = shares(flows, capacities)
+    urgent = [flow for flow in flows if flow.priority == 0]
+    alone = iter(shares(urgent, capacities))
+    for flow, rate in zip(flows, rates, strict=True):
+        if flow.priority == 0:
+            assert rate == next(alone)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 8), st.sampled_from([0.3, 1.0, 7.7]), st.sampled_from([0.3, 1.0, 7.7]))
+def test_everybody_to_everybody_shares_evenly(size: int, up: float, down: float) -> None:
+    flows = [over(f"up{a}", f"down{b}") for a in range(size) for b in range(size) if a != b]
+    capacities = {f"up{k}": up for k in range(size)} | {f"down{k}": down for k in range(size)}
+    assert set(shares(flows, capacities)) == {min(up, down) / (size - 1)}
+
+
+def test_no_flows() -> None:
+    assert shares([], {}) == []
+    with pytest.raises(KeyError):
+        shares([over("nowhere")], {})

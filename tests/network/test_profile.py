@@ -1,0 +1,263 @@
+"""Profiles: which link joins whom, other numbers of nodes, other scales, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from farflung.errors import ConfigError, UnknownName
+from farflung.network import (
+    NETWORKS,
+    Connection,
+    Link,
+    Medium,
+    NetworkProfile,
+    Site,
+    Trace,
+    Wiring,
+    is_dedicated,
+    network_profile,
+)
+
+NEAR, FAR, BACK = Link(0.001, 1e9), Link(0.05, 1e6), Link(0.06, 2e6)
+TWO_SITES = NetworkProfile(
+    "two",
+    (Site("a", 2, NEAR, up_bps=5e6), Site("b", None, NEAR, medium="air")),
+    (Connection("a", "b", FAR, shared=True), Connection("b", "a", BACK)),
+    (Medium("air", 3e6, relayed=True),),
+)
+
+
+# --- links ------------------------------------------------------------------------------------------------------
+
+
+def test_links_by_node() -> None:
+    profile = TWO_SITES.for_nodes(5)
+    assert [profile.site_index(node) for node in range(5)] == [0, 0, 1, 1, 1]
+    assert profile.link(0, 1) == profile.link(3, 4) == NEAR
+    assert profile.link(1, 2) == FAR
+    assert profile.link(4, 0) == BACK
+
+
+def test_paths_use_what_they_cross() -> None:
+    wiring = Wiring(TWO_SITES.for_nodes(5))
+
+    def limits(src: int, dst: int) -> list[tuple[float, int]]:
+        return sorted((wiring.capacities[use.resource], use.times) for use in wiring.path(src, dst).uses)  # type: ignore[misc]
+
+    assert limits(0, 1) == [(5e6, 1), (1e9, 1)]
+    assert limits(0, 2) == [(1e6, 1), (3e6, 1), (5e6, 1)]
+    assert limits(2, 3) == [(3e6, 2), (1e9, 1)]
+
+    def resources(src: int, dst: int) -> set[int]:
+        return {use.resource for use in wiring.path(src, dst).uses}
+
+    assert len(resources(0, 2) & resources(1, 3)) == 2  # the shared link and the air, not the nodes' own up
+    assert resources(2, 0).isdisjoint(resources(0, 2)) is False  # the air has no direction
+    assert wiring.path(0, 2) is wiring.path(0, 2)
+
+
+def test_loss_is_less_throughput() -> None:
+    assert Link(0.1, 1e6).goodput_bps(0.2) == 1e6
+    slow = Link(0.1, 1e6, loss=0.01)
+    # CUBIC: 1.054 (0.2 / 0.01)^0.75 = 9.97 packets; Reno: sqrt(150) = 12.25 packets; 0.2 s round trip.
+    assert slow.goodput_bps(0.2) == pytest.approx(8 * 1448 * math.sqrt(150) / 0.2)
+    long = Link(0.5, 1e9, loss=1e-4)
+    assert long.goodput_bps(1.0) == pytest.approx(8 * 1448 * 1.054 * 1e4**0.75)
+    assert Link(0.0, 1e6, loss=0.25).goodput_bps(0.0) == 0.75e6
+    assert Link(0.001, 1e3, loss=0.25).goodput_bps(0.002) == 750.0
+    assert Link(0.0, Trace((0.0,), (8.0,), 1.0), loss=0.5).goodput_bps(0.0) == Trace((0.0,), (4.0,), 1.0)
+
+
+def test_the_round_trip_counts_both_ways() -> None:
+    lossy = Link(0.05, 1e9, loss=0.01)
+    one_way = NetworkProfile(
+        "x", (Site("a", 1), Site("b", 1)), (Connection("a", "b", lossy), Connection("b", "a", Link(0.15)))
+    )
+    assert one_way.goodput_bps(0, 1) == lossy.goodput_bps(0.2)
+
+
+# --- other numbers of nodes -------------------------------------------------------------------------------------
+
+
+def test_open_sites_share_out_the_nodes() -> None:
+    names = [site.name for site in network_profile("four-regions").sites]
+    spread = network_profile("four-regions").for_nodes(6)
+    assert [(site.name, site.nodes) for site in spread.sites] == list(zip(names, [2, 2, 1, 1], strict=True))
+    few = network_profile("four-regions").for_nodes(2)
+    assert [site.name for site in few.sites] == names[:2]
+    assert few.link(0, 1) == spread.link(0, 2)
+    assert TWO_SITES.for_nodes(3).nodes == 3
+    assert TWO_SITES.nodes is None
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_fixed_number_is_fixed(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"10gbe-4: nodes: it describes 4 nodes, and {count} are to run"):
+        network_profile("10gbe-4").for_nodes(count)
+
+
+def test_too_few_nodes_for_those_that_are_fixed() -> None:
+    with pytest.raises(ConfigError, match="it describes 2 nodes, and 1 are to run"):
+        TWO_SITES.for_nodes(1)
+
+
+# --- other scales -----------------------------------------------------------------------------------------------
+
+
+def test_scaled_changes_everything_and_says_so() -> None:
+    trace = Trace((0.0, 1.0), (4.0, 2.0), 2.0)
+    profile = NetworkProfile(
+        "p",
+        (Site("a", 2, Link(0.1, 8.0, 0.05, 0.5), up_bps=trace, exit_bps=6.0), Site("b", 1, medium="m")),
+        (Connection("a", "b", FAR), Connection("b", "a", BACK)),
+        (Medium("m", 10.0),),
+        default=NEAR,
+    )
+    scaled = profile.scaled(latency=3.0, bandwidth=0.5, trace_time=2.0)
+    assert scaled.sites[0].inside == Link(0.1 * 3.0, 4.0, 0.05 * 3.0, 0.5)
+    assert scaled.sites[0].up_bps == Trace((0.0, 2.0), (2.0, 1.0), 4.0)
+    assert scaled.sites[0].exit_bps == 3.0
+    assert scaled.sites[0].down_bps == math.inf
+    assert scaled.media[0].bandwidth_bps == 5.0
+    assert scaled.connections[0].link == Link(0.05 * 3.0, 0.5e6)
+    assert scaled.default == Link(0.001 * 3.0, 0.5e9)
+    assert scaled.changes == ("latency x 3, bandwidth x 0.5, time of traces x 2",)
+    assert scaled.scaled(bandwidth=2.0).changes[1:] == ("bandwidth x 2",)
+    assert profile.scaled() is profile
+
+
+def test_standing_in_keeps_both_ratios() -> None:
+    paper = network_profile("wifi-50mbps")
+    small = paper.standing_in(nbytes=3e5, step_s=0.1, for_nbytes=45e6, for_step_s=1.5)
+    before, after = paper.sites[0], small.sites[0]
+    assert before.inside is not None
+    assert after.inside is not None
+    assert after.inside.latency_s / 0.1 == pytest.approx(before.inside.latency_s / 1.5)
+    assert isinstance(before.up_bps, float)
+    assert isinstance(after.up_bps, float)
+    assert 3e5 / (after.up_bps * 0.1) == pytest.approx(45e6 / (before.up_bps * 1.5))
+    assert small.changes == (
+        "300000 bytes every 0.1 s stand in for 4.5e+07 bytes every 1.5 s: "
+        "latency x 0.0666667, bandwidth x 0.1, time of traces x 0.0666667",
+    )
+    same = paper.standing_in(nbytes=1.0, step_s=1.0, for_nbytes=1.0, for_step_s=1.0)
+    assert same.changes == ("1 bytes every 1 s stand in for 1 bytes every 1 s: as it is",)
+
+
+@pytest.mark.parametrize("factors", [{"latency": -1.0}, {"bandwidth": 0.0}, {"bandwidth": math.nan}])
+def test_no_such_scale(factors: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"scaled by {next(iter(factors))}"):
+        TWO_SITES.scaled(**factors)  # type: ignore[arg-type]
+
+
+def test_standing_in_for_nothing() -> None:
+    with pytest.raises(ConfigError, match="standing in with step_s = 0"):
+        TWO_SITES.standing_in(nbytes=1, step_s=0, for_nbytes=1, for_step_s=1)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"latency_s": -1.0}, "latency_s = -1.0"),
+        ({"latency_s": math.inf}, "latency_s = inf"),
+        ({"bandwidth_bps": 0.0}, "bandwidth_bps = 0.0"),
+        ({"bandwidth_bps": math.nan}, "bandwidth_bps = nan"),
+        ({"latency_s": 0.1, "jitter_s": 0.2}, "jitter_s = 0.2"),
+        ({"latency_s": 0.1, "jitter_s": -0.1}, "jitter_s = -0.1"),
+        ({"loss": 1.0}, "loss = 1.0"),
+        ({"loss": -0.1}, "loss = -0.1"),
+    ],
+)
+def test_no_such_link(arguments: dict[str, float], what: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{what}"):
+        Link(**arguments)
+
+
+def two(**changed: Any) -> NetworkProfile:
+    settings: dict[str, Any] = {
+        "sites": (Site("a", 1), Site("b", 1)),
+        "connections": (Connection("a", "b", FAR), Connection("b", "a", FAR)),
+    }
+    return NetworkProfile("p", **{**settings, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"sites": ()}, "p: site: there is none"),
+        ({"sites": (Site("a", 1), Site("a", 1))}, "p: site: a is there twice"),
+        ({"connections": (Connection("a", "b", FAR),)}, "p: link: none leads from b to a"),
+        ({"connections": (Connection("a", "c", FAR),)}, "p: link from a to c: no site is named 'c'"),
+        ({"connections": (Connection("a", "b", FAR),) * 2}, "p: link: a to b is there twice"),
+        ({"sites": (Site("a", 2), Site("b", 1))}, "p: site a: inside: its nodes have no link to each other"),
+        ({"sites": (Site("a", 1, medium="air"), Site("b", 1))}, "p: site a: medium: none is named 'air'"),
+        ({"media": (Medium("m", 1.0), Medium("m", 1.0))}, "p: medium: m is there twice"),
+    ],
+)
+def test_no_such_profile(changed: dict[str, Any], what: str) -> None:
+    assert two().nodes == 2
+    with pytest.raises(ConfigError, match=what):
+        two(**changed)
+
+
+def test_no_such_site_or_medium() -> None:
+    with pytest.raises(ConfigError, match=r"^nodes = 0"):
+        Site("a", 0)
+    with pytest.raises(ConfigError, match=r"^up_bps = -1"):
+        Site("a", up_bps=-1)
+    with pytest.raises(ConfigError, match=r"^bandwidth_bps = 0"):
+        Medium("m", 0)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_by_name(name: str) -> None:
+    profile = network_profile(name)
+    assert profile.name == name
+    assert profile.source
+    for size in {profile.nodes or 2, profile.nodes or 7}:
+        fitted = profile.for_nodes(size)
+        assert fitted.nodes == size
+        for src in range(size):
+            for dst in range(size):
+                if src != dst:
+                    assert fitted.link(src, dst).latency_s > 0
+                    assert Wiring(fitted).path(src, dst).uses
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(UnknownName, match=r"unknown network profile 'wifi'; known: .*a file ending in .toml"):
+        network_profile("wifi")
+
+
+def test_figures_of_the_papers() -> None:
+    regions = network_profile("four-regions").for_nodes(4)
+    london, ohio, california, tokyo = range(4)
+    pairs = {
+        (london, ohio): (140, 23),
+        (california, tokyo): (183, 17),
+        (ohio, california): (35, 63),
+        (london, tokyo): (277, 13),
+    }
+    for (one, other), (ms, mbps) in pairs.items():
+        for link in (regions.link(one, other), regions.link(other, one)):
+            assert link.latency_s == pytest.approx(ms / 2000)
+            assert link.bandwidth_bps == mbps * 1e6
+    cities = network_profile("shanghai-boston").for_nodes(2).link(0, 1)
+    assert cities.latency_s - cities.jitter_s == pytest.approx(0.078 / 2)
+    assert cities.latency_s == 0.7 / 2
+
+
+def test_which_profiles_share_nothing() -> None:
+    dedicated = {name for name in NETWORKS if is_dedicated(network_profile(name))}
+    assert dedicated == {"loopback", "four-regions", "shanghai-boston"}
+    assert not is_dedicated(NetworkProfile.uniform(Link(0.1, Trace((0.0,), (8.0,), 1.0))))
+    assert not is_dedicated(TWO_SITES)
