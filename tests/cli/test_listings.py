@@ -44,11 +44,13 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         assert row["attach"] == carries(RECIPES[name])
         assert name in table
     assert rows["ring"]["parts"] == {
-        "codec": "identity", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
+        "codec": "identity", "reducer": "codec", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
     }  # fmt: skip
     assert rows["ring"]["attach_alone"]
     assert not rows["scored"]["attach_alone"]
-    assert "codec identity, collective ring, schedule synchronous, sampler uniform yes" in table
+    assert (
+        "codec identity, reducer codec, collective ring, schedule synchronous, sampler uniform yes" in table
+    )
 
 
 def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:

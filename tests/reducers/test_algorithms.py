@@ -166,6 +166,9 @@ FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(chain(TopK(0.3), Int8())), phases="two"),
     CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign()))),
     CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), phases="two"),
+    CodecReducer(error_feedback(TopK(0.1)), phases="hops"),
+    CodecReducer(error_feedback(chain(TopK(0.3), Int8())), "ring", phases="hops"),
+    CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), "ring", phases="hops"),
     PowerSGD(),
     PowerSGD(rank=1, warm_start=False),
 ]
