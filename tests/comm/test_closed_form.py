@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, ExchangeChannel
-from farflung.network import costs
 from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual import ring as ring_in_one
 from farflung.errors import ProtocolError, RunLost
-from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
+from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, costs
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending

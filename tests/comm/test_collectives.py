@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
-from farflung.network import costs
+from farflung.comm import COLLECTIVES, Coding, ExchangeChannel, LinkModel
 from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, Unsupported
+from farflung.network import costs
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending, done
-from farflung.types import Codec, Payload, Runtime, Tag, TensorSpec
+from farflung.types import Codec, Payload, Runtime, Seeds, Tag, TensorSpec
 from tests.helpers import CODEC_ROWS, Cluster, in_virtual_time, same_bits
 
 OURS = sorted(COLLECTIVES.keys() - {"native"})
@@ -54,9 +54,10 @@ def exchange(
 ) -> Coroutine[Pending[Any], None, Result]:
     channel = ExchangeChannel(runtime.comm, number, part=2)
     side = side_of(runtime.comm.rank)
+    coding = Coding(codec, Seeds(1, 2 + channel.rank), 3) if codec else None
 
     async def run() -> Result:
-        total, sides = await COLLECTIVES[name](channel, tensor, side, codec=codec, step=3)
+        total, sides = await COLLECTIVES[name](channel, tensor, side, coding=coding)
         return Result(total, sides, channel.sent_nbytes)
 
     return run()

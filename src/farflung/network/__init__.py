@@ -47,6 +47,7 @@ __all__ = [
     "load_profile",
     "max_min_rates",
     "network_profile",
+    "pieces_of",
     "saved_nbytes",
     "training_nbytes",
 ]

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.trees import apart
-from farflung.comm.collectives.segments import Wire, cut, sum_in_order
+from farflung.comm.collectives.coding import Coding, Wire
+from farflung.comm.collectives.segments import cut, sum_in_order
 from farflung.network import pieces_of
-from farflung.types import Channel, Codec, Payload
+from farflung.types import Channel, Payload
 
 __all__ = ["all_gather"]
 
 
 async def all_gather(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """One one-way delay and half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 
@@ -26,14 +27,14 @@ async def all_gather(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    wire = Wire(channel, codec, step)
+    wire = Wire(channel, coding)
     # Nobody says when all have read it, and the sum is written where the tensor was.
-    own = tensor.clone() if codec is None else tensor
+    own = tensor.clone() if coding is None else tensor
     segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
     hop = channel.hops(len(segments))
     packed = []
     for index, segment in enumerate(segments):
-        piece = wire.pack(segment.of(own), 1)
+        piece = wire.pack(segment.of(own), segment, 1)
         packed.append(apart(piece, tensor) if isinstance(piece, Payload) else piece)
         for offset in range(1, size):
             wire.send(packed[index], (rank + offset) % size, hop + index, side if index == 0 else None)
@@ -45,7 +46,7 @@ async def all_gather(
             came, riding = packed[index], side if index == 0 else None
             if peer != rank:
                 came, riding = await wire.recv(peer, hop + index, total)
-            parts.append(wire.unpack(came, total, 1))
+            parts.append(wire.unpack(came, total, segment, 1))
             if riding is not None:
                 sides.append(riding)
         torch.add(parts[0], parts[1], out=total)

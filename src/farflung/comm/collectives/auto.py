@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from farflung.comm.collectives.all_gather import all_gather
+from farflung.comm.collectives.coding import Coding
 from farflung.comm.collectives.sharded import direct, multi_parameter_server, parameter_server
-from farflung.types import Channel, Codec
+from farflung.types import Channel
 
 __all__ = ["auto"]
 
@@ -22,7 +23,7 @@ WORTH_A_DELAY_NBYTES = 1 << 16
 
 
 async def auto(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """The one that is fastest for a tensor of this size.
 
@@ -33,10 +34,10 @@ async def auto(
     never depend on the choice, but the bytes of a simulation may differ from those of the real run, unless the
     collective is named. With a codec inside, whose errors depend on the way, it is always ``direct``.
     """
-    if codec is not None:
-        return await direct(channel, tensor, side, codec=codec, step=step)
+    if coding is not None:
+        return await direct(channel, tensor, side, coding=coding)
     size = channel.size
     more = (size - 1) * (size - 2) * tensor.nbytes // size
     usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
     names = (usual, *(name for name in CHOICES if name != usual))
-    return await CHOICES[channel.fastest(names, tensor.nbytes, side.nbytes)](channel, tensor, side, step=step)
+    return await CHOICES[channel.fastest(names, tensor.nbytes, side.nbytes)](channel, tensor, side)
