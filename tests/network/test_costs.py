@@ -130,7 +130,7 @@ def test_traces_count_by_their_mean() -> None:
 
 
 def test_few_hops_where_delays_count_and_a_ring_where_the_air_is_shared() -> None:
-    assert choose(ALIKE.for_nodes(8), 4) == "direct"
+    assert choose(ALIKE.for_nodes(8), 4) == "all_gather"
     # Each byte on the air once: a ring's neighbours add on the way; a server's answers go out one by one.
     island = NetworkProfile(
         "islands",
