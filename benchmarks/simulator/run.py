@@ -98,7 +98,7 @@ def _ends_s(profile: NetworkProfile, size: int, name: str, closed_form: bool) ->
 def _cost_ms(replicas: int) -> float:
     """Of a replica's step: the difference of a longer and a shorter run, so without their beginnings."""
     steps = max(5, 1000 // replicas)
-    longer, shorter = (_worker("mlp", replicas, count)["processor_s"] for count in (3 * steps, steps))
+    longer, shorter = (float(_worker("mlp", replicas, n)["processor_s"]) for n in (3 * steps, steps))
     return round(1e3 * (longer - shorter) / (2 * steps * replicas), 3)
 
 
