@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
-from farflung.comm.collectives import sharded
+from farflung.comm.collectives import segments
 from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, Unsupported
 from farflung.runtime import VirtualWorld
@@ -162,7 +162,7 @@ def test_other_dtypes_keep_theirs(name: str, dtype: torch.dtype, cluster: Cluste
 @each_collective
 def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = simulated(3, name, 1001)
-    monkeypatch.setattr(sharded, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(segments, "PIECE_NBYTES", 64)
     in_pieces = simulated(3, name, 1001)
     assert_same(in_pieces, whole)
 
@@ -282,7 +282,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 @each_collective
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(segments, "PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
     for seed in range(20):
         world = VirtualWorld(4, closed_form=False)

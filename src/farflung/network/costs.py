@@ -30,7 +30,7 @@ def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes
     Args:
       profile: with its number of nodes.
       collective: a name in :data:`COSTS`.
-      nbytes: of one replica's tensor; for ``gather``, of one replica's payload.
+      nbytes: of one replica's tensor; what payloads take that all gather is what ``all_gather`` takes.
       side_nbytes: of the vector that rides along.
 
     Raises:
@@ -48,7 +48,7 @@ def choose(
     profile: NetworkProfile,
     nbytes: int,
     *,
-    among: Sequence[str] = ("direct", "ring", "multi_parameter_server", "parameter_server"),
+    among: Sequence[str] = ("direct", "all_gather", "ring", "multi_parameter_server", "parameter_server"),
     side_nbytes: int = 0,
 ) -> str:
     """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
@@ -190,6 +190,6 @@ COSTS: dict[str, Cost] = {
     "multi_parameter_server": lambda profile, nbytes, side: _by_owners(
         profile, (_size(profile) + 1) // 2, nbytes, side
     ),
-    "gather": _gather,
+    "all_gather": _gather,
 }
 """The formulas by the name of the collective."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from farflung.comm.collectives.all_gather import all_gather
 from farflung.comm.collectives.auto import auto
 from farflung.comm.collectives.native import native
 from farflung.comm.collectives.ring import ring
@@ -14,6 +15,7 @@ from farflung.types import Channel, Codec
 __all__ = [
     "COLLECTIVES",
     "Collective",
+    "all_gather",
     "auto",
     "direct",
     "multi_parameter_server",
@@ -34,6 +36,7 @@ class Collective(Protocol):
 COLLECTIVES: dict[str, Collective] = {
     "ring": ring,
     "direct": direct,
+    "all_gather": all_gather,
     "parameter_server": parameter_server,
     "multi_parameter_server": multi_parameter_server,
     "auto": auto,

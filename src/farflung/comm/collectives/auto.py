@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from farflung.comm.collectives.all_gather import all_gather
 from farflung.comm.collectives.ring import ring
 from farflung.comm.collectives.sharded import direct, multi_parameter_server, parameter_server
 from farflung.types import Channel, Codec
@@ -12,6 +13,7 @@ __all__ = ["auto"]
 
 CHOICES = {
     "direct": direct,
+    "all_gather": all_gather,
     "ring": ring,
     "multi_parameter_server": multi_parameter_server,
     "parameter_server": parameter_server,
@@ -24,10 +26,10 @@ async def auto(
     """The one that :func:`farflung.network.choose` names for a tensor of this size; else as :func:`direct`.
 
     In virtual time the latency-bandwidth model is asked about the profile. Real processes have no profile, and every
-    rank must choose alike, so they take ``direct``: no other takes fewer delays, and it sends no more than a ring.
-    Others are faster only where replicas share a medium or a way out of their site. A run that is to end with the
-    bits of its simulation names the collective instead. The dense size decides, whatever a codec makes of it: our
-    choice.
+    rank must choose alike, so they take ``direct``: two delays whatever their number, and no more sent than by a ring.
+    One delay is enough for small tensors (``all_gather``), and others are faster where replicas share a medium or a
+    way out of their site. A run that is to end with the bits of its simulation names the collective instead. The
+    dense size decides, whatever a codec makes of it: our choice.
     """
     chosen = CHOICES[channel.fastest(tuple(CHOICES), tensor.nbytes, side.nbytes)]
     return await chosen(channel, tensor, side, codec=codec, step=step)

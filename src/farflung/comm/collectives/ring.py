@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from farflung.comm.collectives.segments import Wire, cut
-from farflung.types import Channel, Codec, TensorSpec
+from farflung.types import Channel, Codec
 
 __all__ = ["ring"]
 
@@ -41,20 +41,20 @@ async def ring(
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
         wire.send(packed, after, hop + k, riding.get(sending))
         own = segments[receiving]
-        came, partial_side = await wire.recv(before, hop + k, TensorSpec.of(own))
+        came, partial_side = await wire.recv(before, hop + k, own)
         if partial_side is not None:
             riding[receiving] = partial_side + side
-        packed = wire.pack(wire.unpack(came, TensorSpec.of(own), k + 1) + own, k + 2)
+        packed = wire.pack(wire.unpack(came, own, k + 1) + own, k + 2)
 
     hop += size - 1
     complete = (rank + 1) % size
-    segments[complete].copy_(wire.unpack(packed, TensorSpec.of(segments[complete]), size))
+    segments[complete].copy_(wire.unpack(packed, segments[complete], size))
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
         wire.send(packed, after, hop + k, riding.get(sending))
         target = segments[receiving]
-        packed, total_side = await wire.recv(before, hop + k, TensorSpec.of(target))
+        packed, total_side = await wire.recv(before, hop + k, target)
         if total_side is not None:
             riding[receiving] = total_side
-        target.copy_(wire.unpack(packed, TensorSpec.of(target), size))
+        target.copy_(wire.unpack(packed, target, size))
     return tensor, riding[0]

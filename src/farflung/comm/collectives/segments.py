@@ -10,7 +10,11 @@ from torch import Tensor
 from farflung.errors import ProtocolError
 from farflung.types import Channel, Codec, CodecState, Payload, TensorSpec
 
-__all__ = ["Segment", "Wire", "cut", "sum_in_order"]
+__all__ = ["Segment", "Wire", "cut", "pieces_of", "sum_in_order"]
+
+PIECE_NBYTES = 1 << 20
+"""What is sent is cut into pieces of about this size, so that work on the first starts before the last has come."""
+MAX_PIECES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,11 @@ def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
         segments.append(Segment(start, length))
         start += length
     return segments
+
+
+def pieces_of(nbytes: int) -> int:
+    """Into how many pieces to cut ``nbytes``."""
+    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -61,24 +70,24 @@ class Wire:
             return segment
         return self._codec.encode(CodecState(), segment, step=self._step, count=count)[0]
 
-    def unpack(self, packed: Tensor | Payload, spec: TensorSpec, count: int) -> Tensor:
-        """The dense segment again."""
+    def unpack(self, packed: Tensor | Payload, like: Tensor, count: int) -> Tensor:
+        """The dense segment again, of the shape and dtype of ``like``."""
         if self._codec is None:
             assert isinstance(packed, Tensor)
             return packed
         assert isinstance(packed, Payload)
-        return self._codec.decode(CodecState(), packed, spec, step=self._step, count=count)
+        return self._codec.decode(CodecState(), packed, TensorSpec.of(like), step=self._step, count=count)
 
     def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
         """Starts sending; nobody waits for the end of it, since the tensors are given away."""
         self._channel.send(Payload((packed,) if side is None else (packed, side)), dst, hop)
 
-    async def recv(self, src: int, hop: int, dense: TensorSpec) -> tuple[Tensor | Payload, Tensor | None]:
-        """A packed segment, and the side vector where it came along."""
+    async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
+        """A packed segment, ``like`` when it is dense, and the side vector where it came along."""
         payload = await self._channel.recv(src, hop)
         packed, *rest = payload.parts
         if isinstance(packed, Tensor) == (self._codec is None):
-            if isinstance(packed, Payload) or TensorSpec.of(packed) == dense:
+            if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
                 side = rest[0] if rest else None
                 assert side is None or isinstance(side, Tensor)
                 return packed, side

@@ -10,14 +10,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
-from farflung.types import Channel, Codec, TensorSpec
+from farflung.comm.collectives.segments import Segment, Wire, cut, pieces_of, sum_in_order
+from farflung.types import Channel, Codec
 
 __all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shard_pieces", "shards_of"]
 
-PIECE_NBYTES = 1 << 20
-"""A shard is cut into pieces of about this size, so that the second half starts before the first has ended."""
-MAX_PIECES = 8
 OWNERS: dict[str, Callable[[int], int]] = {
     "direct": lambda size: size,
     "multi_parameter_server": lambda size: (size + 1) // 2,
@@ -29,19 +26,15 @@ OWNERS: dict[str, Callable[[int], int]] = {
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
     """Each owner's shard, in pieces; all shards have as many."""
     shards = cut(numel, owners)
-    pieces = _pieces(shards[0].length * element_nbytes)
+    pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
 
 
 def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> list[int]:
     """The lengths of the pieces of one owner's shard."""
     base, longer = divmod(numel, owners)
-    pieces = _pieces((base + (longer > 0)) * element_nbytes)
+    pieces = pieces_of((base + (longer > 0)) * element_nbytes)
     return [piece.length for piece in cut(base + (owner < longer), pieces)]
-
-
-def _pieces(nbytes: int) -> int:
-    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 async def direct(
@@ -89,7 +82,10 @@ async def _by_owners(
     if in_one is not None:
         return await in_one
     wire, owners = Wire(channel, codec, step), OWNERS[collective](size)
-    owned = shards_of(tensor.numel(), tensor.element_size(), owners)
+    owned = [
+        [segment.of(tensor) for segment in shard]
+        for shard in shards_of(tensor.numel(), tensor.element_size(), owners)
+    ]
     pieces = len(owned[0])
     hop = channel.hops(2 * pieces)
     everyone_owns = owners == size
@@ -99,27 +95,27 @@ async def _by_owners(
     for piece in range(pieces):
         for owner in others:
             if owner < owners:
-                mine = owned[owner][piece].of(tensor)
-                wire.send(wire.pack(mine, 1), owner, hop + 2 * piece, side if piece == 0 else None)
+                mine = wire.pack(owned[owner][piece], 1)
+                wire.send(mine, owner, hop + 2 * piece, side if piece == 0 else None)
 
     total_side = side
     if rank < owners:
         for piece, segment in enumerate(owned[rank]):
-            total, sides = await _sum_here(channel, wire, segment.of(tensor), side, hop + 2 * piece)
+            total, sides = await _sum_here(channel, wire, segment, side, hop + 2 * piece)
             if piece == 0:
                 total_side = sum_in_order(sides)
             packed = wire.pack(total, size)
             riding = total_side if piece == 0 and not everyone_owns else None
             for peer in others:
                 wire.send(packed, peer, hop + 2 * piece + 1, riding)
-            segment.of(tensor).copy_(wire.unpack(packed, TensorSpec.of(total), size))
+            segment.copy_(wire.unpack(packed, total, size))
 
     for piece in range(pieces):
         for owner in others:
             if owner < owners:
-                target = owned[owner][piece].of(tensor)
-                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, TensorSpec.of(target))
-                target.copy_(wire.unpack(packed, TensorSpec.of(target), size))
+                target = owned[owner][piece]
+                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
+                target.copy_(wire.unpack(packed, target, size))
                 total_side = total_side if riding is None else riding
     return tensor, total_side
 
@@ -128,15 +124,14 @@ async def _sum_here(
     channel: Channel, wire: Wire, own: Tensor, side: Tensor, hop: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The owner's half: everybody's segment, summed in rank order whoever was first."""
-    spec = TensorSpec.of(own)
     parts, sides = [], []
     for peer in range(channel.size):
         if peer == channel.rank:
             parts.append(own)
             sides.append(side)
             continue
-        packed, riding = await wire.recv(peer, hop, spec)
-        parts.append(wire.unpack(packed, spec, 1))
+        packed, riding = await wire.recv(peer, hop, own)
+        parts.append(wire.unpack(packed, own, 1))
         if riding is not None:
             sides.append(riding)
     return sum_in_order(parts), sides
