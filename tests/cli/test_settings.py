@@ -180,8 +180,8 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert Train()._config({}).workers == 3
-    assert Train(workers=3)._config({}).workers == 3
+    assert Train().resolved({}).workers == 3
+    assert Train(workers=3).resolved({}).workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert Train()._config({"workers": 2}).workers == 3
+    assert Train().resolved({"workers": 2}).workers == 3

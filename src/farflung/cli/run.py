@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.recipes import Recipe, build, recipe
-from farflung.runtime import DecisionLog, read_decisions
 from farflung.replica import Checkpoints, check_model, check_share
+from farflung.runtime import DecisionLog, read_decisions
 from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
 from farflung.types import Json, SampleIds, Workload
@@ -58,16 +58,30 @@ class RunConfig:
     deadline: float
     encrypt: bool
 
+    command: ClassVar[str] = "train"
+    """Which makes such runs."""
+
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
         if not self.deadline > 0:
             raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
 
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.workload}, {self.recipe}"
+
     @classmethod
     def fields(cls) -> list[str]:
         """The names of all settings."""
         return [field.name for field in fields(cls)]
+
+    @classmethod
+    def lacks(cls, stored: Mapping[str, Json]) -> bool:
+        """Whether a setting is absent that every run of this kind has."""
+        del stored
+        return False
 
     @classmethod
     def resolve(cls, *layers: Mapping[str, Json]) -> Self:
@@ -248,13 +262,13 @@ class RunFolder:
         try:
             stored = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.path}: no run to resume there ({self.config.name} is missing)"
-            ) from None
+            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)") from None
         except ValueError:
             raise CheckpointError(f"{self.config}: damaged; start the run anew") from None
-        if not isinstance(stored, dict) or not set(stored) <= set(kind.fields()):
-            raise CheckpointError(f"{self.config}: not the configuration of a run") from None
+        if not isinstance(stored, dict) or not set(stored) <= set(kind.fields()) or kind.lacks(stored):
+            raise CheckpointError(
+                f"{self.config}: not of a run that farflung {kind.command} has made"
+            ) from None
         return stored
 
     def telemetry(self, rank: int) -> Path:
