@@ -28,8 +28,8 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(config: RunConfig, folder: RunFolder, show: object) -> None:
-        seen.update(config.to_json(), folder=folder.path)
+    def instead(config: RunConfig, folder: RunFolder, show: object, replay: Path | None) -> None:
+        seen.update(config.to_json(), folder=folder.path, replay=replay)
         raise Started
 
     monkeypatch.setattr("farflung.cli.train.launch", instead)
@@ -95,7 +95,7 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
     )
     RunFolder(tmp_path / "one").create(config)
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
-    assert RunConfig(**{k: v for k, v in resolved.items() if k != "folder"}) == config
+    assert RunConfig(**{k: v for k, v in resolved.items() if k in RunConfig.fields()}) == config
 
 
 def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from farflung import __version__
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
+from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
 from farflung.cli.simulate import Simulate
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "simulate": Simulate,
     "compare": Compare,
     "retime": Retime,
+    "networks": Networks,
     "recipes": Recipes,
     "workloads": Workloads,
     "data": Data,

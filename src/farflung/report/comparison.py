@@ -171,7 +171,7 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
     table = Table(title=title, title_justify="left", min_width=min(100, len(title)))
     table.add_column("network", no_wrap=True)
     table.add_column("recipe", style="bold")
-    for column in ("to target", "speed-up", f"final {name}", "sent each", "duration", "compute", "waiting"):
+    for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", "compute", "waiting"):
         table.add_column(column, justify="right", no_wrap=True)
     before = None
     for row in rows:
@@ -221,7 +221,7 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
         panels = figure.subplots(len(networks), 2, squeeze=False)
         for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
             over_time.set(title=network, xlabel="simulated time (s)")
-            over_bytes.set(title=network, xlabel="sent by each replica (MB)")
+            over_bytes.set(title=network, xlabel="sent by rank 0 (MB)")
             for number, recipe in enumerate(recipes):
                 group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
                 _draw(over_time, group, number, 0, 1.0)

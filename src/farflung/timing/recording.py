@@ -144,7 +144,11 @@ class _RecordingReducer:
 
 
 class _WatchedChannel:
-    """A channel that keeps what it is asked for."""
+    """A channel that keeps what it is asked for.
+
+    A collective without a codec is kept as a whole, even where it goes hop by hop: that it does may depend on the
+    network and on when the ranks join.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.rank: int = channel.rank
@@ -152,17 +156,25 @@ class _WatchedChannel:
         self.features: frozenset[Feature] = channel.features
         self.ops: list[Op] = []
         self._channel = channel
+        self._whole_begins = False
+        self._of_wholes: set[int] = set()
 
     @property
     def sent_nbytes(self) -> int:
         return self._channel.sent_nbytes
 
     def hops(self, count: int) -> int:
-        self.ops.append(("hops", count))
-        return self._channel.hops(count)
+        first = self._channel.hops(count)
+        if self._whole_begins:
+            self._whole_begins = False
+            self._of_wholes.update(range(first, first + count))
+        else:
+            self.ops.append(("hops", count))
+        return first
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        self.ops.append(("send", dst, hop, payload.nbytes))
+        if hop not in self._of_wholes:
+            self.ops.append(("send", dst, hop, payload.nbytes))
         return self._channel.send(payload, dst, hop)
 
     def recv(
@@ -170,14 +182,16 @@ class _WatchedChannel:
     ) -> Pending[Payload]:
         if src is None:
             raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
-        self.ops.append(("recv", src, hop))
+        if hop not in self._of_wholes:
+            self.ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
     def in_one(
         self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
     ) -> Pending[tuple[Tensor, Tensor]] | None:
         whole = self._channel.in_one(collective, tensor, side, encoded=encoded)
-        if whole is not None:
+        if not encoded:
+            self._whole_begins = whole is None  # then the next hops are the collective's own
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.ops.append(("whole", collective, dtype, tensor.numel(), side.numel()))
         return whole
