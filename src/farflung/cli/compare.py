@@ -152,8 +152,8 @@ class Compare:
                 for config in configs:
                     folder = RunFolder(out / "runs" / _name(recipe, config))
                     if not _is_there(folder, config):
-                        folder.create(config)
                         if first is None:
+                            folder.create(config)
                             simulate(config, folder, count, task, stop_asked=asked.is_set, checkpointed=False)
                         else:
                             retime(config, first, folder, task, lambda event: None)

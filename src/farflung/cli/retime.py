@@ -46,7 +46,6 @@ class Retime:
         shares = config.check(task)
         name = f"{self.run_folder.name}-on-{Path(config.network).stem}-{Path(config.device).stem}"
         folder = RunFolder(self.out or self.run_folder.with_name(name))
-        folder.create(config, stored.decisions if stored.decisions.exists() else None)
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
             summary = retime(config, stored, folder, task, progress)
         finish(config, folder, summary, shares, as_json=self.json, simulated=True)

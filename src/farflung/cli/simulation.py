@@ -161,7 +161,7 @@ def retime(
     Args:
       config: that of the run, with another network or device.
       stored: the run.
-      folder: where the new one is kept; it has been made.
+      folder: where the new one is kept; made here.
       task: what ``config`` makes.
       show: gets the events of all replicas.
 
@@ -170,6 +170,7 @@ def retime(
     """
     events, checkpointed = _retimable(stored, config)
     traffic = Traffic.read(stored.traffic)
+    folder.create(config, stored.decisions if stored.decisions.exists() else None)
     world = config.make_world(task, folder.decision_log())
     recipe, shares = config.make_recipe(), config.make_shares(task)
     with ExitStack() as open_files:
