@@ -155,11 +155,11 @@ class Compare:
                         if first is None:
                             folder.create(config)
                             simulate(config, folder, count, task, stop_asked=asked.is_set, checkpointed=False)
+                            if asked.is_set():
+                                shutil.rmtree(folder.path)
                         else:
                             retime(config, first, folder, task, lambda event: None)
                     if asked.is_set():
-                        if not first:
-                            shutil.rmtree(folder.path)
                         return None
                     first = first or folder
                     summary = json.loads(folder.summary.read_text(encoding="utf-8"))

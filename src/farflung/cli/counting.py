@@ -103,5 +103,6 @@ class Counting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(Exception):
-            self._bar.stop()
+        if self._bar.live.is_started:
+            with suppress(Exception):
+                self._bar.stop()
