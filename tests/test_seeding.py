@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from farflung.seeding import RandomState, derive, generator
 from tests.helpers import same_tree
@@ -61,6 +62,30 @@ def test_replicas_that_take_turns_draw_what_they_draw_alone(turns: str) -> None:
         drawn[name].append(draw())
     for seed, name in enumerate("abc"):
         assert drawn[name] == alone(seed, len(drawn[name]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["nothing", "normal", "uniform"])), max_size=12))
+def test_numpys_second_normal_is_kept_for_whom_it_belongs_to(turns: list[tuple[int, str]]) -> None:
+    def number(kind: str) -> float:
+        return {"normal": np.random.standard_normal, "uniform": np.random.random}.get(kind, lambda: 0.0)()
+
+    with RandomState.scope():
+        states = [RandomState(seed) for seed in range(3)]
+        apart = [np.random.RandomState(seed) for seed in range(3)]
+        for who, kind in turns:
+            states[who].install()
+            wanted = {"normal": apart[who].standard_normal, "uniform": apart[who].random_sample}
+            assert number(kind) == wanted.get(kind, lambda: 0.0)()
+
+
+def test_numpys_generator_may_not_be_of_another_kind() -> None:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="PCG64: leave MT19937"):
+            RandomState(1).install()
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
 
 
 def test_installing_it_again_changes_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
 from farflung.network import DeviceProfile, Link, NetworkProfile, Site, Varying
 from farflung.recipes import recipe
-from farflung.replica import Replica
+from farflung.replica import Replica, keep_once
 from farflung.runtime import VirtualWorld, time_fleet
 from farflung.telemetry import Telemetry
 from farflung.types import Workload
@@ -48,6 +48,8 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
         )
         for runtime in world.runtimes
     ]
+
+    keep_once(made)
 
     async def steps_of(replica: Replica) -> None:
         for _ in range(steps):

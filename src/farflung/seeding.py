@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from farflung.errors import ConfigError
 from farflung.types import State
 
 __all__ = ["RandomState", "derive", "generator"]
@@ -28,30 +30,72 @@ def generator(seed: int, *labels: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(seed, *labels))
 
 
+_NUMPY_NBYTES = 625 * 4
+"""Of numpy's Mersenne Twister: 624 words, and which of them is next."""
+
+
+def _numpy_address() -> int:
+    """Where numpy keeps the words of its global generator.
+
+    Raises:
+      ConfigError: it has been given a generator of another kind.
+    """
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(bits, np.random.MT19937):
+        raise ConfigError(
+            f"numpy's global generator is {type(bits).__name__}: leave MT19937 there, which it begins with"
+        )
+    return int(bits.ctypes.state_address)
+
+
 @dataclass(slots=True)
 class _Snapshot:
-    """torch's, numpy's and Python's global generators at one moment."""
+    """torch's, numpy's and Python's global generators at one moment.
+
+    numpy's own functions copy its 624 words one by one, which takes longer than a small model's forward pass. Few
+    models draw from it, so its words are compared in place, and copied in place; its functions are left for a
+    generator that holds the second half of a pair of normal numbers besides.
+    """
 
     torch: torch.Tensor
     numpy: dict[str, Any]
+    words: bytes
     python: tuple[Any, ...]
 
     @staticmethod
     def seeded(seed: int) -> _Snapshot:
+        numpy = dict(np.random.RandomState(seed % 2**32).get_state(legacy=False))
         return _Snapshot(
             torch.Generator().manual_seed(seed).get_state(),
-            dict(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
+            numpy,
+            _words(numpy),
             random.Random(seed).getstate(),
         )
 
     @staticmethod
-    def taken() -> _Snapshot:
-        return _Snapshot(torch.get_rng_state(), dict(np.random.get_state(legacy=False)), random.getstate())
+    def taken(before: _Snapshot | None = None) -> _Snapshot:
+        """What there is now; ``before`` is what was put in last."""
+        words = ctypes.string_at(_numpy_address(), _NUMPY_NBYTES)
+        if before is not None and words == before.words and not before.numpy["has_gauss"]:
+            numpy = before.numpy
+        else:
+            numpy = dict(np.random.get_state(legacy=False))
+        return _Snapshot(torch.get_rng_state(), numpy, words, random.getstate())
 
-    def put_back(self) -> None:
+    def put_back(self, instead_of: _Snapshot | None = None) -> None:
+        """Into the place of what there is now, where that is known."""
+        address = _numpy_address()
         torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
         random.setstate(self.python)
+        if instead_of is None or self.numpy["has_gauss"] or instead_of.numpy["has_gauss"]:
+            np.random.set_state(self.numpy)
+        else:
+            ctypes.memmove(address, self.words, _NUMPY_NBYTES)
+
+
+def _words(numpy: dict[str, Any]) -> bytes:
+    state = numpy["state"]
+    return bytes(np.append(state["key"], state["pos"]).astype(np.uint32))
 
 
 class RandomState:
@@ -72,8 +116,8 @@ class RandomState:
         if current is self:
             return
         if current is not None:
-            current._snapshot = _Snapshot.taken()
-        self._snapshot.put_back()
+            current._snapshot = _Snapshot.taken(current._snapshot)
+        self._snapshot.put_back(None if current is None else current._snapshot)
         RandomState._installed = self
 
     @staticmethod
@@ -110,14 +154,16 @@ class RandomState:
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`."""
         numpy, python = state["numpy"], state["python"]
+        kept = {
+            "bit_generator": "MT19937",
+            "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]},
+            "has_gauss": numpy["has_gauss"],
+            "gauss": numpy["gauss"],
+        }
         self._snapshot = _Snapshot(
             state["torch"].clone(),
-            {
-                "bit_generator": "MT19937",
-                "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]},
-                "has_gauss": numpy["has_gauss"],
-                "gauss": numpy["gauss"],
-            },
+            kept,
+            _words(kept),
             (python["version"], tuple(python["words"].tolist()), python["gauss"]),
         )
         if RandomState._installed is self:

@@ -25,7 +25,7 @@ from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 from tests.helpers import same_bits
 
-OURS = sorted(COLLECTIVES.keys() - {"native"})
+OURS = sorted(COLLECTIVES.keys() - {"auto", "native"})
 ODD = Link(latency_s=0.0123, bandwidth_bps=3.7e6)
 """Figures that no binary fraction is equal to."""
 UNEQUAL = NetworkProfile(

@@ -149,10 +149,11 @@ def test_no_such_device(arguments: dict[str, float]) -> None:
 
 
 def test_memory_by_the_formula() -> None:
-    assert training_nbytes(1000, 0) == 2000
-    assert training_nbytes(1000, 0, optimizer="momentum") == 3000
-    assert training_nbytes(1000, 0, optimizer="adam", in_flight=2, fixed_nbytes=7) == 6007
-    assert training_nbytes(1000, 8, sample_nbytes=3, activations_nbytes=10) == 2104
+    assert training_nbytes(1000, 0) == 3000
+    assert training_nbytes(1000, 0, optimizer="momentum") == 4000
+    assert training_nbytes(1000, 0, optimizer="adam", in_flight=2, fixed_nbytes=7) == 7007
+    assert training_nbytes(1000, 8, sample_nbytes=3, activations_nbytes=10) == 3104
+    assert training_nbytes(100 << 20, 0) == 225 << 20
     with pytest.raises(UnknownName, match="unknown optimizer 'lion'"):
         training_nbytes(1, 1, optimizer="lion")
 
@@ -161,7 +162,7 @@ def test_the_largest_batch_is_the_largest() -> None:
     settings = {"optimizer": "adam", "sample_nbytes": 12, "activations_nbytes": 100.5, "fixed_nbytes": 999}
     batch = largest_batch(100_000, 5000, **settings)  # type: ignore[arg-type]
     assert training_nbytes(5000, batch, **settings) <= 100_000 < training_nbytes(5000, batch + 1, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="20000 bytes hold no batch: the model and adam take 20999"):
+    with pytest.raises(ConfigError, match="20000 bytes hold no batch: the model and adam take 25999"):
         largest_batch(20_000, 5000, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a sample must take memory"):
         largest_batch(100, 1)

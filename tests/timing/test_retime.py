@@ -137,6 +137,13 @@ def test_a_run_whose_learning_depended_on_time_is_refused(
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
 
 
+def test_a_collective_chosen_by_the_network_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, stored = made(tmp_path / "base", collective="auto")
+    assert "its collective (auto) is another on another network" in refused(capsys, stored.path)
+
+
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
     assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")

@@ -13,6 +13,7 @@ from typing import Protocol
 import tyro
 
 from farflung import __version__
+from farflung.cli.calibrate import Calibrate
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "recipes": Recipes,
     "workloads": Workloads,
     "data": Data,
+    "calibrate": Calibrate,
     "keys": MakeKeys,
     "version": Version,
 }

@@ -19,12 +19,18 @@ from farflung.data import Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.network import NetworkProfile, device_profile, network_profile
-from farflung.replica import Replica, Summary
+from farflung.replica import Replica, Summary, keep_once
 from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
-from farflung.timing import RecordedReplica, Retimed, Traffic, TrafficRecorder, retimed_events
+from farflung.timing import (
+    RecordedReplica,
+    Retimed,
+    Traffic,
+    TrafficRecorder,
+    forward_flops,
+    retimed_events,
+)
 from farflung.types import Json, Workload
-from farflung.workloads import forward_flops
 
 __all__ = ["SimulatedConfig", "asked_to_stop", "retime", "simulate"]
 
@@ -49,6 +55,11 @@ class SimulatedConfig(RunConfig):
     def title(self) -> str:
         """For people."""
         return f"{self.workload}, {self.recipe}, {self.network}"
+
+    @property
+    def chooses_by_network(self) -> bool:
+        """Whether what is learned depends on the network even without a decision in the log."""
+        return self.collective == "auto"
 
     @classmethod
     def lacks(cls, stored: Mapping[str, Json]) -> bool:
@@ -148,6 +159,8 @@ def simulate(
             if folder.resumed:
                 replica.resume(checkpoints.newest())
             replicas.append(replica)
+        if not config.faults:
+            keep_once(replicas)
         summary = _run(world, replicas)
     split = config.split_json(describe(shares or [], task.datasets()[0].labels))
     return _kept(config, folder, {**summary.to_json(), "partition": split})
@@ -198,6 +211,11 @@ def retime(
 
 def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, list[Event]], bool]:
     """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
+    if config.chooses_by_network:
+        raise ConfigError(
+            f"{stored.path}: its collective (auto) is another on another network, and so are the last bits of its "
+            "sums; simulate it anew instead"
+        )
     if stored.decisions.exists():
         timing = [decision for decision in read_decisions(stored.decisions) if decision.timing]
         if timing:

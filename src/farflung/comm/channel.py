@@ -30,7 +30,7 @@ class InOne:
 
 
 class Shortcut(Protocol):
-    """A communicator that may compute a collective as a whole, with the times, bytes and bits of its hops."""
+    """A communicator that knows its network, and may compute a collective as a whole: same times, bytes and bits."""
 
     def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
         """Joins a collective; ``None``: it has to go hop by hop.
@@ -42,6 +42,10 @@ class Shortcut(Protocol):
           encoded: whether a codec is inside.
           tag: of its first hop.
         """
+        ...
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """The collective that takes the least time on its network, by the model."""
         ...
 
 
@@ -109,6 +113,12 @@ class ExchangeChannel:
         self._next_hop += whole.hops
         self.sent_nbytes += whole.nbytes
         return whole.result
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """Which collective the communicator takes to be fastest; the first where it does not know its network."""
+        if self._shortcut is None:
+            return collectives[0]
+        return self._shortcut.fastest(collectives, nbytes, side_nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor."""

@@ -2,7 +2,7 @@
 
 from farflung.network.costs import COSTS, choose, cost_s
 from farflung.network.device import DeviceProfile, Layer
-from farflung.network.devices import DEVICES, device_profile, load_device
+from farflung.network.devices import DEVICES, device_profile, device_toml, load_device
 from farflung.network.fabric import Fabric, Flow
 from farflung.network.link import Link
 from farflung.network.loading import load_profile
@@ -40,6 +40,7 @@ __all__ = [
     "choose",
     "cost_s",
     "device_profile",
+    "device_toml",
     "is_dedicated",
     "largest_batch",
     "load_device",

@@ -30,7 +30,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from farflung.errors import ConfigError, UnknownName
@@ -38,7 +41,7 @@ from farflung.network.device import DeviceProfile, Layer
 from farflung.network.stragglers import Occasional, Scheduled, Straggler, Varying
 from farflung.network.tables import Table, open_toml
 
-__all__ = ["DEVICES", "Device", "device_profile", "load_device"]
+__all__ = ["DEVICES", "Device", "device_profile", "device_toml", "load_device"]
 
 SUSTAINED = 0.3
 """Share of the peak that training reaches: our choice."""
@@ -127,6 +130,31 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
             name, forward, backward, optimizer, layers, slowdown, stragglers, memory, str(path)
         )
     )
+
+
+def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """A device as :func:`load_device` reads it, stragglers aside.
+
+    Args:
+      device: what to write.
+      layers: names of its layers, for people.
+      notes: lines for people, at the top.
+    """
+    lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
+    if not device.layers:
+        lines += [f"forward_s = {device.forward_s!r}", f"backward_s = {device.backward_per_sample_s!r}"]
+    lines += [f"optimizer_s = {device.optimizer_s!r}", f"slowdown = {device.slowdown!r}"]
+    if device.memory_nbytes is not None:
+        lines.append(f"memory_nbytes = {device.memory_nbytes}")
+    for layer, name in zip_longest(device.layers, layers):
+        lines += [
+            "",
+            "[[layer]]" + (f"  # {name}" if name else ""),
+            f"numel = {layer.numel}",
+            f"forward_s = {layer.forward_s!r}",
+            f"backward_s = {layer.backward_s!r}",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _layer(table: Table) -> Layer:

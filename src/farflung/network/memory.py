@@ -13,6 +13,8 @@ __all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes
 
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors as large as the parameters that an optimizer keeps."""
+BUCKET_NBYTES = 25 << 20
+"""Of a replica's gradient buckets, the first aside."""
 
 
 def training_nbytes(
@@ -27,10 +29,11 @@ def training_nbytes(
 ) -> int:
     r"""Bytes that one replica needs for a step of training.
 
-    .. math:: M = M_0 + (2 + k + f)\,P + B\,(s + a)
+    .. math:: M = M_0 + (2 + k + f)\,P + \min(P, b) + B\,(s + a)
 
     Args:
-      parameters_nbytes: :math:`P`; once for the parameters, once for the gradients, which are the buckets.
+      parameters_nbytes: :math:`P`; once for the parameters, once for the buckets of gradients. What autograd has made
+        is there besides until its bucket, of at most :math:`b` = 25 MiB, is full.
       batch_size: :math:`B`.
       optimizer: a name in :data:`OPTIMIZER_COPIES`, for :math:`k`.
       sample_nbytes: :math:`s`, of one sample's inputs and targets.
@@ -46,9 +49,9 @@ def training_nbytes(
     if optimizer not in OPTIMIZER_COPIES:
         raise UnknownName("optimizer", optimizer, OPTIMIZER_COPIES)
     copies = 2 + OPTIMIZER_COPIES[optimizer] + in_flight
-    return round(
-        fixed_nbytes + copies * parameters_nbytes + batch_size * (sample_nbytes + activations_nbytes)
-    )
+    filling = min(parameters_nbytes, BUCKET_NBYTES)
+    samples = batch_size * (sample_nbytes + activations_nbytes)
+    return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
 
 
 def largest_batch(

@@ -12,12 +12,15 @@ from farflung.replica.checkpoint import (
 )
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.lockstep import Lockstep, keep_once
 from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
+from farflung.replica.optimizers import make_optimizer
 
 __all__ = [
     "Checkpoints",
     "Exchanges",
     "GradientBuckets",
+    "Lockstep",
     "Parts",
     "Replica",
     "Score",
@@ -29,7 +32,9 @@ __all__ = [
     "check_share",
     "evaluate",
     "fingerprint",
+    "keep_once",
     "load_tree",
+    "make_optimizer",
     "save_tree",
     "share_name",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
@@ -129,6 +130,7 @@ class Replica:
     checkpoints: Checkpoints | None = None
     stop_asked: Callable[[], bool] = _never
     share: SampleIds | None = None
+    lockstep: Lockstep | None = field(init=False, default=None)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     step_done: int = field(init=False, default=0)
@@ -224,7 +226,7 @@ class Replica:
         merged = now()
         if settled.apply:
             await self.runtime.compute(Cost("optimizer", 0), self.update)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._buckets.clear()
         updated = now()
         self._samples += len(batch) * self.runtime.comm.size
         split = TimeSplit((computed - fetched) + (updated - merged), merged - computed, fetched - begin)
@@ -268,8 +270,13 @@ class Replica:
 
     def update(self) -> None:
         """The optimizer's step on the merged gradient, clipped where that is asked for."""
+        parameters: Iterable[nn.Parameter] = self.model.parameters()
+        if self.lockstep is not None:
+            parameters = self.lockstep.take(parameters, self.step_done)
+            if not parameters:
+                return
         if self.training.clip_norm:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip_norm)
+            nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
         self.optimizer.step()
 
     async def evaluate(self) -> Score:

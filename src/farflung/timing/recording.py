@@ -196,5 +196,8 @@ class _WatchedChannel:
             self.ops.append(("whole", collective, dtype, tensor.numel(), side.numel()))
         return whole
 
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        return self._channel.fastest(collectives, nbytes, side_nbytes)
+
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         return self._channel.all_reduce(tensor)

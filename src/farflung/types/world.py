@@ -157,6 +157,13 @@ class Channel(Protocol):
         """The whole of a collective, where that can be computed instead (virtual time); ``None``: go hop by hop."""
         ...
 
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """Which of some collectives is fastest for a tensor of ``nbytes``, where the network is known (virtual time).
+
+        Otherwise the first; the same on all ranks.
+        """
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """See :meth:`Communicator.all_reduce`."""
         ...

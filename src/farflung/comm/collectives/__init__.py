@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from farflung.comm.collectives.auto import auto
 from farflung.comm.collectives.native import native
 from farflung.comm.collectives.ring import ring
 from farflung.comm.collectives.sharded import direct, multi_parameter_server, parameter_server
@@ -13,6 +14,7 @@ from farflung.types import Channel, Codec
 __all__ = [
     "COLLECTIVES",
     "Collective",
+    "auto",
     "direct",
     "multi_parameter_server",
     "native",
@@ -34,6 +36,7 @@ COLLECTIVES: dict[str, Collective] = {
     "direct": direct,
     "parameter_server": parameter_server,
     "multi_parameter_server": multi_parameter_server,
+    "auto": auto,
     "native": native,
 }
 """All of them by name."""

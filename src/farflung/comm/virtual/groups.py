@@ -57,7 +57,7 @@ class ReduceShape(NamedTuple):
         dense, owners = self.numel * self.element_nbytes, self.owners
         if rank >= owners:
             return dense + owners * self.side_nbytes
-        own = sum(self.pieces_nbytes(rank))
+        own = (self.numel // owners + (rank < self.numel % owners)) * self.element_nbytes
         return dense - own + (owners - 1) * self.side_nbytes + (self.size - 1) * (own + self.back_nbytes)
 
 

@@ -15,7 +15,7 @@ from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import Unsupported
-from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
+from farflung.network import Link, NetworkProfile, Wiring, choose, is_dedicated
 from farflung.tasks import Pending, failed
 from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
 
@@ -56,6 +56,7 @@ class VirtualNetwork:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
         self.mailboxes = [Mailbox() for _ in range(size)]
+        self._fastest: dict[tuple[tuple[str, ...], int, int], str] = {}
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
@@ -100,6 +101,13 @@ class VirtualNetwork:
         """See :class:`farflung.comm.channel.Shortcut`."""
         computed = self._whole or self._symmetric
         return None if computed is None else computed.enter(rank, collective, tensor, side, encoded, tag)
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        asked = collectives, nbytes, side_nbytes
+        if asked not in self._fastest:
+            self._fastest[asked] = choose(self.profile, nbytes, among=collectives, side_nbytes=side_nbytes)
+        return self._fastest[asked]
 
     def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
         """Runs something from a time at which all was quiet up to now; then it goes on here."""
@@ -149,3 +157,7 @@ class VirtualCommunicator:
     def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
         """See :class:`farflung.comm.channel.Shortcut`."""
         return self._network.in_one(self.rank, collective, tensor, side, encoded, tag)
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        """See :class:`farflung.comm.channel.Shortcut`."""
+        return self._network.fastest(collectives, nbytes, side_nbytes)

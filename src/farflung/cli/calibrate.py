@@ -1,0 +1,121 @@
+"""``farflung calibrate``: measures a workload on this machine, for simulations of machines like it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+
+from farflung.config import Training
+from farflung.errors import ConfigError
+from farflung.network import device_toml
+from farflung.timing import Calibration, Spread, calibrate
+from farflung.types import Json
+from farflung.workloads import workload
+
+__all__ = ["Calibrate"]
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Measure what a workload takes on this machine, as the profile of a device.
+
+    Times forward pass, backward pass and optimizer, alone and layer by layer, and predicts and measures the memory of
+    a step. The profile is TOML; farflung simulate takes it with --device FILE.
+    """
+
+    workload: str = "fashion-mnist/cnn"
+    """What to measure; farflung workloads lists them."""
+    data: str | None = None
+    """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
+    batch_size: int | None = None
+    """Samples in a step; the workload's own number when not given."""
+    optimizer: str | None = None
+    """sgd or adam; the workload's own when not given."""
+    rounds: int = 30
+    """Steps to time; medians are kept."""
+    threads: int = 1
+    """Of torch; the workers of farflung train have one each."""
+    name: str | None = None
+    """Of the device; this machine's name when not given."""
+    out: Path | None = None
+    """Write the profile to this file; print it when not given."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what was measured as JSON."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if self.threads < 1:
+            raise ConfigError(f"--threads {self.threads}: must be 1 or more")
+        if self.out is not None and self.out.exists():
+            raise ConfigError(f"--out {self.out}: is there already; take another name or remove it")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
+        work = workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))
+        training = Training.resolve(
+            work.defaults, {"batch_size": self.batch_size, "optimizer": self.optimizer}
+        )
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            found = calibrate(
+                work, training, rounds=self.rounds, name=self.name or platform.node() or "device"
+            )
+        finally:
+            torch.set_num_threads(before)
+        text = device_toml(found.device, found.names, self._notes(found))
+        if self.out is not None:
+            _write(self.out, text)
+            Console(stderr=True).print(f"profile  {self.out}", soft_wrap=True, highlight=False)
+        if self.json:
+            print(json.dumps(self._json(found)))
+        elif self.out is None:
+            print(text, end="")
+        return 0
+
+    def _notes(self, found: Calibration) -> list[str]:
+        return [
+            f"{self.workload}, batches of {found.batch_size}, on {platform.processor() or platform.machine()}, "
+            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}",
+            f"medians of {found.rounds} steps; quartiles, in seconds per sample: "
+            f"forward {_range(found.forward_s)}, backward {_range(found.backward_s)}",
+            f"memory of a step, in bytes: {found.predicted_nbytes} predicted, {found.measured_nbytes} measured",
+        ]
+
+    def _json(self, found: Calibration) -> dict[str, Json]:
+        return {
+            "workload": self.workload,
+            "batch_size": found.batch_size,
+            "rounds": found.rounds,
+            "threads": self.threads,
+            "forward_s": list(found.forward_s),
+            "backward_s": list(found.backward_s),
+            "optimizer_s": list(found.optimizer_s),
+            "predicted_nbytes": found.predicted_nbytes,
+            "measured_nbytes": found.measured_nbytes,
+            "layers": [
+                {"name": name, "numel": one.numel, "forward_s": one.forward_s, "backward_s": one.backward_s}
+                for name, one in zip(found.names, found.device.layers, strict=True)
+            ],
+        }
+
+
+def _range(spread: Spread) -> str:
+    return f"{spread.low:.3g} to {spread.high:.3g}"
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error.strerror})") from None

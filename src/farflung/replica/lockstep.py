@@ -1,0 +1,80 @@
+"""Parameters kept once for simulated replicas that never differ in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from farflung.schedules import Synchronous
+from farflung.types import Schedule
+
+__all__ = ["Lockstep", "keep_once"]
+
+
+class _Parts(Protocol):
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+class _Replica(Protocol):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lockstep: Lockstep | None
+
+    @property
+    def parts(self) -> _Parts: ...
+
+
+def keep_once(replicas: Sequence[_Replica]) -> bool:
+    """Has the replicas of one virtual world keep their parameters and optimizer once, where that changes no bit.
+
+    It does not under the synchronous schedule: every replica steps on the same mean from the same parameters, and
+    nobody can step before all have computed their gradients, so nobody needs the old parameters any more. One replica
+    steps for all; a thousand replicas then take the memory of their gradients alone. Buffers, such as the statistics
+    of a batch norm, stay each replica's own. Not for worlds in which replicas are lost or come back.
+
+    Args:
+      replicas: all of the world, before the first step or after a resume.
+
+    Returns:
+      Whether it was done; not with another schedule, or where parameters differ.
+    """
+    first = list(replicas[0].model.parameters())
+    for other in replicas:
+        pairs = zip(first, other.model.parameters(), strict=True)
+        if not isinstance(other.parts.schedule, Synchronous) or not all(torch.equal(a, b) for a, b in pairs):
+            return False
+    together = Lockstep(replicas[0].model)
+    for other in replicas:
+        for own, kept in zip(other.model.parameters(), first, strict=True):
+            own.data = kept.data
+        other.optimizer, other.lockstep = replicas[0].optimizer, together
+    return True
+
+
+class Lockstep:
+    """Whose turn it is to step.
+
+    Args:
+      model: the one whose parameters the optimizer has.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._next = 0
+
+    def take(self, parameters: Iterable[nn.Parameter], step: int) -> list[nn.Parameter]:
+        """For the first to come at a step: the optimizer's parameters, with its gradients; for others nothing.
+
+        The optimizer's own replica needs its gradients no more or has not merged them yet.
+        """
+        if step < self._next:
+            return []
+        self._next = step + 1
+        kept = list(self._model.parameters())
+        for one, own in zip(kept, parameters, strict=True):
+            one.grad = own.grad
+        return kept

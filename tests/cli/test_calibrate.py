@@ -1,0 +1,63 @@
+"""``farflung calibrate`` writes the profile that ``device_profile`` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farflung.cli.main import main
+from farflung.network import device_profile
+
+QUICK = [
+    "calibrate",
+    "--workload",
+    "fashion-mnist/mlp",
+    "--data",
+    "packaged",
+    "--rounds",
+    "2",
+    "--batch-size",
+    "4",
+]
+
+
+def test_a_profile_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.toml"
+    assert main([*QUICK, "--name", "here", "--out", str(path), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    device = device_profile(str(path))
+    assert device.name == "here"
+    assert device.optimizer_s == measured["optimizer_s"][1]
+    assert [(one.numel, one.forward_s, one.backward_s) for one in device.layers] == [
+        (one["numel"], one["forward_s"], one["backward_s"]) for one in measured["layers"]
+    ]
+    assert [one.numel for one in device.layers] == [784 * 256 + 256, 256 * 10 + 10]
+    assert path.read_text(encoding="utf-8").startswith("# fashion-mnist/mlp, batches of 4, on ")
+    assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]
+
+
+def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(QUICK) == 0
+    assert "\n[[layer]]  # 1\nnumel = 200960\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--workload", "mnist"], "unknown workload 'mnist'"),
+        (["--rounds", "1"], "--rounds 1: must be 2 or more"),
+        (["--threads", "0"], "--threads 0: must be 1 or more"),
+        (["--batch-size", "100000"], "--batch-size 100000: fashion-mnist/mlp has 10000 training samples"),
+        (["--optimizer", "lion"], "--optimizer lion: must be one of sgd, adam"),
+        (["--out", "{folder}"], "is there already; take another name or remove it"),
+        (["--out", "{folder}/none/x.toml"], "x.toml: there is no folder"),
+    ],
+)
+def test_bad_input(given: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *(one.format(folder=tmp_path) for one in given)]) == 2
+    said = capsys.readouterr()
+    assert what in said.err
+    assert said.err.count("\n") <= 2
+    assert said.out == ""

@@ -1,0 +1,95 @@
+"""Parameters kept once give the runs of parameters kept by each replica, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.config import Training
+from farflung.network import DeviceProfile, Varying, network_profile
+from farflung.recipes import recipe
+from farflung.replica import Checkpoints, Replica, keep_once
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Communicator, Json
+from farflung.workloads import workload
+
+
+def made(
+    world: VirtualWorld, name: str, settings: Mapping[str, Json], events: list[Event], folder: Path | None
+) -> list[Replica]:
+    work = workload(name)
+    training = Training.resolve(work.defaults, {"steps": 4, "batch_size": 4, "seed": 1, **settings})
+    return [
+        Replica(
+            runtime,
+            work,
+            training,
+            recipe("synchronous").parts(training.seed),
+            Telemetry(runtime.comm.rank, events.append),
+            None if folder is None else _checkpoints(folder, runtime.comm),
+        )
+        for runtime in world.runtimes
+    ]
+
+
+def _checkpoints(folder: Path, comm: Communicator) -> Checkpoints:
+    return Checkpoints(folder, comm.rank, comm.size, leader=comm.rank == 0)
+
+
+def trained(
+    once: bool, name: str, settings: Mapping[str, Json], folder: Path | None = None
+) -> tuple[list[str], list[Replica]]:
+    device = DeviceProfile(forward_s=1e-3, stragglers=(Varying(1.0),))
+    world = VirtualWorld(3, network=network_profile("4g"), device=device, seed=2)
+    events: list[Event] = []
+    replicas = made(world, name, settings, events, folder)
+    assert not once or keep_once(replicas)
+    world.run([replica.run() for replica in replicas])
+    return [json.dumps(event) for event in events], replicas
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("synthetic/quadratic", {"momentum": 0.9}),
+        ("synthetic/quadratic", {"optimizer": "adam", "clip_norm": 0.5, "evaluate_every": 2}),
+        ("fashion-mnist/cnn", {"clip_norm": 1.0, "steps": 2, "evaluate_every": 0}),
+    ],
+)
+def test_no_bit_changes(name: str, settings: dict[str, Json]) -> None:
+    events, apart = trained(False, name, settings)
+    events_once, together = trained(True, name, settings)
+    assert events_once == events
+    for one, other in zip(apart, together, strict=True):
+        for (key, a), b in zip(
+            one.model.state_dict().items(), other.model.state_dict().values(), strict=True
+        ):
+            assert torch.equal(a, b), key
+    places = {next(replica.model.parameters()).data_ptr() for replica in together}
+    assert len(places) == 1
+
+
+def test_a_checkpoint_is_what_it_would_be(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": 2}
+    _, apart = trained(False, "synthetic/quadratic", settings, tmp_path / "apart")
+    _, together = trained(True, "synthetic/quadratic", settings, tmp_path / "together")
+    for one, other in zip(apart, together, strict=True):
+        for replica in (one, other):
+            replica.resume(4)
+        assert str(one.optimizer.state_dict()) == str(other.optimizer.state_dict())
+        assert torch.equal(*(next(replica.model.parameters()) for replica in (one, other)))
+
+
+def test_replicas_that_may_differ_stay_apart() -> None:
+    world, events = VirtualWorld(2), list[Event]()
+    replicas = made(world, "synthetic/quadratic", {}, events, None)
+    with torch.no_grad():
+        next(replicas[1].model.parameters()).add_(1.0)
+    assert not keep_once(replicas)
+    assert replicas[0].lockstep is None
