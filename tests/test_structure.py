@@ -31,6 +31,7 @@ ORDER: list[set[str]] = [
     {"runtime"},
     {"timing", "recipes"},
     {"attach"},
+    {"ddp"},
     {"report"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},

@@ -24,7 +24,7 @@ from farflung.replica.averaging import averaged_buffers, broadcast
 from farflung.runtime import WallRuntime
 from farflung.types import State
 
-__all__ = ["Handle", "attach", "carries"]
+__all__ = ["Handle", "attach", "carries", "interface_to_master"]
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ def carries(chosen: Recipe) -> str:
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.sampler}"
     return "yes"
+
+
+def interface_to_master(size: int) -> str:
+    """The address of this machine on the route to torchrun's master; loopback for a single replica."""
+    return route_to(os.environ.get("MASTER_ADDR", LOOPBACK)) if size > 1 else LOOPBACK
 
 
 def attach(
@@ -91,7 +96,7 @@ def attach(
         deadline_s=deadline_s,
         native=chosen.collective == "native",
         join_s=_JOIN_S,
-        interface=interface or (route_to(os.environ.get("MASTER_ADDR", LOOPBACK)) if size > 1 else LOOPBACK),
+        interface=interface or interface_to_master(size),
         encrypt=encrypt,
     )
     try:

@@ -36,6 +36,12 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--collective", "star"], "unknown collective 'star'; known: "),
         (["--schedule", "sometimes"], "unknown schedule 'sometimes'; known: "),
         (["--collective", "native", "--codec", "truncate16"], "'native' cannot carry a codec"),
+        (["--reducer", "powersdg"], "unknown reducer 'powersdg'; known: "),
+        (["--reducer", "powersgd", "--codec", "int8"], "reducer powersgd takes no codec"),
+        (["--reducer", "powersgd(rank=0)"], "powersgd: rank 0 must be at least 1"),
+        (["--reducer", "codec(phases='three')"], "phases 'three' must be "),
+        (["--reducer", "codec(collective='ring')"], "collective is a setting of its own"),
+        (["--reducer", "powersgd", "--collective", "native"], "'native' matches sums by their order"),
         (["--workers", "0"], "--workers 0: must be 1 or more"),
         (["--workers", "-1"], "--workers -1: must be 1 or more"),
         (

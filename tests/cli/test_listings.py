@@ -45,11 +45,12 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         assert row["attach"] == carries(RECIPES[name])
         assert name in table
     assert rows["ring"]["parts"] == {
-        "codec": "identity", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
+        "codec": "identity", "reducer": "codec", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
     }  # fmt: skip
     assert rows["ring"]["attach_alone"]
     assert not rows["scored"]["attach_alone"]
-    assert "codec identity, collective ring, schedule synchronous, sampler uniform yes" in table
+    assert "SGD over a ring collective ring yes" in table
+    assert "farflung's direct all-reduce the plain ones yes" in table
 
 
 def test_networks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +78,7 @@ def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["tinyshakespeare/lstm"]["samples"] is None
     assert rows["synthetic/quadratic"]["samples"] == {"train": 1024, "test": 1024}
     assert rows["synthetic/quadratic"]["data"] is None
-    assert "10,000 + 2,000 105,866 batch 32, rate 0.01, 3,000 steps packaged subset" in table
+    assert "10,000 + 2,000 105,866 batch 32, rate 0.01, 4,000 steps packaged subset" in table
 
 
 def test_workloads_count_what_is_at_hand(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) -> None:

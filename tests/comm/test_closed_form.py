@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, ExchangeChannel
-from farflung.comm.collectives import sharded
 from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual import ring as ring_in_one
 from farflung.errors import ProtocolError, RunLost
-from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
+from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, costs
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
@@ -150,7 +149,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 @each_collective
 @each_network
 def test_shards_in_pieces(network: NetworkProfile, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     for size in (4, 5):
         assert_equal(network, size, name, together(size, 1003))
 

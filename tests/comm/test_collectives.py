@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
-from farflung.comm.collectives import sharded
+from farflung.comm import COLLECTIVES, Coding, ExchangeChannel, LinkModel
 from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, Unsupported
+from farflung.network import costs
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending, done
-from farflung.types import Codec, Payload, Runtime, Tag, TensorSpec
+from farflung.types import Codec, Payload, Runtime, Seeds, Tag, TensorSpec
 from tests.helpers import CODEC_ROWS, Cluster, in_virtual_time, same_bits
 
-OURS = sorted(COLLECTIVES.keys() - {"native"})
+OURS = sorted(COLLECTIVES.keys() - {"native", "auto"})
 SIZES = (1, 2, 3, 4, 7)
 CODECS: dict[str, Codec | None] = {"nothing": None} | {
     name: row.codec for name, row in CODEC_ROWS.items() if row.codec.per_hop
@@ -54,9 +54,10 @@ def exchange(
 ) -> Coroutine[Pending[Any], None, Result]:
     channel = ExchangeChannel(runtime.comm, number, part=2)
     side = side_of(runtime.comm.rank)
+    coding = Coding(codec, Seeds(1, 2 + channel.rank), 3) if codec else None
 
     async def run() -> Result:
-        total, sides = await COLLECTIVES[name](channel, tensor, side, codec=codec, step=3)
+        total, sides = await COLLECTIVES[name](channel, tensor, side, coding=coding)
         return Result(total, sides, channel.sent_nbytes)
 
     return run()
@@ -162,7 +163,7 @@ def test_other_dtypes_keep_theirs(name: str, dtype: torch.dtype, cluster: Cluste
 @each_collective
 def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = simulated(3, name, 1001)
-    monkeypatch.setattr(sharded, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     in_pieces = simulated(3, name, 1001)
     assert_same(in_pieces, whole)
 
@@ -282,7 +283,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 @each_collective
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
     for seed in range(20):
         world = VirtualWorld(4, closed_form=False)

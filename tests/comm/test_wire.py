@@ -31,7 +31,6 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-HEADER = struct.calcsize("<2sBBIQII")
 TAG = Tag(exchange=2**63 + 5, part=2**32 - 1, hop=3)
 
 
@@ -166,14 +165,18 @@ def test_noise_is_harmless(frames: list[bytes]) -> None:
     harmless(frames)
 
 
-def prefix(kind: int = 0, magic: bytes = wire.MAGIC, version: int = wire.VERSION) -> bytes:
-    return struct.pack("<2sBBIQII", magic, version, kind, 0, 0, 0, 0)
+def headed(
+    description: bytes, kind: int = 0, magic: bytes = wire.MAGIC, version: int = wire.VERSION
+) -> bytes:
+    """A description behind a good header, unless told otherwise."""
+    padded = description + bytes(-len(description) % 8)
+    return struct.pack("<2sBBIQIII", magic, version, kind, 0, 0, 0, 0, len(padded)) + padded
 
 
 @given(st.binary(max_size=60))
 @example(b"\xff\x01" * 200)
 def test_noise_after_a_good_header_is_harmless(noise: bytes) -> None:
-    harmless([prefix() + b"\xff" + noise])
+    harmless([headed(b"\xff" + noise)])
 
 
 sizes = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
@@ -184,7 +187,7 @@ sizes = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**31, 2**32, 2**62, 
 @example(0, [2**40, 2**40, 0])
 @example(0, [2**62, 4])
 def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
-    head = prefix() + struct.pack(f"<4B{len(shape)}Q", 0xFF, 1, code, len(shape), *shape)
+    head = headed(struct.pack(f"<4B{len(shape)}Q", 0xFF, 1, code, len(shape), *shape))
     harmless([head + bytes(64)])
     harmless([head, bytearray(8192)])
 
@@ -194,14 +197,17 @@ def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
     [
         [],
         [b""],
-        [prefix()],
-        [prefix(magic=b"XX") + b"\xff\0"],
-        [prefix(version=wire.VERSION + 1) + b"\xff\0"],
-        [prefix(kind=17) + b"\xff\0"],
-        [prefix() + b"\0\0"],
-        [prefix() + b"\xff\x01\x63\0"],
-        [prefix() + b"\xff\x01\0\x09" + bytes(72)],
-        [prefix() + b"\xff\x01" * 30 + b"\xff\0"],
+        [headed(b"")],
+        [headed(b"\xff\0", magic=b"XX")],
+        [headed(b"\xff\0", version=wire.VERSION + 1)],
+        [headed(b"\xff\0", kind=17)],
+        [headed(b"\0\0")],
+        [headed(b"\xff\x01\x63\0")],
+        [headed(b"\xff\x01\0\x09" + bytes(72))],
+        [headed(b"\xff\x01" * 30 + b"\xff\0")],
+        [headed(b"\xff\0")[:-1]],
+        [headed(b"\xff\0" + bytes(8))],
+        [headed(b"\xff\0" + b"\x01")],
     ],
     ids=[
         "nothing",
@@ -214,6 +220,9 @@ def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
         "dtype",
         "dims",
         "nested too deep",
+        "description cut",
+        "description too long",
+        "padding",
     ],
 )
 def test_each_fault_is_refused(frames: list[bytes]) -> None:

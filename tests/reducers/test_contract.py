@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.codecs import DGC, Identity, TopK, Truncate16, error_feedback
+from farflung.codecs import DGC, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
@@ -51,6 +51,7 @@ def _carried() -> dict[str, Row]:
         rows[f"codec, {name}"] = Row(CodecReducer(row.codec), 1e-6 if lossless else None)
         if not isinstance(row.codec, DGC):
             rows[f"codec in two phases, {name}"] = Row(CodecReducer(row.codec, phases="two"))
+            rows[f"codec on hops, {name}"] = Row(CodecReducer(row.codec, "ring", phases="hops"))
     return rows
 
 
@@ -235,23 +236,24 @@ def test_bad_options_are_refused_when_it_is_made(message: str) -> None:
 def test_an_unknown_collective_is_refused(make: Callable[..., object]) -> None:
     with pytest.raises(UnknownName, match="collective"):
         make(collective="circle")
+    with pytest.raises(Unsupported, match="'native' matches sums by their order"):
+        make(collective="native")
 
 
 def test_the_backend_s_own_collective_carries_what_is_summed_alone() -> None:
     CodecReducer(Identity(), "native").init(SPEC, Seeds(1, 2))
     CodecReducer(CODEC_ROWS["randomk"].codec, "native").init(SPEC, Seeds(1, 2))
-    for codec in (TopK(), error_feedback(TopK()), CODEC_ROWS["by_role"].codec):
+    for codec in (TopK(), error_feedback(TopK()), CODEC_ROWS["by_role"].codec, by_role(RandomK(), RandomK())):
         with pytest.raises(Unsupported, match="native"):
             CodecReducer(codec, "native").init(SPEC, Seeds(1, 2))
 
 
 def test_a_codec_with_a_memory_of_its_own_is_not_cut_in_shards() -> None:
-    with pytest.raises(Unsupported, match="phases='gather'"):
-        CodecReducer(DGC(), phases="two").init(SPEC, Seeds(1, 2))
-    with pytest.raises(Unsupported, match="phases='gather'"):
-        CodecReducer(error_feedback(CODEC_ROWS["by_role (parts of top-k)"].codec), phases="two").init(
-            SPEC, Seeds(1, 2)
-        )
+    routed = error_feedback(CODEC_ROWS["by_role (parts of top-k)"].codec)
+    for codec in (DGC(), routed):
+        for phases in ("two", "hops"):
+            with pytest.raises(Unsupported, match="phases='gather'"):
+                CodecReducer(codec, phases=phases).init(SPEC, Seeds(1, 2))
 
 
 def test_another_model_s_payload_names_its_sender() -> None:

@@ -167,6 +167,6 @@ def test_a_network_with_sites() -> None:
     network = NetworkProfile("x", (Site("a", 1), Site("b", 1)), far)
     events = trained(VirtualWorld(2, network=network, device=DeviceProfile(forward_s=0.25)), steps=2)
     steps = [event for event in events if event["event"] == "step"]
-    # Four samples: 1 s forward, 2 s backward, then two one-way delays.
-    assert sorted({event["t"] for event in steps}) == [4.0, 8.0]  # type: ignore[type-var]
-    assert {event["exposed_s"] for event in steps} == {1.0}
+    # Four samples: 1 s forward, 2 s backward, then the one-way delay of an exchange between two.
+    assert sorted({event["t"] for event in steps}) == [3.5, 7.0]  # type: ignore[type-var]
+    assert {event["exposed_s"] for event in steps} == {0.5}

@@ -62,6 +62,9 @@ class RunOptions:
     """Everything random derives from it."""
     codec: str | None = None
     """Instead of the recipe's, e.g. truncate16."""
+    reducer: str | None = None
+    """Instead of the recipe's: codec, or codec(phases='two') or codec(phases='hops') for another way of the codec's
+    payloads; or, without a codec, powersgd(rank=2) or shared_scale_qsgd(bits=4)."""
     collective: str | None = None
     """Instead of the recipe's: direct, ring, parameter_server, multi_parameter_server, native."""
     schedule: str | None = None

@@ -28,7 +28,10 @@ class Recipes:
         if self.json:
             print_rows(_row(recipe) for recipe in chosen)
         else:
-            print_table(["recipe", "what", "parts", "with attach"], (_cells(recipe) for recipe in chosen))
+            print_table(
+                ["recipe", "what", "parts of its own", "with attach"],
+                (_cells(recipe) for recipe in chosen),
+            )
         return 0
 
 
@@ -47,5 +50,6 @@ def _row(recipe: Recipe) -> dict[str, Json]:
 
 
 def _cells(recipe: Recipe) -> list[str]:
-    parts = ", ".join(f"{family} {member}" for family, member in _parts(recipe).items())
-    return [recipe.name, recipe.summary, parts, carries(recipe)]
+    plain = _parts(Recipe("", ""))
+    own = [f"{family} {member}" for family, member in _parts(recipe).items() if member != plain[family]]
+    return [recipe.name, recipe.summary, ", ".join(own) or "the plain ones", carries(recipe)]

@@ -24,7 +24,7 @@ __all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json", "write_text"]
 
 EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which the starting command listens to its workers."""
-PARTS = ("codec", "collective", "schedule")
+PARTS = ("codec", "reducer", "collective", "schedule")
 """The members of a recipe that options may replace."""
 
 
@@ -49,6 +49,7 @@ class RunConfig:
     on_nonfinite: str
     seed: int
     codec: str
+    reducer: str
     collective: str
     schedule: str
     data: str
@@ -110,6 +111,7 @@ class RunConfig:
             "recipe": preset.name,
             "workers": int(said.get("workers", 2)),  # type: ignore[arg-type]
             "codec": parts.codec,
+            "reducer": parts.reducer,
             "collective": parts.collective,
             "schedule": parts.schedule,
             "data": str(said.get("data", "auto")),
@@ -130,7 +132,7 @@ class RunConfig:
 
     def make_recipe(self) -> Recipe:
         """The preset with the members chosen here."""
-        return recipe(self.recipe).but(codec=self.codec, collective=self.collective, schedule=self.schedule)
+        return recipe(self.recipe).but(**{name: getattr(self, name) for name in PARTS})
 
     def make_shares(self, task: Workload) -> list[SampleIds] | None:
         """The training samples of ``task`` for each replica; ``None`` where all draw from the whole set.

@@ -213,8 +213,7 @@ def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, li
     """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
     if config.chooses_by_network:
         raise ConfigError(
-            f"{stored.path}: its collective (auto) is another on another network, and so are the last bits of its "
-            "sums; simulate it anew instead"
+            f"{stored.path}: its collective (auto) is another on another network; simulate it anew instead"
         )
     if stored.decisions.exists():
         timing = [decision for decision in read_decisions(stored.decisions) if decision.timing]

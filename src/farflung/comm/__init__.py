@@ -1,13 +1,14 @@
 """Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
 
 from farflung.comm.channel import ExchangeChannel, Purpose
-from farflung.comm.collectives import COLLECTIVES, Collective
+from farflung.comm.collectives import COLLECTIVES, Coding, Collective
 from farflung.comm.mailbox import Mailbox, Waiting
 from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
 from farflung.comm.zeromq import Peer, ZmqCommunicator
 
 __all__ = [
     "COLLECTIVES",
+    "Coding",
     "Collective",
     "ExchangeChannel",
     "LinkModel",

@@ -6,13 +6,13 @@ tensor. Nothing is ever unpickled; every size is bounded before memory is taken.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,10 @@ VERSION = 1
 INLINE = 4096
 """Tensors up to this many bytes ride in the header frame."""
 
-_HEADER = struct.Struct("<2sBBIQII")
+_HEADER = struct.Struct("<2sBBIQIII")
+_ALIGNMENT = 8
+"""The description and each small tensor are padded to a multiple of this many bytes."""
+_PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -76,6 +79,9 @@ class Kind(IntEnum):
     WAITING = 4
 
 
+_KINDS = tuple(Kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One decoded message; control kinds carry JSON as a uint8 tensor."""
@@ -86,32 +92,24 @@ class Message:
     payload: Payload
 
 
-def _bytes_of(tensor: Tensor) -> Frame:
-    """A tensor's own bytes: copied where they are few, shared where they are many."""
-    tensor = tensor.detach().contiguous()
-    if tensor.nbytes <= INLINE:
-        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload) -> list[Frame]:
     """The frames of a message; large tensors are not copied."""
-    head: list[Frame] = [_HEADER.pack(MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop)]
-    inline: list[Frame] = []
+    tensors: list[Tensor] = []
+    description = _description(_structure(payload, tensors))
+    head: list[Frame] = [
+        _HEADER.pack(MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description)),
+        description,
+    ]
     frames: list[Frame] = []
-
-    def describe(node: Payload) -> None:
-        head.append(bytes((_NESTED, len(node.parts))))
-        for part in node.parts:
-            if isinstance(part, Payload):
-                describe(part)
-                continue
-            shape = part.shape
-            head.append(_SHAPES[len(shape)].pack(_CODES[part.dtype], len(shape), *shape))
-            (inline if part.nbytes <= INLINE else frames).append(_bytes_of(part))
-
-    describe(payload)
-    return [b"".join((*head, *inline)), *frames]
+    for tensor in tensors:
+        dense = tensor.detach().contiguous()
+        if dense.nbytes > INLINE:
+            frames.append(dense.reshape(-1).view(torch.uint8).numpy().data)
+            continue
+        # NumPy knows no bfloat16.
+        head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
+        head.append(_PADDING[dense.nbytes % _ALIGNMENT])
+    return [b"".join(head), *frames]
 
 
 def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
@@ -127,78 +125,150 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
     head = memoryview(frames[0] if frames else b"")
     if len(head) < _HEADER.size:
         raise WireError(f"a header of {len(head)} bytes")
-    magic, version, kind, view, exchange, part, hop = _HEADER.unpack_from(head)
-    if magic != MAGIC or version != VERSION:
+    magic, version, kind, view, exchange, part, hop, described = _HEADER.unpack_from(head)
+    if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
+    if _HEADER.size + described > len(head):
+        raise WireError("a description that ends early")
+    layout = _layout(bytes(head[_HEADER.size : _HEADER.size + described]))
+    if layout.nbytes > max_nbytes:
+        raise WireError("larger than any message of this run")
+    if len(head) != layout.head_nbytes or len(frames) != 1 + layout.frames:
+        raise WireError("more or fewer bytes than described")
+    small = bytearray(head) if layout.any_small else None
+    large = iter(frames[1:])
+    tensors = [leaf.read(small, large) for leaf in layout.leaves]
+    payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
+    return Message(_KINDS[kind], view, Tag(exchange, part, hop), payload)
+
+
+# --- what a payload is made of --------------------------------------------------------------------------------------
+
+_Structure: TypeAlias = "tuple[_Structure | tuple[torch.dtype, torch.Size], ...]"
+"""A payload without its numbers, as a key."""
+_Tree: TypeAlias = "list[_Tree | None]"
+"""Where its tensors (``None``) are."""
+
+
+def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
+    structure: list[Any] = []
+    for part in payload.parts:
+        if isinstance(part, Payload):
+            structure.append(_structure(part, tensors))
+        else:
+            structure.append((part.dtype, part.shape))
+            tensors.append(part)
+    return tuple(structure)
+
+
+@lru_cache(maxsize=1024)
+def _description(structure: _Structure) -> bytes:
+    described = [bytes((_NESTED, len(structure)))]
+
+    def describe(nodes: _Structure) -> None:
+        for node in nodes:
+            if node and isinstance(node[0], torch.dtype):
+                dtype, shape = node
+                described.append(_SHAPES[len(shape)].pack(_CODES[dtype], len(shape), *shape))
+            else:
+                described.append(bytes((_NESTED, len(node))))
+                describe(node)
+
+    describe(structure)
+    whole = b"".join(described)
+    return whole + bytes(-(_HEADER.size + len(whole)) % _ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One tensor of a message; ``at`` is where it begins in the header frame, ``None`` if it has its own."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    at: int | None
+
+    def read(self, small: bytearray | None, large: Iterator[Buffer]) -> Tensor:
+        if self.numel == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.at is not None:
+            assert small is not None
+            tensor = torch.frombuffer(small, dtype=self.dtype, count=self.numel, offset=self.at)
+        else:
+            data = next(large)
+            if len(data) != self.numel * self.dtype.itemsize:
+                raise WireError(f"{len(data)} bytes where {self.numel * self.dtype.itemsize} were described")
+            tensor = torch.frombuffer(data, dtype=self.dtype)
+            if tensor.data_ptr() % self.dtype.itemsize:
+                tensor = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        return tensor if len(self.shape) == 1 else tensor.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a description says."""
+
+    leaves: tuple[_Leaf, ...]
+    tree: _Tree
+    nested: bool
+    nbytes: int
+    head_nbytes: int
+    frames: int
+    any_small: bool
+
+
+@lru_cache(maxsize=1024)
+def _layout(description: bytes) -> _Layout:
+    """Raises :class:`WireError` where :func:`_description` would not have made it; that is not kept."""
+    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
     try:
-        shapes, at = _describe(head, _HEADER.size + 2, head[_HEADER.size + 1], 0)
-        if head[_HEADER.size] != _NESTED:
+        if description[0] != _NESTED:
             raise WireError("no payload")
-        contents = _Contents(head, at, frames, max_nbytes)
-        payload = contents.payload(shapes)
-        contents.check_end()
-        return Message(Kind(kind), view, Tag(exchange, part, hop), payload)
-    except (IndexError, ValueError, struct.error) as error:
-        raise WireError(f"a malformed frame: {error}") from None
+        tree, end = _read_tree(description, 2, description[1], 0, found)
+    except (IndexError, struct.error) as error:
+        raise WireError(f"a malformed description: {error}") from None
+    if not 0 <= len(description) - end < _ALIGNMENT or any(description[end:]):
+        raise WireError("a description of more than it says")
+    at = _HEADER.size + len(description)
+    leaves, nbytes, frames, any_small = [], 0, 0, False
+    for dtype, shape in found:
+        numel = math.prod(shape)
+        size = numel * dtype.itemsize
+        nbytes += size
+        if size > INLINE:
+            frames += 1
+            leaves.append(_Leaf(dtype, shape, numel, None))
+            continue
+        if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
+            raise WireError("an empty tensor of absurd dimensions")
+        leaves.append(_Leaf(dtype, shape, numel, at))
+        at += size + -size % _ALIGNMENT
+        any_small |= size > 0
+    nested = any(node is not None for node in tree)
+    return _Layout(tuple(leaves), tree, nested, nbytes, at, frames, any_small)
 
 
-_Shapes: TypeAlias = "list[_Shapes | tuple[torch.dtype, tuple[int, ...]]]"
-
-
-def _describe(head: memoryview, at: int, count: int, depth: int) -> tuple[_Shapes, int]:
-    """Reads what ``count`` parts look like, and where the description ends."""
+def _read_tree(
+    description: bytes, at: int, count: int, depth: int, found: list[tuple[torch.dtype, tuple[int, ...]]]
+) -> tuple[_Tree, int]:
+    """Reads what ``count`` parts look like, and where the description of them ends."""
     if depth > _MAX_DEPTH:
         raise WireError("nested too deep")
-    shapes: _Shapes = []
+    tree: _Tree = []
     for _ in range(count):
-        code, dims = head[at], head[at + 1]
+        code, dims = description[at], description[at + 1]
         if code == _NESTED:
-            nested, at = _describe(head, at + 2, dims, depth + 1)
-            shapes.append(nested)
+            inner, at = _read_tree(description, at + 2, dims, depth + 1, found)
+            tree.append(inner)
             continue
         if dims > _MAX_DIMS:
             raise WireError(f"{dims} dimensions")
         described = _SHAPES[dims]
-        shapes.append((_DTYPES[code], described.unpack_from(head, at)[2:]))
+        found.append((_DTYPES[code], described.unpack_from(description, at)[2:]))
+        tree.append(None)
         at += described.size
-    return shapes, at
+    return tree, at
 
 
-class _Contents:
-    """Hands out the bytes of a message to the tensors described, in order."""
-
-    def __init__(self, head: memoryview, at: int, frames: Sequence[Buffer], max_nbytes: int) -> None:
-        self._head, self._at = head, at
-        self._frames, self._next_frame = frames, 1
-        self._room = max_nbytes
-
-    def payload(self, shapes: _Shapes) -> Payload:
-        return Payload(
-            tuple(self.payload(node) if isinstance(node, list) else self._tensor(*node) for node in shapes)
-        )
-
-    def check_end(self) -> None:
-        if self._at != len(self._head) or self._next_frame != len(self._frames):
-            raise WireError("more bytes than described")
-
-    def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        nbytes = dtype.itemsize * math.prod(shape)
-        self._room -= nbytes
-        if self._room < 0:
-            raise WireError("larger than any message of this run")
-        if nbytes == 0:
-            if math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
-                raise WireError("an empty tensor of absurd dimensions")
-            return torch.empty(shape, dtype=dtype)
-        if nbytes <= INLINE:
-            data: Buffer = bytearray(self._head[self._at : self._at + nbytes])
-            self._at += nbytes
-        else:
-            data = self._frames[self._next_frame]
-            self._next_frame += 1
-        if len(data) != nbytes:
-            raise WireError(f"{len(data)} bytes where {nbytes} were described")
-        tensor = torch.frombuffer(data, dtype=dtype)
-        if tensor.data_ptr() % dtype.itemsize:
-            tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-        return tensor if len(shape) == 1 else tensor.reshape(shape)
+def _payload(tree: _Tree, tensors: Iterator[Tensor]) -> Payload:
+    return Payload(tuple(next(tensors) if node is None else _payload(node, tensors) for node in tree))

@@ -49,6 +49,7 @@ LINGER_S = 5
 PARTING_S = 1.0
 """How long a replica that leaves waits for the others to leave too."""
 _CONTROL = Tag(0)
+_SENT = done(None)
 _FEATURES: frozenset[Feature] = frozenset({"tags", "any_source"})
 _NATIVE: frozenset[Feature] = frozenset({"native"})
 
@@ -176,7 +177,7 @@ class ZmqCommunicator:
             self._send(dst, encode(Kind.DATA, self.view, tag, payload))
         except PeerLost as error:
             return failed(error)
-        return done(None)
+        return _SENT
 
     def recv(
         self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
@@ -274,29 +275,32 @@ class ZmqCommunicator:
         return self._greeted - self._left
 
     def _receive_all(self) -> None:
-        while True:
+        receive, state = self._socket.recv, self._socket.getsockopt
+        while int(state(zmq.EVENTS)) & zmq.POLLIN:
+            sender = receive()
+            frames = [receive(copy=False)]
+            while frames[-1].more:
+                frames.append(receive(copy=False))
             try:
-                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            rank = self._rank_of.get(sender.bytes)
-            try:
-                if rank is None or not frames:
-                    raise WireError("a message from nobody of this run")
-                message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
-                if message.view != self.view:
-                    raise WireError("a message of another view")
-                if self._gate and message.kind is not Kind.HELLO:
-                    # A greeting is held against its key, and all else has to come over the same connection.
-                    if self._connections.rank_of(frames[0].get(zmq.SRCFD)) != rank:
-                        raise WireError("a message under another's name")
-                if message.kind is Kind.DATA:
-                    self._blocked_on.pop(rank, None)
-                    self.mailbox.deliver(rank, message.tag, message.payload, self._now())
-                else:
-                    self._control(rank, message, frames[0])
+                self._take(self._rank_of.get(sender), frames)
             except WireError:
                 self.refused += 1
+
+    def _take(self, rank: int | None, frames: list[zmq.Frame]) -> None:
+        if rank is None:
+            raise WireError("a message from nobody of this run")
+        message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
+        if message.view != self.view:
+            raise WireError("a message of another view")
+        if self._gate and message.kind is not Kind.HELLO:
+            # A greeting is held against its key, and all else has to come over the same connection.
+            if self._connections.rank_of(frames[0].get(zmq.SRCFD)) != rank:
+                raise WireError("a message under another's name")
+        if message.kind is Kind.DATA:
+            self._blocked_on.pop(rank, None)
+            self.mailbox.deliver(rank, message.tag, message.payload, self._now())
+        else:
+            self._control(rank, message, frames[0])
 
     def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
         body = _json_of(message.payload)

@@ -1,6 +1,6 @@
 """Networks: what lies between the nodes, how flows share it, and what collectives take on it."""
 
-from farflung.network.costs import COSTS, choose, cost_s
+from farflung.network.costs import COSTS, choose, cost_s, pieces_of
 from farflung.network.device import DeviceProfile, Layer
 from farflung.network.devices import DEVICES, device_profile, device_toml, load_device
 from farflung.network.fabric import Fabric, Flow
@@ -47,6 +47,7 @@ __all__ = [
     "load_profile",
     "max_min_rates",
     "network_profile",
+    "pieces_of",
     "saved_nbytes",
     "training_nbytes",
 ]

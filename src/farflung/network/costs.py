@@ -17,11 +17,17 @@ from farflung.network.bundles import Bundle, Group, groups_of, loads_s, mesh
 from farflung.network.profile import NetworkProfile
 from farflung.network.trace import mean_capacity
 
-__all__ = ["COSTS", "choose", "cost_s"]
+__all__ = ["COSTS", "choose", "cost_s", "pieces_of"]
 
 PIECE_NBYTES = 1 << 20
-"""Shards are cut into pieces of about this size; as in :mod:`farflung.comm.collectives`."""
+"""What a rank sends another is cut into pieces of about this size, so that what comes after a piece's arrival starts
+before the last has come."""
 MAX_PIECES = 8
+
+
+def pieces_of(nbytes: int) -> int:
+    """Into how many pieces collectives cut ``nbytes``."""
+    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes: int = 0) -> float:
@@ -48,7 +54,7 @@ def choose(
     profile: NetworkProfile,
     nbytes: int,
     *,
-    among: Sequence[str] = ("direct", "ring", "multi_parameter_server", "parameter_server"),
+    among: Sequence[str] = ("direct", "all_gather", "ring", "multi_parameter_server", "parameter_server"),
     side_nbytes: int = 0,
 ) -> str:
     """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
@@ -135,7 +141,7 @@ def _by_owners(profile: NetworkProfile, owners: int, nbytes: int, side_nbytes: i
     size = _size(profile)
     groups = groups_of(profile, owners)
     shard = nbytes / owners
-    pieces = min(MAX_PIECES, max(1, int(shard) // PIECE_NBYTES))
+    pieces = pieces_of(int(shard))
     gathering, spreading = mesh(groups, to_owners=True), mesh(groups, from_owners=True)
     back = side_nbytes if owners < size else 0
     first = loads_s(profile, groups, gathering, shard + side_nbytes)
@@ -190,6 +196,7 @@ COSTS: dict[str, Cost] = {
     "multi_parameter_server": lambda profile, nbytes, side: _by_owners(
         profile, (_size(profile) + 1) // 2, nbytes, side
     ),
+    "all_gather": _gather,
     "gather": _gather,
 }
 """The formulas by the name of the collective."""

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
 from farflung.data import InMemory
-from farflung.errors import UnknownName
-from farflung.recipes.spec import build
-from farflung.reducers import CodecReducer
+from farflung.errors import ConfigError, UnknownName
+from farflung.recipes.spec import build, name_of
+from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
-from farflung.types import Json
+from farflung.types import Json, Reducer
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
 
@@ -26,7 +26,8 @@ class Recipe:
     Args:
       name: of the recipe.
       summary: one line for people.
-      codec: gradient to payload and back.
+      codec: gradient to payload and back; for reducer ``codec`` alone.
+      reducer: how a bucket travels: ``codec``, ``codec(phases='two')``, or one that needs no codec.
       collective: how an all-reduce travels.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes.
@@ -35,7 +36,8 @@ class Recipe:
     name: str
     summary: str
     codec: str = "identity"
-    collective: str = "direct"
+    reducer: str = "codec"
+    collective: str = "auto"
     schedule: str = "synchronous"
     sampler: str = "uniform"
 
@@ -61,11 +63,23 @@ class Recipe:
         if self.sampler not in SAMPLERS:
             raise UnknownName("sampler", self.sampler, SAMPLERS)
         return Parts(
-            reducer=CodecReducer(build("codec", self.codec, CODECS), self.collective),
+            reducer=self._reducer(),
             schedule=build("schedule", self.schedule, SCHEDULES),
             sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
             stream=InMemory(),
         )
+
+    def _reducer(self) -> Reducer:
+        named = name_of("reducer", self.reducer)
+        given: dict[str, object] = {"collective": self.collective}
+        if named == "codec":
+            given["codec"] = build("codec", self.codec, CODECS)
+        reducer = build("reducer", self.reducer, REDUCERS, given)
+        if named != "codec" and self.codec != "identity":
+            raise ConfigError(
+                f"reducer {named} takes no codec: leave out one of --reducer and --codec {self.codec}"
+            )
+        return reducer
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry and for comparing ranks."""
@@ -89,6 +103,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("synchronous", "plain data-parallel SGD over farflung's direct all-reduce"),
         Recipe("ring", "plain data-parallel SGD over a ring", collective="ring"),
         Recipe("native", "plain data-parallel SGD over the backend's own all-reduce", collective="native"),
+        Recipe("powersgd", "synchronous SGD with gradients of low rank", reducer="powersgd"),
         Recipe("parameter_server", "synchronous SGD through one server", collective="parameter_server"),
     )
 }

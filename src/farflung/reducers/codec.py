@@ -9,11 +9,12 @@ from typing import Literal
 from torch import Tensor
 
 from farflung.codecs import Identity, Route, Routed
+from farflung.codecs.options import codec_option
 from farflung.codecs.routed import join, take
 from farflung.comm import COLLECTIVES
 from farflung.errors import ConfigError, UnknownName, Unsupported
-from farflung.reducers.journeys import Exchange, Gathered, Journey, Linear, Summed
-from farflung.reducers.two_phases import TwoPhases, check_two_phases
+from farflung.reducers.journeys import Exchange, Gathered, Hops, Journey, Linear, Summed, check_cut
+from farflung.reducers.two_phases import TwoPhases
 from farflung.reducers.weights import divisor, numerator, reduced, side_of
 from farflung.seeding import derive
 from farflung.types import Channel, Codec, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec
@@ -33,10 +34,8 @@ class CodecReducer:
     How a tensor travels depends on its codec:
 
     * identity: the collective sums it;
-    * one that may encode on every hop (:attr:`farflung.types.Codec.per_hop`): inside the collective. A single
-      replica sends nothing, and so encodes nothing;
     * linear: encoded once, payloads summed by the collective, the sum decoded;
-    * any other: encoded once, and gathered by all ranks, or carried in two phases; the collective has no part in it.
+    * any other: as ``phases`` says.
 
     What goes different ways by :func:`farflung.codecs.by_role` or :func:`farflung.codecs.by_size` travels side by
     side, each part in the way of its own codec.
@@ -44,9 +43,16 @@ class CodecReducer:
     Args:
       codec: how gradients are encoded.
       collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      phases: what codecs that cannot be summed do: ``"gather"`` sends payloads to all, in one delay, with traffic
-        that grows with the number of ranks; ``"two"`` sends shards to owners, which sum and encode again, in two
-        delays, with traffic that does not.
+      phases: how a codec travels that is not linear.
+
+        * ``"gather"``: encoded once, and sent to all, in one delay, with traffic that grows with the number of ranks.
+        * ``"two"``: shards go to owners, which sum and encode again, in two delays, with traffic that does not grow.
+        * ``"hops"``: inside the collective, partial sums encoded anew on every hop. A single replica sends nothing,
+          and so encodes nothing.
+        * ``"auto"``: on hops where the codec is made for that (:attr:`farflung.types.Codec.per_hop`), else gathered.
+
+        The collective has a part in hops alone. What is cut into segments, by owners or by hops, needs a codec that
+        keeps nothing but seeds between steps, with error feedback or without.
 
     Raises:
       UnknownName: no such collective.
@@ -56,25 +62,26 @@ class CodecReducer:
 
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"
-    phases: Literal["gather", "two"] = "gather"
+    phases: Literal["auto", "gather", "two", "hops"] = "auto"
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise UnknownName("collective", self.collective, COLLECTIVES)
-        if self.phases not in ("gather", "two"):
-            raise ConfigError(f"phases {self.phases!r} must be 'gather' or 'two'")
+        if self.phases not in ("auto", "gather", "two", "hops"):
+            raise ConfigError(f"phases {self.phases!r} must be 'auto', 'gather', 'two' or 'hops'")
+        codec_option("reducer codec", self.codec)
         if self.collective == "native" and self.codec.per_hop and not isinstance(self.codec, Identity):
             raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The codec's; in two phases with seeds for the shards.
+        """The codec's; in two phases and on hops with seeds for the segments.
 
         Raises:
           Unsupported: the codec cannot be carried like this.
         """
         state = self.codec.init(spec, seeds)
         self._check(self.codec, state)
-        if self.phases == "gather":
+        if not self._cuts:
             return state
         return CodecState(
             {"codec": state.shared, "seed": seeds.shared}, {"codec": state.local, "seed": seeds.own}
@@ -88,7 +95,7 @@ class CodecReducer:
         slot.state = self._closed(slot.state, journey.state)
         total, side = await journey.finish()
         result = reduced(total, side)
-        if self.codec.stateless and self.phases == "gather":
+        if self.codec.stateless and not self._cuts:
             return result
         of_mean = divisor(side) / channel.size
 
@@ -104,28 +111,50 @@ class CodecReducer:
         if isinstance(codec, Routed):
             return _Split(self, exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
-            return Summed(exchange, None, state, tensor)
-        if codec.per_hop:
-            return Summed(exchange, codec, state, tensor)
-        if codec.linear(state):
+            return Summed(exchange, state, tensor)
+        way = self._way(codec, state)
+        if way == "linear":
             return Linear(exchange, codec, state, tensor)
-        if self.phases == "two" and exchange.channel.size > 1:
+        if way == "hops":
+            return Hops(exchange, codec, state, tensor, seeds)
+        if way == "two" and exchange.channel.size > 1:
             return TwoPhases(exchange, codec, state, tensor, seeds)
         return Gathered(exchange, codec, state, tensor)
 
+    def _way(self, codec: Codec, state: CodecState) -> str:
+        if codec.linear(state):
+            return "linear"
+        if self.phases == "auto":
+            return "hops" if codec.per_hop else "gather"
+        return self.phases
+
     def _check(self, codec: Codec, state: CodecState) -> None:
         if isinstance(codec, Routed):
-            for route in codec.routes(state):
+            routes = codec.routes(state)
+            if self.collective == "native" and len(routes) > 1:
+                raise Unsupported(
+                    f"collective 'native' matches sums by their order, which the parts of codec {codec!r} do not have: "
+                    "use ring or direct"
+                )
+            for route in routes:
                 self._check(route.codec, route.state)
-        elif not isinstance(codec, Identity) and (codec.per_hop or not codec.linear(state)):
-            if self.collective == "native":
-                raise Unsupported(f"collective 'native' cannot carry codec {codec!r}: use ring or direct")
-            if self.phases == "two" and not codec.per_hop:
-                check_two_phases(codec, state)
+            return
+        way = self._way(codec, state)
+        if way == "linear":
+            return
+        if self.collective == "native":
+            raise Unsupported(f"collective 'native' cannot carry codec {codec!r}: use ring or direct")
+        if way != "gather":
+            check_cut(codec, state)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether segments need seeds; where ``auto`` goes by hops, a codec is stateless."""
+        return self.phases in ("two", "hops")
 
     def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
-        """The codec's own state, and the seeds for shards."""
-        if self.phases == "gather":
+        """The codec's own state, and the seeds for segments."""
+        if not self._cuts:
             return state, Seeds(0, 0)
         return (
             CodecState(state.shared["codec"], state.local["codec"]),
@@ -133,7 +162,7 @@ class CodecReducer:
         )
 
     def _closed(self, state: CodecState, inner: CodecState) -> CodecState:
-        if self.phases == "gather":
+        if not self._cuts:
             return inner
         return CodecState({**state.shared, "codec": inner.shared}, {**state.local, "codec": inner.local})
 

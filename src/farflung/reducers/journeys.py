@@ -13,11 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farflung.codecs.trees import apart, rebuilt
-from farflung.comm import COLLECTIVES
-from farflung.types import Channel, Codec, CodecState, Payload, TensorSpec
+from farflung.codecs import ErrorFeedback
+from farflung.codecs.error_feedback import inner_state, with_residual
+from farflung.codecs.trees import apart, only_seeds, rebuilt
+from farflung.comm import COLLECTIVES, Coding
+from farflung.errors import Unsupported
+from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
 
-__all__ = ["Exchange", "Gathered", "Journey", "Linear", "Summed", "both"]
+__all__ = ["Exchange", "Gathered", "Hops", "Journey", "Linear", "Summed", "both", "check_cut", "unwrapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,9 @@ class Exchange:
     side: Tensor
     step: int
 
-    async def sum(self, tensor: Tensor, codec: Codec | None = None) -> tuple[Tensor, Tensor]:
+    async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
         """The sums of a flat tensor, given away, and of the side."""
-        return await COLLECTIVES[self.collective](
-            self.channel, tensor, self.side, codec=codec, step=self.step
-        )
+        return await COLLECTIVES[self.collective](self.channel, tensor, self.side, coding=coding)
 
     def others(self) -> Iterator[int]:
         """The other ranks, each rank's next neighbour first, so that not all send to the same one."""
@@ -66,22 +67,58 @@ class Journey(Protocol):
 
 
 class Summed:
-    """Dense, or encoded anew on every hop of the collective."""
+    """Dense."""
 
     posted = False
 
-    def __init__(self, exchange: Exchange, codec: Codec | None, state: CodecState, tensor: Tensor) -> None:
+    def __init__(self, exchange: Exchange, state: CodecState, tensor: Tensor) -> None:
         self.state = state
-        self._exchange, self._codec, self._tensor = exchange, codec, tensor
+        self._exchange, self._tensor = exchange, tensor
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce."""
-        return await self._exchange.sum(self._tensor, self._codec)
+        return await self._exchange.sum(self._tensor)
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
         """Nothing."""
         del average
         return state
+
+
+class Hops:
+    """Partial sums encoded anew on every hop of the collective.
+
+    With error feedback the residual is taken out of the state when the exchange begins, and what this rank's own
+    encodings left out is added when the result is merged. So nothing is lost, and nothing is sent twice.
+
+    References: Li et al. 2018 (Pipe-SGD), compression inside AllReduce; error feedback on hops is our choice.
+    """
+
+    posted = False
+
+    def __init__(
+        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+    ) -> None:
+        self._exchange, self._tensor, self.state = exchange, tensor, state
+        self._left: Tensor | None = None
+        inner, _ = unwrapped(codec, state)
+        if isinstance(codec, ErrorFeedback):
+            residual = state.local["residual"]
+            self._tensor = tensor.add_(residual.to(tensor.device))
+            self._left = torch.zeros_like(tensor)
+            self.state = with_residual(state, torch.zeros_like(residual))
+        self._coding = Coding(inner, seeds, exchange.step, self._left)
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """One all-reduce."""
+        return await self._exchange.sum(self._tensor, self._coding)
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """With error feedback, what was left out."""
+        del average
+        if self._left is None:
+            return state
+        return with_residual(state, state.local["residual"].to(self._left.device) + self._left)
 
 
 class Linear:
@@ -160,3 +197,23 @@ def both(payload: Payload) -> tuple[Payload, Tensor]:
     assert isinstance(encoded, Payload)
     assert isinstance(side, Tensor)
     return encoded, side
+
+
+def unwrapped(codec: Codec, state: CodecState) -> tuple[Codec, CodecState]:
+    """What encodes segments; error feedback is left to the journey."""
+    if isinstance(codec, ErrorFeedback):
+        return codec.codec, inner_state(state)
+    return codec, state
+
+
+def check_cut(codec: Codec, state: CodecState) -> None:
+    """Whether a codec can encode segments of a tensor, in two phases or on every hop.
+
+    Raises:
+      Unsupported: it keeps something of a whole tensor that a segment's codec would not have.
+    """
+    inner, inside = unwrapped(codec, state)
+    if not only_seeds(inside):
+        raise Unsupported(
+            f"codec {inner!r} keeps more than seeds between steps and cannot encode segments: use phases='gather'"
+        )

@@ -11,9 +11,9 @@ from torch import Tensor
 from farflung.codecs.blocks import working_dtype
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.stochastic import generator_on
-from farflung.comm import COLLECTIVES
-from farflung.errors import ConfigError, UnknownName
+from farflung.errors import ConfigError
 from farflung.reducers.journeys import Exchange
+from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import divisor, numerator, side_of
 from farflung.types import (
     Channel,
@@ -64,6 +64,7 @@ class PowerSGD:
     Raises:
       ConfigError: an option out of its range.
       UnknownName: no such collective.
+      Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Vogels et al. 2019, Alg. 1 and 2, with the residual of the authors' code; ``min_ratio`` is theirs too.
     """
@@ -80,8 +81,7 @@ class PowerSGD:
         whole_option("powersgd", "dense_steps", self.dense_steps, 0)
         if not self.min_ratio >= 1:
             raise ConfigError(f"powersgd: min_ratio {self.min_ratio} must be at least 1")
-        if self.collective not in COLLECTIVES:
-            raise UnknownName("collective", self.collective, COLLECTIVES)
+        check_rounds("powersgd", self.collective)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Random directions, equal on all replicas, and no residual.

@@ -12,9 +12,8 @@ from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
-from farflung.comm import COLLECTIVES
-from farflung.errors import UnknownName
 from farflung.reducers.journeys import Exchange
+from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import numerator, reduced, side_of
 from farflung.types import (
     Channel,
@@ -55,6 +54,7 @@ class SharedScaleQSGD:
     Raises:
       ConfigError: an option out of its range.
       UnknownName: no such collective.
+      Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Vineeth S 2021, arXiv 2109.12497, QSGD-MaxNorm: quantization that an all-reduce may sum; scales for
     each bucket, and the fields, are our choice.
@@ -68,8 +68,7 @@ class SharedScaleQSGD:
     def __post_init__(self) -> None:
         quantization("shared_scale_qsgd", self.bits, self.levels)
         whole_option("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
-        if self.collective not in COLLECTIVES:
-            raise UnknownName("collective", self.collective, COLLECTIVES)
+        check_rounds("shared_scale_qsgd", self.collective)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The seed of this replica's rounding.

@@ -6,28 +6,14 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
-from farflung.codecs.error_feedback import inner_state, left_over, with_residual
-from farflung.codecs.trees import apart, only_seeds
+from farflung.codecs.error_feedback import left_over, with_residual
+from farflung.codecs.trees import apart
+from farflung.comm import Coding
 from farflung.comm.collectives.segments import Segment, cut, sum_in_order
-from farflung.errors import Unsupported
-from farflung.reducers.journeys import Exchange, both
-from farflung.seeding import derive
+from farflung.reducers.journeys import Exchange, both, unwrapped
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
-__all__ = ["TwoPhases", "check_two_phases"]
-
-
-def check_two_phases(codec: Codec, state: CodecState) -> None:
-    """Whether a codec can be carried in two phases.
-
-    Raises:
-      Unsupported: it keeps something of a whole tensor that a shard's codec would not have.
-    """
-    inner, inside = _unwrapped(codec, state)
-    if not only_seeds(inside):
-        raise Unsupported(
-            f"codec {inner!r} keeps more than seeds between steps and cannot encode shards: use phases='gather'"
-        )
+__all__ = ["TwoPhases"]
 
 
 class TwoPhases:
@@ -46,16 +32,14 @@ class TwoPhases:
     def __init__(
         self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> None:
-        check_two_phases(codec, state)
         channel = exchange.channel
-        self._exchange, self._tensor, self._seeds = exchange, tensor, seeds
-        self._codec, _ = _unwrapped(codec, state)
+        self._exchange, self._tensor = exchange, tensor
+        self._coding = Coding(unwrapped(codec, state)[0], seeds, exchange.step)
         self._segments = cut(tensor.numel(), channel.size)
         self._keeps, self._left = isinstance(codec, ErrorFeedback), tensor[:0]
         wanted = tensor + state.local["residual"].to(tensor.device) if self._keeps else tensor
         payloads = [
-            apart(self._encode(segment.of(wanted), "shard", owner, 1), wanted)
-            for owner, segment in enumerate(self._segments)
+            apart(self._coding.encode(segment.of(wanted), segment, 1), wanted) for segment in self._segments
         ]
         self._own = payloads[channel.rank]
         self._hop = channel.hops(2)
@@ -64,8 +48,8 @@ class TwoPhases:
         self.state = state
         if self._keeps:
             sent = [
-                self._decode(payload, segment, "shard", owner, 1)
-                for owner, (payload, segment) in enumerate(zip(payloads, self._segments, strict=True))
+                self._decode(payload, segment, 1)
+                for payload, segment in zip(payloads, self._segments, strict=True)
             ]
             self.state = with_residual(state, left_over(wanted, torch.cat(sent)))
 
@@ -79,15 +63,15 @@ class TwoPhases:
             payload, side = self._own, self._exchange.side
             if peer != rank:
                 payload, side = both(await channel.recv(peer, self._hop, expect))
-            parts.append(self._decode(payload, own, "shard", rank, 1))
+            parts.append(self._decode(payload, own, 1))
             sides.append(side)
         total = sum_in_order(parts)
-        packed = self._encode(total, "total", rank, size)
+        packed = self._coding.encode(total, own, size)
         for peer in self._exchange.others():
             channel.send(packed, peer, self._hop + 1)
         for owner, segment in enumerate(self._segments):
             payload = packed if owner == rank else await channel.recv(owner, self._hop + 1)
-            segment.of(self._tensor).copy_(self._decode(payload, segment, "total", owner, size))
+            segment.of(self._tensor).copy_(self._decode(payload, segment, size))
         if self._keeps:
             self._left = left_over(total, own.of(self._tensor), packed)
         return self._tensor, sum_in_order(sides)
@@ -101,22 +85,5 @@ class TwoPhases:
         self._segments[self._exchange.channel.rank].of(residual).add_(self._left)
         return with_residual(state, residual)
 
-    def _encode(self, shard: Tensor, phase: str, owner: int, count: int) -> Payload:
-        state = self._codec.init(TensorSpec.of(shard), self._seeds_of(phase, owner))
-        return self._codec.encode(state, shard, step=self._exchange.step, count=count)[0]
-
-    def _decode(self, payload: Payload, segment: Segment, phase: str, owner: int, count: int) -> Tensor:
-        spec = TensorSpec((segment.length,), self._tensor.dtype)
-        state = self._codec.init(spec, self._seeds_of(phase, owner))
-        return self._codec.decode(state, payload, spec, step=self._exchange.step, count=count)
-
-    def _seeds_of(self, phase: str, owner: int) -> Seeds:
-        shared, own = self._seeds
-        return Seeds(derive(shared, phase, owner), derive(own, phase, owner))
-
-
-def _unwrapped(codec: Codec, state: CodecState) -> tuple[Codec, CodecState]:
-    """What encodes shards; error feedback is left to the journey."""
-    if isinstance(codec, ErrorFeedback):
-        return codec.codec, inner_state(state)
-    return codec, state
+    def _decode(self, payload: Payload, segment: Segment, count: int) -> Tensor:
+        return self._coding.decode(payload, TensorSpec((segment.length,), self._tensor.dtype), segment, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farflung.errors import ConfigError
 from farflung.types import Bucket, Placed, TensorSpec
 
-__all__ = ["GradientBuckets"]
+__all__ = ["Filling", "GradientBuckets", "fillings"]
 
 FIRST_NBYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early; DistributedDataParallel's choice too."""
@@ -20,12 +20,23 @@ BUCKET_NBYTES = 25 << 20
 
 
 @dataclass(slots=True)
-class _Filling:
+class Filling:
+    """A flat tensor that fills with the gradients of some parameters; all views of it, in their order."""
+
     flat: Tensor
     names: list[str]
     parameters: list[nn.Parameter]
     views: list[Tensor]
     missing: set[int]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The flat tensor's, with what it is made of."""
+        places, start = [], 0
+        for parameter in self.parameters:
+            places.append(Placed(tuple(parameter.shape), start))
+            start += parameter.numel()
+        return replace(TensorSpec.of(self.flat), parts=tuple(places))
 
 
 class GradientBuckets:
@@ -50,8 +61,8 @@ class GradientBuckets:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not trained:
             raise ConfigError("the model has no parameter that requires a gradient")
-        self._fillings = [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
-        self.buckets = tuple(Bucket(index, _spec(filling)) for index, filling in enumerate(self._fillings))
+        self._fillings = fillings(trained, bucket_nbytes)
+        self.buckets = tuple(Bucket(index, filling.spec) for index, filling in enumerate(self._fillings))
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
         """Parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
@@ -156,7 +167,7 @@ class GradientBuckets:
             )
 
 
-def _gather(filling: _Filling) -> None:
+def _gather(filling: Filling) -> None:
     """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
     views, grads = [], []
     for parameter, view in zip(filling.parameters, filling.views, strict=True):
@@ -170,13 +181,11 @@ def _gather(filling: _Filling) -> None:
         torch._foreach_copy_(views, grads)
 
 
-def _spec(filling: _Filling) -> TensorSpec:
-    """The flat tensor's, with what it is made of."""
-    places, start = [], 0
-    for parameter in filling.parameters:
-        places.append(Placed(tuple(parameter.shape), start))
-        start += parameter.numel()
-    return replace(TensorSpec.of(filling.flat), parts=tuple(places))
+def fillings(
+    trained: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
+) -> list[Filling]:
+    """The buckets of some named parameters, in reverse order; a dtype and a device in buckets of its own."""
+    return [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
 
 
 def _grouped(
@@ -199,7 +208,7 @@ def _grouped(
     return groups
 
 
-def _filling(group: list[tuple[str, nn.Parameter]]) -> _Filling:
+def _filling(group: list[tuple[str, nn.Parameter]]) -> Filling:
     names = [name for name, _ in group]
     parameters = [parameter for _, parameter in group]
     numel = sum(parameter.numel() for parameter in parameters)
@@ -208,4 +217,4 @@ def _filling(group: list[tuple[str, nn.Parameter]]) -> _Filling:
     for parameter in parameters:
         views.append(flat[start : start + parameter.numel()].view(parameter.shape))
         start += parameter.numel()
-    return _Filling(flat, names, parameters, views, set())
+    return Filling(flat, names, parameters, views, set())

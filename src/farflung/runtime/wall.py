@@ -246,10 +246,7 @@ class WallRuntime:
         """Runs a coroutine on the calling thread, which blocks where the coroutine waits."""
         try:
             while True:
-                awaited = coroutine.send(None)
-                arrived = threading.Event()
-                awaited.on_done(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
-                arrived.wait()
+                coroutine.send(None).block()
         except StopIteration as stop:
             value: T = stop.value
             return value

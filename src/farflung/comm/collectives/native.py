@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from farflung.comm.collectives.coding import Coding
 from farflung.errors import Unsupported
-from farflung.types import Channel, Codec
+from farflung.types import Channel
 
 __all__ = ["native"]
 
 
 async def native(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums by the backend; arguments and result as :func:`farflung.comm.collectives.sharded.direct`.
 
@@ -20,8 +21,7 @@ async def native(
     Raises:
       Unsupported: a codec is given, or the communicator has no native collectives.
     """
-    del step
-    if codec is not None:
+    if coding is not None:
         raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
     if channel.size == 1:
         return tensor, side

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Wire, cut
-from farflung.types import Channel, Codec, TensorSpec
+from farflung.comm.collectives.coding import Coding, Wire
+from farflung.comm.collectives.segments import cut
+from farflung.types import Channel
 
 __all__ = ["ring"]
 
 
 async def ring(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
 
@@ -27,34 +28,35 @@ async def ring(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    in_one = channel.in_one("ring", tensor, side, encoded=codec is not None)
+    in_one = channel.in_one("ring", tensor, side, encoded=coding is not None)
     if in_one is not None:
         return await in_one
-    wire = Wire(channel, codec, step)
+    wire = Wire(channel, coding)
     hop = channel.hops(2 * (size - 1))
     after, before = (rank + 1) % size, (rank - 1) % size
-    segments = [segment.of(tensor) for segment in cut(tensor.numel(), size)]
+    places = cut(tensor.numel(), size)
+    segments = [place.of(tensor) for place in places]
     riding = {0: side} if rank == 0 else {}
 
-    packed = wire.pack(segments[rank], 1)
+    packed = wire.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
         wire.send(packed, after, hop + k, riding.get(sending))
-        own = segments[receiving]
-        came, partial_side = await wire.recv(before, hop + k, TensorSpec.of(own))
+        own, place = segments[receiving], places[receiving]
+        came, partial_side = await wire.recv(before, hop + k, own)
         if partial_side is not None:
             riding[receiving] = partial_side + side
-        packed = wire.pack(wire.unpack(came, TensorSpec.of(own), k + 1) + own, k + 2)
+        packed = wire.pack(wire.unpack(came, own, place, k + 1) + own, place, k + 2)
 
     hop += size - 1
     complete = (rank + 1) % size
-    segments[complete].copy_(wire.unpack(packed, TensorSpec.of(segments[complete]), size))
+    segments[complete].copy_(wire.unpack(packed, segments[complete], places[complete], size))
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
         wire.send(packed, after, hop + k, riding.get(sending))
         target = segments[receiving]
-        packed, total_side = await wire.recv(before, hop + k, TensorSpec.of(target))
+        packed, total_side = await wire.recv(before, hop + k, target)
         if total_side is not None:
             riding[receiving] = total_side
-        target.copy_(wire.unpack(packed, TensorSpec.of(target), size))
+        target.copy_(wire.unpack(packed, target, places[receiving], size))
     return tensor, riding[0]

@@ -1,4 +1,4 @@
-"""What the collectives share: cutting a flat tensor, putting a segment on the wire, summing in rank order."""
+"""What the collectives share: cutting a flat tensor, and summing in rank order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from farflung.errors import ProtocolError
-from farflung.types import Channel, Codec, CodecState, Payload, TensorSpec
-
-__all__ = ["Segment", "Wire", "cut", "sum_in_order"]
+__all__ = ["Segment", "cut", "sum_in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +41,3 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[2:]:
         total += part
     return total
-
-
-class Wire:
-    """Segments over a channel, encoded where a codec is given, with the side vector where it rides along.
-
-    Only codecs with ``per_hop`` work here: a segment is encoded anew on every hop.
-    """
-
-    def __init__(self, channel: Channel, codec: Codec | None, step: int) -> None:
-        self._channel, self._codec, self._step = channel, codec, step
-
-    def pack(self, segment: Tensor, count: int) -> Tensor | Payload:
-        """A segment that sums ``count`` ranks, ready to send."""
-        if self._codec is None:
-            return segment
-        return self._codec.encode(CodecState(), segment, step=self._step, count=count)[0]
-
-    def unpack(self, packed: Tensor | Payload, spec: TensorSpec, count: int) -> Tensor:
-        """The dense segment again."""
-        if self._codec is None:
-            assert isinstance(packed, Tensor)
-            return packed
-        assert isinstance(packed, Payload)
-        return self._codec.decode(CodecState(), packed, spec, step=self._step, count=count)
-
-    def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
-        """Starts sending; nobody waits for the end of it, since the tensors are given away."""
-        self._channel.send(Payload((packed,) if side is None else (packed, side)), dst, hop)
-
-    async def recv(self, src: int, hop: int, dense: TensorSpec) -> tuple[Tensor | Payload, Tensor | None]:
-        """A packed segment, and the side vector where it came along."""
-        payload = await self._channel.recv(src, hop)
-        packed, *rest = payload.parts
-        if isinstance(packed, Tensor) == (self._codec is None):
-            if isinstance(packed, Payload) or TensorSpec.of(packed) == dense:
-                side = rest[0] if rest else None
-                assert side is None or isinstance(side, Tensor)
-                return packed, side
-        raise ProtocolError(
-            f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
-        )

@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, Wire, cut, sum_in_order
-from farflung.types import Channel, Codec, TensorSpec
+from farflung.comm.collectives.coding import Coding, Wire
+from farflung.comm.collectives.segments import Segment, cut, sum_in_order
+from farflung.network import pieces_of
+from farflung.types import Channel
 
 __all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shard_pieces", "shards_of"]
 
-PIECE_NBYTES = 1 << 20
-"""A shard is cut into pieces of about this size, so that the second half starts before the first has ended."""
-MAX_PIECES = 8
 OWNERS: dict[str, Callable[[int], int]] = {
     "direct": lambda size: size,
     "multi_parameter_server": lambda size: (size + 1) // 2,
@@ -29,23 +28,19 @@ OWNERS: dict[str, Callable[[int], int]] = {
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
     """Each owner's shard, in pieces; all shards have as many."""
     shards = cut(numel, owners)
-    pieces = _pieces(shards[0].length * element_nbytes)
+    pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
 
 
 def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> list[int]:
     """The lengths of the pieces of one owner's shard."""
     base, longer = divmod(numel, owners)
-    pieces = _pieces((base + (longer > 0)) * element_nbytes)
+    pieces = pieces_of((base + (longer > 0)) * element_nbytes)
     return [piece.length for piece in cut(base + (owner < longer), pieces)]
 
 
-def _pieces(nbytes: int) -> int:
-    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
-
-
 async def direct(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Every rank owns one shard: the latency of two one-way delays, the traffic of a ring.
 
@@ -53,43 +48,43 @@ async def direct(
       channel: the exchange's.
       tensor: flat; given away, and overwritten by the sum.
       side: a few float64 numbers, summed beside it in rank order.
-      codec: one with ``per_hop``, for each shard on its way to the owner and back; ``None`` sends it as it is.
-      step: for the codec.
+      coding: how each segment is encoded on its way to its owner, and on its way back; ``None``: not at all.
 
     Returns:
       The sums of tensor and side over all ranks, bit-identical on all of them.
     """
-    return await _by_owners(channel, tensor, side, "direct", codec, step)
+    return await _by_owners(channel, tensor, side, "direct", coding)
 
 
 async def parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
-    return await _by_owners(channel, tensor, side, "parameter_server", codec, step)
+    return await _by_owners(channel, tensor, side, "parameter_server", coding)
 
 
 async def multi_parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, codec: Codec | None = None, step: int = 0
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Half the ranks, rounded up, own a shard each; arguments and result as :func:`direct`.
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
-    return await _by_owners(channel, tensor, side, "multi_parameter_server", codec, step)
+    return await _by_owners(channel, tensor, side, "multi_parameter_server", coding)
 
 
 async def _by_owners(
-    channel: Channel, tensor: Tensor, side: Tensor, collective: str, codec: Codec | None, step: int
+    channel: Channel, tensor: Tensor, side: Tensor, collective: str, coding: Coding | None
 ) -> tuple[Tensor, Tensor]:
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    in_one = channel.in_one(collective, tensor, side, encoded=codec is not None)
+    in_one = channel.in_one(collective, tensor, side, encoded=coding is not None)
     if in_one is not None:
         return await in_one
-    wire, owners = Wire(channel, codec, step), OWNERS[collective](size)
+    wire, owners = Wire(channel, coding), OWNERS[collective](size)
     owned = shards_of(tensor.numel(), tensor.element_size(), owners)
+    views = [[place.of(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])
     hop = channel.hops(2 * pieces)
     everyone_owns = owners == size
@@ -99,44 +94,43 @@ async def _by_owners(
     for piece in range(pieces):
         for owner in others:
             if owner < owners:
-                mine = owned[owner][piece].of(tensor)
-                wire.send(wire.pack(mine, 1), owner, hop + 2 * piece, side if piece == 0 else None)
+                packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
+                wire.send(packed, owner, hop + 2 * piece, side if piece == 0 else None)
 
     total_side = side
     if rank < owners:
-        for piece, segment in enumerate(owned[rank]):
-            total, sides = await _sum_here(channel, wire, segment.of(tensor), side, hop + 2 * piece)
+        for piece, (own, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
+            total, sides = await _sum_here(channel, wire, own, place, side, hop + 2 * piece)
             if piece == 0:
                 total_side = sum_in_order(sides)
-            packed = wire.pack(total, size)
+            packed = wire.pack(total, place, size)
             riding = total_side if piece == 0 and not everyone_owns else None
             for peer in others:
                 wire.send(packed, peer, hop + 2 * piece + 1, riding)
-            segment.of(tensor).copy_(wire.unpack(packed, TensorSpec.of(total), size))
+            own.copy_(wire.unpack(packed, total, place, size))
 
     for piece in range(pieces):
         for owner in others:
             if owner < owners:
-                target = owned[owner][piece].of(tensor)
-                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, TensorSpec.of(target))
-                target.copy_(wire.unpack(packed, TensorSpec.of(target), size))
+                target = views[owner][piece]
+                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
+                target.copy_(wire.unpack(packed, target, owned[owner][piece], size))
                 total_side = total_side if riding is None else riding
     return tensor, total_side
 
 
 async def _sum_here(
-    channel: Channel, wire: Wire, own: Tensor, side: Tensor, hop: int
+    channel: Channel, wire: Wire, own: Tensor, place: Segment, side: Tensor, hop: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The owner's half: everybody's segment, summed in rank order whoever was first."""
-    spec = TensorSpec.of(own)
     parts, sides = [], []
     for peer in range(channel.size):
         if peer == channel.rank:
             parts.append(own)
             sides.append(side)
             continue
-        packed, riding = await wire.recv(peer, hop, spec)
-        parts.append(wire.unpack(packed, spec, 1))
+        packed, riding = await wire.recv(peer, hop, own)
+        parts.append(wire.unpack(packed, own, place, 1))
         if riding is not None:
             sides.append(riding)
     return sum_in_order(parts), sides

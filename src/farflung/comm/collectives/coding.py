@@ -1,0 +1,93 @@
+"""Segments on the wire: as they are, or encoded anew on every hop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farflung.comm.collectives.segments import Segment
+from farflung.errors import ProtocolError
+from farflung.seeding import derive
+from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["Coding", "Wire"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How segments of one flat tensor are encoded.
+
+    A segment's codec has a fresh state whose seeds say which segment it is and how many tensors are summed in it, so
+    that sender and receivers have the same one, and no two encodings round alike by chance.
+
+    Args:
+      codec: keeps nothing but seeds between steps; error feedback is the caller's.
+      seeds: of the tensor.
+      step: for the codec.
+      left: flat, as long as the tensor; what this rank's encodings leave out is added to it, and nothing where that
+        is not finite. ``None``: it is lost.
+    """
+
+    codec: Codec
+    seeds: Seeds
+    step: int
+    left: Tensor | None = None
+
+    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
+        """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
+        spec = TensorSpec.of(tensor)
+        payload, _ = self.codec.encode(self._state(spec, where, count), tensor, step=self.step, count=count)
+        if self.left is not None:
+            sent = self.decode(payload, spec, where, count)
+            where.of(self.left).add_((tensor - sent).nan_to_num_(0.0, 0.0, 0.0))
+        return payload
+
+    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
+        """The dense segment again, the same bits on all ranks."""
+        state = self._state(spec, where, count)
+        return self.codec.decode(state, payload, spec, step=self.step, count=count)
+
+    def _state(self, spec: TensorSpec, where: Segment, count: int) -> CodecState:
+        if self.codec.stateless:
+            return CodecState()
+        shared, own = self.seeds
+        return self.codec.init(
+            spec, Seeds(derive(shared, where.start, count), derive(own, where.start, count))
+        )
+
+
+class Wire:
+    """Segments over a channel, encoded where that is asked for, with the side vector where it rides along."""
+
+    def __init__(self, channel: Channel, coding: Coding | None) -> None:
+        self._channel, self._coding = channel, coding
+
+    def pack(self, tensor: Tensor, where: Segment, count: int) -> Tensor | Payload:
+        """The segment ``tensor``, which sums ``count`` ranks', ready to send."""
+        return tensor if self._coding is None else self._coding.encode(tensor, where, count)
+
+    def unpack(self, packed: Tensor | Payload, like: Tensor, where: Segment, count: int) -> Tensor:
+        """The dense segment again, of the shape and dtype of ``like``."""
+        if self._coding is None:
+            assert isinstance(packed, Tensor)
+            return packed
+        assert isinstance(packed, Payload)
+        return self._coding.decode(packed, TensorSpec.of(like), where, count)
+
+    def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
+        """Starts sending; nobody waits for the end of it, since the tensors are given away."""
+        self._channel.send(Payload((packed,) if side is None else (packed, side)), dst, hop)
+
+    async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
+        """A packed segment that is dense as ``like`` is, and the side vector where it came along."""
+        payload = await self._channel.recv(src, hop)
+        packed, *rest = payload.parts
+        if isinstance(packed, Tensor) == (self._coding is None):
+            if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
+                side = rest[0] if rest else None
+                assert side is None or isinstance(side, Tensor)
+                return packed, side
+        raise ProtocolError(
+            f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
+        )

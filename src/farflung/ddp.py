@@ -1,0 +1,313 @@
+"""Codecs and reducers for those who train by DistributedDataParallel: any of them as its communication hook."""
+
+import atexit
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from farflung.attach import interface_to_master
+from farflung.codecs import CODECS
+from farflung.comm import ExchangeChannel, Purpose
+from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.recipes import build
+from farflung.reducers import REDUCERS, CodecReducer
+from farflung.replica.buckets import Filling, fillings
+from farflung.runtime import WallRuntime
+from farflung.seeding import derive
+from farflung.types import Codec, Contribution, Reducer, Seeds, State, StateSlot
+
+__all__ = ["HookState", "ddp_hook", "exchange"]
+
+_JOIN_S = 60.0
+_NO_RIDER = torch.zeros(0, dtype=torch.float64)
+
+
+def ddp_hook(
+    how: str | Codec | Reducer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    deadline_s: float = 60.0,
+    interface: str | None = None,
+    encrypt: bool = False,
+) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
+    """A codec or reducer as a communication hook: ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``.
+
+    All ranks of the group call it, before the first backward pass. The process group is where they meet; gradients
+    travel over farflung's own connections beside it, which carry payloads of any kind, cost one way of latency
+    where the backend's collectives cost several, and are encrypted between machines. Ranks with unlike settings
+    are found out here, by name.
+
+    Gradients are regrouped into buckets that never change, about as large as DDP's. So when DDP rebuilds its own
+    after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
+    first step DDP has a single bucket, and nothing overlaps with the backward pass.
+
+    Args:
+      how: a codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
+        ``"codec(qsgd(), phases='two')"``.
+      group: DDP's process group; the default one when not given.
+      seed: equal on all ranks; what codecs draw from.
+      deadline_s: seconds that any message may take before its sender counts as lost.
+      interface: the address or network interface to listen on; that of the route to the master when not given.
+      encrypt: encrypts on loopback too.
+
+    Returns:
+      The state, which holds what the codec remembers and goes into checkpoints by ``state_dict`` and
+      ``load_state_dict``, and the hook.
+
+    Raises:
+      UnknownName: no such codec or reducer.
+      ConfigError: an option out of its range, something that is neither, or no process group.
+      Unsupported: collective ``native``.
+      ProtocolError: ranks with unlike settings.
+      DeadlinePassed: a rank did not come.
+    """
+    reducer = _reducer(how)
+    if not dist.is_initialized():
+        raise ConfigError(
+            "ddp_hook: there is no process group; call torch.distributed.init_process_group first"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    meeting = c10d._get_process_group_store(group)
+    # Each rank counts its hooks, so that several of one group can meet in one store.
+    store = dist.PrefixStore(f"farflung-ddp-{meeting.add(f'farflung-ddp/{rank}', 1)}", meeting)
+    runtime = WallRuntime(
+        rank,
+        size,
+        store if size > 1 else None,
+        settings={"ddp_hook": re.sub(r" at 0x[0-9a-f]+", "", repr(reducer)), "seed": seed},
+        deadline_s=deadline_s,
+        join_s=_JOIN_S,
+        interface=interface or interface_to_master(size),
+        encrypt=encrypt,
+    )
+    return HookState(reducer, runtime, seed), exchange
+
+
+def exchange(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook: takes one of DDP's buckets; the future holds the mean over the ranks, in the bucket's own memory."""
+    return state.take(bucket)
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """One of DDP's buckets, until the means of all its gradients are there."""
+
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    future: torch.futures.Future[Tensor]
+    waits_for: int = 0
+
+
+_Piece: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class _Own:
+    """One bucket of the hook's own, and what of it is on the way."""
+
+    index: int
+    filling: Filling
+    slot: StateSlot
+    arrivals: list[_Arrival] = field(default_factory=list)
+    grads: list[_Piece] = field(default_factory=list)
+    """DDP's own gradients, each with its place here."""
+
+
+class HookState:
+    """What the hook keeps from step to step, and the connections it uses.
+
+    Args:
+      reducer: carries each bucket.
+      runtime: this rank's, joined with the others.
+      seed: equal on all ranks.
+    """
+
+    def __init__(self, reducer: Reducer, runtime: WallRuntime, seed: int) -> None:
+        self.step = 0
+        """Backward passes exchanged so far."""
+        self.sent_nbytes = 0
+        """Payload bytes sent so far by this rank."""
+        self._reducer, self._runtime, self._seed = reducer, runtime, seed
+        self._owns: list[_Own] = []
+        self._places: dict[Tensor, tuple[_Own, int]] = {}
+        self._waiting: list[_Arrival] = []
+        self._loaded: State | None = None
+        self._closed = False
+        atexit.register(self.close)
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """See :func:`exchange`."""
+        buffer = bucket.buffer()
+        devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        arrival = _Arrival(buffer, bucket.parameters(), bucket.gradients(), future)
+        if bucket.index() == 0:
+            self._begin()
+        if self._owns:
+            self._enter(arrival)
+            return future
+        self._waiting.append(arrival)
+        if bucket.is_last():
+            self._lay_out()
+            for waiting in self._waiting:
+                self._enter(waiting)
+            self._waiting.clear()
+        return future
+
+    def state_dict(self) -> State:
+        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
+        if not self._owns:
+            return self._loaded or {"step": self.step, "buckets": {}}
+        return self._runtime.launch(self._snapshot()).wait()
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from :meth:`state_dict` of the same rank.
+
+        Raises:
+          CheckpointError: of another model, here or in the first backward pass.
+        """
+        self.step, self._loaded = state["step"], state
+        if self._owns:
+            self._runtime.launch(self._restore()).wait()
+
+    def close(self) -> None:
+        """Takes leave of the other ranks; by itself at the end of the process."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self.close)
+            self._runtime.close()
+
+    # --- one step ---------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._waiting or any(own.arrivals for own in self._owns):
+            rank = self._runtime.comm.rank
+            raise RunLost(
+                f"the backward pass of step {self.step - 1} broke off on rank {rank} while others took its gradients; "
+                "start again from a checkpoint"
+            )
+        self.step += 1
+
+    def _lay_out(self) -> None:
+        """Buckets that stay, made of the parameters in the order in which the model registered them.
+
+        DDP's first buckets have them in that order, the last bucket first.
+        """
+        parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
+        rank = self._runtime.comm.rank
+        for index, filling in enumerate(fillings([("", parameter) for parameter in parameters])):
+            seeds = Seeds(derive(self._seed, "codec", index), derive(self._seed, "codec", index, rank))
+            own = _Own(index, filling, StateSlot(self._reducer.init(filling.spec, seeds)))
+            self._owns.append(own)
+            self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
+        if self._loaded is not None:
+            self._runtime.launch(self._restore()).wait()
+
+    def _enter(self, arrival: _Arrival) -> None:
+        """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
+        touched: dict[_Own, list[_Piece]] = {}
+        for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
+            own, place = self._places[parameter]
+            if not own.filling.missing:
+                own.filling.missing = set(range(len(own.filling.parameters)))
+            own.filling.missing.remove(place)
+            touched.setdefault(own, []).append((grad, own.filling.views[place]))
+        arrival.waits_for = len(touched)
+        for own, pieces in touched.items():
+            torch._foreach_copy_([view for _, view in pieces], [grad for grad, _ in pieces])
+            own.grads += pieces
+            own.arrivals.append(arrival)
+        for own in touched:
+            if not own.filling.missing:
+                self._launch(own)
+
+    def _launch(self, own: _Own) -> None:
+        arrivals, pieces, step = own.arrivals, own.grads, self.step - 1
+        own.arrivals, own.grads = [], []
+        filled = None
+        if own.filling.flat.device.type != "cpu":
+            filled = torch.cuda.current_stream(own.filling.flat.device).record_event()
+
+        async def carry() -> None:
+            if filled is not None:
+                torch.cuda.current_stream(own.filling.flat.device).wait_event(filled)
+            await self._carry(own, pieces, step)
+            for arrival in arrivals:
+                arrival.waits_for -= 1
+                if not arrival.waits_for:
+                    arrival.future.set_result(arrival.buffer)
+
+        def ended(pending: Any) -> None:
+            if pending.error is not None:
+                for arrival in arrivals:
+                    if not arrival.future.done():
+                        arrival.future.set_exception(pending.error)
+
+        self._runtime.launch(carry()).on_done(ended)
+
+    async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int) -> None:
+        """The whole of a bucket's exchange; runs on the communication thread."""
+        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), own.index)
+        contribution = Contribution(own.filling.flat, 1.0, _NO_RIDER)
+        reduced = await self._reducer.reduce(channel, own.slot, contribution, step=step)
+        if reduced.learn is not None:
+            own.slot.state = reduced.learn(own.slot.state)
+        if reduced.mean.data_ptr() != own.filling.flat.data_ptr():
+            own.filling.flat.copy_(reduced.mean)
+        torch._foreach_copy_([grad for grad, _ in pieces], [view for _, view in pieces])
+        self.sent_nbytes += channel.sent_nbytes
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    async def _snapshot(self) -> State:
+        return {
+            "step": self.step,
+            "buckets": {
+                str(own.index): {
+                    "parameters": _shapes(own),
+                    "shared": own.slot.state.shared,
+                    "local": own.slot.state.local,
+                }
+                for own in self._owns
+            },
+        }
+
+    async def _restore(self) -> None:
+        assert self._loaded is not None
+        kept, self._loaded = self._loaded["buckets"], None
+        if not kept:
+            return
+        if [_shapes(own) for own in self._owns] != [bucket["parameters"] for bucket in kept.values()]:
+            raise CheckpointError("ddp_hook: this state was made with another model")
+        for own, bucket in zip(self._owns, kept.values(), strict=True):
+            own.slot.state = type(own.slot.state)(bucket["shared"], bucket["local"])
+
+
+def _shapes(own: _Own) -> list[list[int]]:
+    return [list(parameter.shape) for parameter in own.filling.parameters]
+
+
+def _reducer(how: str | Codec | Reducer) -> Reducer:
+    made: Any = how
+    if isinstance(how, str):
+        made = build("codec or reducer", how, {**CODECS, **REDUCERS})
+    if hasattr(made, "encode"):
+        made = CodecReducer(made)
+    if not hasattr(made, "reduce"):
+        raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
+    if getattr(made, "collective", None) == "native":
+        raise Unsupported(
+            "ddp_hook: gradients travel over connections of its own: use collective direct or ring"
+        )
+    reducer: Reducer = made
+    return reducer

@@ -1,0 +1,226 @@
+"""Training under DistributedDataParallel with farflung's hook, for the pool's workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import farflung
+from farflung.ddp import HookState
+from farflung.errors import FarflungError
+from farflung.recipes import Recipe
+from farflung.replica import load_tree, save_tree
+from tests.pool import digest, leave_group
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Registered in another order than it is used, so that DDP's buckets change when it rebuilds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(700, 5)
+        self.middle = nn.Linear(400, 700)
+        self.inner = nn.Conv1d(1, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x[:, None]).flatten(1)
+        y: Tensor = self.outer(torch.relu(self.middle(hidden)))
+        return y
+
+
+@contextmanager
+def group(rank: int, size: int, store: dist.Store) -> Iterator[None]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        yield
+    finally:
+        leave_group()
+
+
+def batches(rank: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank's own data."""
+    for step in range(first, STEPS):
+        random = torch.Generator().manual_seed(100 * step + rank)
+        yield torch.randn(6, 100, generator=random), torch.randint(5, (6,), generator=random)
+
+
+def made() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def wrapped(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
+    """In many small buckets, which are not ours."""
+    return DistributedDataParallel(model, bucket_cap_mb=0.3, find_unused_parameters=find_unused)
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range = range(STEPS)) -> None:
+    for step, (x, y) in zip(steps, batches(rank, steps.start), strict=False):
+        del step
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def hooked(rank: int, how: str, find_unused: bool = False) -> dict[str, Any]:
+    model, optimizer = made()
+    ddp = wrapped(model, find_unused)
+    state, hook = farflung.ddp_hook(how)
+    ddp.register_comm_hook(state, hook)
+    loop(ddp, optimizer, rank)
+    result = {"parameters": digest(dict(model.named_parameters())), "bytes": state.sent_nbytes}
+    state.close()
+    return result
+
+
+def beside_attach(
+    rank: int, size: int, store: dist.Store, *, how: str, recipe: dict[str, str]
+) -> dict[str, Any]:
+    """The same training by the hook and by attach."""
+    model, optimizer = made()
+    with group(rank, size, dist.PrefixStore("group", store)):
+        theirs = hooked(rank, how)
+        with farflung.attach(model, optimizer, Recipe("", "", **recipe), store=store) as handle:
+            loop(model, optimizer, rank)
+            sent = handle._exchanges.sent_nbytes
+    return {"hook": theirs, "attach": digest(dict(model.named_parameters())), "attach_bytes": sent}
+
+
+def beside_ddp(rank: int, size: int, store: dist.Store, *, find_unused: bool) -> dict[str, str]:
+    """DDP alone, and with a hook that changes nothing."""
+    with group(rank, size, store):
+        ours = hooked(rank, "identity", find_unused)["parameters"]
+        model, optimizer = made()
+        ddp = wrapped(model)
+        loop(ddp, optimizer, rank)
+        del ddp
+    return {"ddp": digest(dict(model.named_parameters())), "hook": ours}
+
+
+def telescopes(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, Any]:
+    """What was given, what came and what is left, with parameters that stay; and DDP's buckets in each step."""
+    layouts: list[list[tuple[int, ...]]] = []
+    with group(rank, size, store):
+        model, _ = made()
+        ddp = wrapped(model)
+        state, hook = farflung.ddp_hook(how)
+
+        def seen(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            if bucket.index() == 0:
+                layouts.append([])
+            layouts[-1].append(tuple(p.numel() for p in bucket.parameters()))
+            return hook(state, bucket)
+
+        seen.__annotations__.clear()  # DDP compares them with types, and these are text
+        ddp.register_comm_hook(state, seen)
+        alone, _ = made()
+        given, came = ({name: 0.0 for name, _ in model.named_parameters()} for _ in range(2))
+        for x, y in batches(rank):
+            for module in (alone, ddp):
+                module.zero_grad()
+                F.cross_entropy(module(x), y).backward()
+            for name, p in alone.named_parameters():
+                given[name] = given[name] + p.grad  # type: ignore[assignment, operator]
+            for name, p in model.named_parameters():
+                came[name] = came[name] + p.grad  # type: ignore[assignment, operator]
+        left = {}
+        names = [name for name, _ in reversed(list(model.named_parameters()))]
+        for own in state._owns:
+            local = own.slot.state.local
+            residual = (local if "residual" in local else local["codec"])["residual"]
+            for place in own.filling.parameters:
+                shape = place.shape
+                left[names.pop(0)], residual = (
+                    residual[: place.numel()].view(shape),
+                    residual[place.numel() :],
+                )
+        state.close()
+        del ddp
+    return {"given": given, "came": came, "left": left, "layouts": layouts}
+
+
+def resumes(rank: int, size: int, store: dist.Store, *, how: str, folder: str) -> dict[str, str]:
+    """In one go, and in two with a checkpoint between them."""
+    path = Path(folder) / f"{rank}.safetensors"
+    with group(rank, size, store):
+        whole = hooked(rank, how)["parameters"]
+        model, optimizer = made()
+        for steps in (range(2), range(2, STEPS)):
+            ddp = wrapped(model)
+            state, hook = farflung.ddp_hook(how)
+            if steps.start:
+                state.load_state_dict(load_tree(path))
+            ddp.register_comm_hook(state, hook)
+            loop(ddp, optimizer, rank, steps)
+            save_tree(path, state.state_dict())
+            state.close()
+            del ddp
+    return {"whole": whole, "resumed": digest(dict(model.named_parameters()))}
+
+
+def failure(rank: int, size: int, store: dist.Store, *, kind: str) -> str:
+    """What a rank is told when something is wrong."""
+    with group(rank, size, store):
+        try:
+            return FAILURES[kind](rank)
+        except (FarflungError, RuntimeError) as error:
+            return str(error)
+
+
+def _unlike(rank: int) -> str:
+    state, _ = farflung.ddp_hook("int8" if rank else "topk(0.01)")
+    state.close()
+    return "nothing was noticed"
+
+
+def _prepared(how: str) -> tuple[DistributedDataParallel, HookState]:
+    model, _ = made()
+    ddp = wrapped(model)
+    state, hook = farflung.ddp_hook(how)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def _gone(rank: int) -> str:
+    ddp, state = _prepared("int8")
+    x, y = next(batches(rank))
+    try:
+        if rank == 0:
+            F.cross_entropy(ddp(x), y).backward()
+        return ""
+    finally:
+        state.close()
+
+
+def _another_model(rank: int) -> str:
+    ddp, state = _prepared("error_feedback(topk(0.1))")
+    x, y = next(batches(rank))
+    try:
+        F.cross_entropy(ddp(x), y).backward()
+        kept = state.state_dict()
+        kept["buckets"]["0"]["parameters"][0] = [3]
+        state.load_state_dict(kept)
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+FAILURES: dict[str, Callable[[int], str]] = {
+    "unlike": _unlike,
+    "gone": _gone,
+    "another model": _another_model,
+}

@@ -1,0 +1,115 @@
+"""Any codec or reducer as DDP's communication hook: through its rebuilt buckets, and through a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import farflung
+from farflung.codecs import CODECS
+from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.reducers import REDUCERS
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+RECIPES: dict[str, dict[str, str]] = {
+    **{codec: {"codec": codec} for codec in sorted(CODECS)},
+    **{reducer: {"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})},
+    "codec(qsgd(), phases='two')": {"codec": "qsgd", "reducer": "codec(phases='two')"},
+    "codec(qsgd(), 'ring', phases='hops')": {
+        "codec": "qsgd",
+        "collective": "ring",
+        "reducer": "codec(phases='hops')",
+    },
+}
+
+
+@pytest.mark.parametrize("how", RECIPES)
+def test_the_hook_does_what_attach_does(pool: Pool, how: str) -> None:
+    """Bit for bit, though DDP has other buckets than attach, and others after the first step."""
+    results = pool.run(2, "tests.ddp_jobs.beside_attach", how=how, recipe=RECIPES[how])
+    assert len({result["attach"] for result in results}) == 1
+    for result in results:
+        assert result["hook"]["parameters"] == result["attach"]
+        assert 0 < result["hook"]["bytes"] <= result["attach_bytes"]  # which votes beside it
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
+    for result in pool.run(2, "tests.ddp_jobs.beside_ddp", find_unused=find_unused):
+        assert result["hook"] == result["ddp"]
+
+
+@pytest.mark.parametrize("how", ["error_feedback(topk(0.02))", "codec(error_feedback(sign()), phases='two')"])
+def test_rebuilt_buckets_lose_nothing(pool: Pool, how: str) -> None:
+    """What was given is what came and what is left, parameter by parameter, whatever DDP's buckets are."""
+    results = pool.run(4, "tests.ddp_jobs.telescopes", how=how)
+    first, second, *others = results[0]["layouts"]
+    assert first != second, "the buckets are rebuilt"
+    assert len(second) > 1
+    assert all(layout == second for layout in others)
+    for name in results[0]["given"]:
+        given = torch.stack([result["given"][name] for result in results]).mean(dim=0)
+        left = torch.stack([result["left"][name] for result in results]).mean(dim=0)
+        assert results[0]["came"][name].norm() > 0
+        assert left.norm() > 0.01 * given.norm()
+        for result in results:
+            torch.testing.assert_close(result["came"][name] + left, given, rtol=0.0, atol=1e-5)
+
+
+STATEFUL = [
+    "error_feedback(topk(0.02))",
+    "dgc",
+    "powersgd",
+    "qsgd",
+    "codec(error_feedback(sign()), phases='hops')",
+]
+
+
+@pytest.mark.parametrize("how", STATEFUL)
+def test_a_checkpoint_changes_no_bit(pool: Pool, tmp_path: Path, how: str) -> None:
+    for result in pool.run(2, "tests.ddp_jobs.resumes", how=how, folder=str(tmp_path)):
+        assert result["whole"] == result["resumed"]
+
+
+def test_unlike_settings_are_found_out_by_name(pool: Pool) -> None:
+    for said in pool.run(2, "tests.ddp_jobs.failure", kind="unlike"):
+        assert "ddp_hook" in said
+        assert "TopK" in said
+        assert "Int8" in said
+
+
+def test_a_rank_that_left_is_named(pool: Pool) -> None:
+    waiting, _ = pool.run(2, "tests.ddp_jobs.failure", kind="gone")
+    assert "rank 1" in waiting
+
+
+def test_the_state_of_another_model_is_refused(pool: Pool) -> None:
+    for said in pool.run(2, "tests.ddp_jobs.failure", kind="another model"):
+        assert "another model" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("topk(2)", ConfigError, "density 2 must be above 0"),
+        ("topkk", UnknownName, "unknown codec or reducer 'topkk'"),
+        ("powersgd(rank=0)", ConfigError, "rank 0"),
+        ("codec(collective='native')", Unsupported, "use collective direct or ring"),
+        (3, ConfigError, "neither a codec nor a reducer"),
+        ("int8", ConfigError, "init_process_group"),
+    ],
+)
+def test_bad_input_is_refused_at_once(how: str, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        farflung.ddp_hook(how)
