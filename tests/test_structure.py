@@ -23,7 +23,7 @@ MAX_LINES = 400
 ORDER: list[set[str]] = [
     {"types", "errors", "tasks", "seeding", "config", "telemetry"},
     {"network"},
-    {"codecs"},
+    {"codecs", "faults"},
     {"comm"},
     {"reducers", "schedules", "sampling", "data"},
     {"workloads", "membership", "coded"},

@@ -12,12 +12,15 @@ from typing import Self, TypeAlias
 from farflung.errors import DataError
 from farflung.types import Json
 
-__all__ = ["Event", "JsonLines", "Sink", "Telemetry", "read_events"]
+__all__ = ["TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
 Sink: TypeAlias = "Callable[[Event], None]"
 """Where events go."""
+
+TIMES = frozenset({"compute_s", "data_s", "duration_s", "exposed_s", "t", "time_s"})
+"""The fields of events that hold seconds on the run's clock; all others do not depend on it."""
 
 _FLUSH_EVERY_S = 1.0
 

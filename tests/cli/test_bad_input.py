@@ -57,7 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--optimizer", "lion"], "--optimizer lion: must be one of sgd, adam"),
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
         (["--data", "elsewhere"], "elsewhere"),
-        (["--resume", "nowhere"], "nowhere: no run to resume there"),
+        (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -11,6 +11,7 @@ import pytest
 from farflung.attach import carries
 from farflung.cli.main import main
 from farflung.data import CATALOG
+from farflung.network import DEVICES, NETWORKS
 from farflung.recipes import RECIPES, Recipe
 from farflung.workloads import DATA, WORKLOADS, workload
 
@@ -50,6 +51,17 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert not rows["scored"]["attach_alone"]
     assert "SGD over a ring collective ring yes" in table
     assert "farflung's direct all-reduce the plain ones yes" in table
+
+
+def test_networks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, table = listed(capsys, "networks")
+    assert list(rows) == [*NETWORKS, *DEVICES]
+    assert rows["10gbe-4"] == {
+        "name": "10gbe-4", "what": "network", "nodes": 4, "source": NETWORKS["10gbe-4"]().source,
+    }  # fmt: skip
+    assert rows["v100"]["what"] == "device"
+    assert all(row["source"] for row in rows.values())
+    assert "wifi-10mbps network any 10 Mbit/s" in table
 
 
 def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:

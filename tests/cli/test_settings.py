@@ -28,8 +28,8 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(config: RunConfig, folder: RunFolder, show: object) -> None:
-        seen.update(config.to_json(), folder=folder.path)
+    def instead(config: RunConfig, folder: RunFolder, show: object, replay: Path | None) -> None:
+        seen.update(config.to_json(), folder=folder.path, replay=replay)
         raise Started
 
     monkeypatch.setattr("farflung.cli.train.launch", instead)
@@ -95,7 +95,7 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
     )
     RunFolder(tmp_path / "one").create(config)
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
-    assert RunConfig(**{k: v for k, v in resolved.items() if k != "folder"}) == config
+    assert RunConfig(**{k: v for k, v in resolved.items() if k in RunConfig.fields()}) == config
 
 
 def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert Train()._config({}).workers == 3
-    assert Train(workers=3)._config({}).workers == 3
+    assert Train().resolved({}).workers == 3
+    assert Train(workers=3).resolved({}).workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert Train()._config({"workers": 2}).workers == 3
+    assert Train().resolved({"workers": 2}).workers == 3

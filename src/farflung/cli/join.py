@@ -77,6 +77,7 @@ def work(
             interface=reach.address(size),
             encrypt=config.encrypt,
             keys=reach.keys,
+            decisions=folder.decision_log() if rank == 0 else None,
         )
         try:
             checkpoints = folder.checkpoints(rank, size, leader=leader)

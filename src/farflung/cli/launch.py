@@ -30,14 +30,22 @@ STOP_S = 30.0
 """How long a stop that was asked for may take."""
 
 
-def launch(config: RunConfig, folder: RunFolder, show: Sink) -> Mapping[str, Json]:
+def launch(
+    config: RunConfig, folder: RunFolder, show: Sink, replay: Path | None = None
+) -> Mapping[str, Json]:
     """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
+
+    Args:
+      config: of the run.
+      folder: where it is kept.
+      show: gets the events of all workers.
+      replay: a file with decisions to make again.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
       RunLost: a worker was lost or failed; names it.
     """
-    folder.create(config)
+    folder.create(config, replay)
     with tempfile.TemporaryDirectory(prefix="farflung-") as scratch, _listener(Path(scratch)) as events:
         with folder.log.open("ab") as log:
             job = subprocess.Popen(

@@ -14,9 +14,13 @@ import tyro
 
 from farflung import __version__
 from farflung.cli.calibrate import Calibrate
+from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
+from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
+from farflung.cli.retime import Retime
+from farflung.cli.simulate import Simulate
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
@@ -44,6 +48,10 @@ class Version:
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "train": Train,
+    "simulate": Simulate,
+    "compare": Compare,
+    "retime": Retime,
+    "networks": Networks,
     "recipes": Recipes,
     "workloads": Workloads,
     "data": Data,

@@ -22,7 +22,7 @@ from farflung.report import score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "clock_text", "stderr_console"]
 
 REFRESHES_PER_S = 5
 RATE_STEPS = 50
@@ -54,7 +54,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._quiet, self._simulated, self._clock = quiet, simulated, clock
-        self._console = console if console is not None else _stderr()
+        self._console = console if console is not None else stderr_console()
         self._live: _Live | None = None
         self._state = "starting"
         self._began: set[int] = set()
@@ -157,7 +157,7 @@ class Progress:
         if self._quiet or self._live is not None or what in self._told:
             return
         self._told.add(what)
-        after = f"{_clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
+        after = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
         line = f"step {what[1]:,} of {self._steps:,}, {after}: {words}"
         self._console.print(Text(line), soft_wrap=True)
 
@@ -174,10 +174,10 @@ class Progress:
         if self._started_at is None:
             return ""
         now = self._clock() if self._ended_at is None else self._ended_at
-        words = [f"{self._done:,}/{self._steps:,}", _clock_text(now - self._started_at)]
+        words = [f"{self._done:,}/{self._steps:,}", clock_text(now - self._started_at)]
         left = self._seconds_left()
         if self._ended_at is None and left is not None:
-            words.append(f"{_clock_text(left)} left")
+            words.append(f"{clock_text(left)} left")
         return "  ".join(words)
 
     def _figures(self) -> list[str]:
@@ -186,7 +186,7 @@ class Progress:
             figures.append(f"loss {self._loss:.4f}")
         if self._score is not None:
             figures.append(f"test {' '.join(score_words(self._score))}")
-        clock = f"simulated {_clock_text(self._t - self._begin_t)}" if self._simulated else ""
+        clock = f"simulated {clock_text(self._t - self._begin_t)}" if self._simulated else ""
         rate = f"{self._rate:,.0f} samples/s" if self._rate is not None else ""
         if clock or rate:
             figures.append(", ".join(filter(None, (clock, rate))))
@@ -207,7 +207,7 @@ class _Live(Live):
             super().refresh()
 
 
-def _stderr() -> Console:
+def stderr_console() -> Console:
     """A console on stderr whose bar is for terminals alone, whatever the environment says of colours."""
     terminal = False
     with suppress(Exception):
@@ -217,7 +217,8 @@ def _stderr() -> Console:
     )
 
 
-def _clock_text(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
+    """Hours, minutes and seconds."""
     return str(timedelta(seconds=int(max(0.0, seconds))))
 
 

@@ -7,18 +7,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar, Self
 
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.recipes import Recipe, build, recipe
 from farflung.replica import Checkpoints, check_model, check_share
+from farflung.runtime import DecisionLog, read_decisions
 from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
 from farflung.types import Json, SampleIds, Workload
 from farflung.workloads import workload
 
-__all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json"]
+__all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json", "write_text"]
 
 EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which the starting command listens to its workers."""
@@ -57,23 +59,42 @@ class RunConfig:
     deadline: float
     encrypt: bool
 
+    command: ClassVar[str] = "train"
+    """Which makes such runs."""
+
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
         if not self.deadline > 0:
             raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
 
-    @staticmethod
-    def fields() -> list[str]:
-        """The names of all settings."""
-        return [field.name for field in fields(RunConfig)]
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.workload}, {self.recipe}"
 
-    @staticmethod
-    def resolve(*layers: Mapping[str, Json]) -> RunConfig:
+    @classmethod
+    def fields(cls) -> list[str]:
+        """The names of all settings."""
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def lacks(cls, stored: Mapping[str, Json]) -> bool:
+        """Whether a setting is absent that every run of this kind has."""
+        del stored
+        return False
+
+    @classmethod
+    def resolve(cls, *layers: Mapping[str, Json]) -> Self:
         """What the last layer says, else the one before it, and so on; else the recipe's and the workload's own.
 
         A layer that names a recipe takes that recipe's members, not those that earlier layers name.
         """
+        return cls(**cls._resolved(layers))  # type: ignore[arg-type]
+
+    @classmethod
+    def _resolved(cls, layers: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+        """The value of each setting."""
         said: dict[str, Json] = {}
         for layer in layers:
             dropped = PARTS if "recipe" in layer else ()
@@ -84,24 +105,22 @@ class RunConfig:
             defaults, {k: v for k, v in said.items() if k in Training.__dataclass_fields__}
         )
         parts = preset.but(**{name: said.get(name) for name in PARTS})  # type: ignore[arg-type]
-        return RunConfig(
-            workload=str(said.get("workload", "fashion-mnist/cnn")),
-            recipe=preset.name,
-            workers=int(said.get("workers", 2)),  # type: ignore[arg-type]
-            codec=parts.codec,
-            reducer=parts.reducer,
-            collective=parts.collective,
-            schedule=parts.schedule,
-            data=str(said.get("data", "auto")),
-            partition=str(said.get("partition", "shared")),
-            deadline=float(said.get("deadline", 60.0)),  # type: ignore[arg-type]
-            encrypt=bool(said.get("encrypt", False)),
-            **{
-                **asdict(training),
-                "evaluate_every": said.get("evaluate_every", max(1, training.steps // 10)),
-                "checkpoint_every": said.get("checkpoint_every", max(1, training.steps // 5)),
-            },
-        )
+        return {
+            **asdict(training),
+            "workload": str(said.get("workload", "fashion-mnist/cnn")),
+            "recipe": preset.name,
+            "workers": int(said.get("workers", 2)),  # type: ignore[arg-type]
+            "codec": parts.codec,
+            "reducer": parts.reducer,
+            "collective": parts.collective,
+            "schedule": parts.schedule,
+            "data": str(said.get("data", "auto")),
+            "partition": str(said.get("partition", "shared")),
+            "deadline": float(said.get("deadline", 60.0)),  # type: ignore[arg-type]
+            "encrypt": bool(said.get("encrypt", False)),
+            "evaluate_every": said.get("evaluate_every", max(1, training.steps // 10)),
+            "checkpoint_every": said.get("checkpoint_every", max(1, training.steps // 5)),
+        }
 
     def make_workload(self) -> Workload:
         """The workload, with its data option where one was given."""
@@ -209,22 +228,35 @@ class RunFolder:
         self.partition_picture = path / "partition.png"
         self.summary = path / "summary.json"
         self.log = path / "workers.log"
+        self.decisions = path / "decisions.jsonl"
+        self.replay = path / "replay.jsonl"
+        self.traffic = path / "traffic.jsonl"
 
-    def create(self, config: RunConfig) -> None:
-        """Makes the folder and stores the configuration.
+    def create(self, config: RunConfig, replay: Path | None = None) -> None:
+        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again.
 
         Raises:
-          ConfigError: another run is in it.
+          ConfigError: another run is in it, or ``replay`` is no decision log.
         """
+        again = None if replay is None else read_decisions(replay)
         if self.config.exists() and not self.resumed:
             raise ConfigError(
                 f"{self.path} holds a run already: choose another --out, or continue it with --resume"
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        if again is not None:
+            write_text(self.replay, "".join(f"{json.dumps(asdict(decision))}\n" for decision in again))
         write_json(self.config, config.to_json())
 
-    def stored_config(self) -> dict[str, Json]:
+    def decision_log(self) -> DecisionLog:
+        """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
+        return DecisionLog(self.decisions, read_decisions(self.replay) if self.replay.exists() else None)
+
+    def stored_config(self, kind: type[RunConfig] = RunConfig) -> dict[str, Json]:
         """The settings of the run in it.
+
+        Args:
+          kind: of run.
 
         Raises:
           CheckpointError: there is none, or it is damaged.
@@ -232,13 +264,13 @@ class RunFolder:
         try:
             stored = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.path}: no run to resume there ({self.config.name} is missing)"
-            ) from None
+            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)") from None
         except ValueError:
             raise CheckpointError(f"{self.config}: damaged; start the run anew") from None
-        if not isinstance(stored, dict) or not set(stored) <= set(RunConfig.fields()):
-            raise CheckpointError(f"{self.config}: not the configuration of a run") from None
+        if not isinstance(stored, dict) or not set(stored) <= set(kind.fields()) or kind.lacks(stored):
+            raise CheckpointError(
+                f"{self.config}: not of a run that farflung {kind.command} has made"
+            ) from None
         return stored
 
     def telemetry(self, rank: int) -> Path:
@@ -257,6 +289,11 @@ class RunFolder:
 
 def write_json(path: Path, value: Json) -> None:
     """Writes a file that appears whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

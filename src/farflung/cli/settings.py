@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias, get_args, get_type_hints
@@ -29,18 +30,20 @@ WORDS: dict[type, str] = {
 
 def option_types(command: type, without: Iterable[str]) -> dict[str, type]:
     """The options of a command and the type of each, except ``without``; ``int | None`` is an int."""
-    hints = {name: hint for name, hint in get_type_hints(command).items() if name not in without}
+    kinds = get_type_hints(command)
+    hints = {field.name: kinds[field.name] for field in fields(command) if field.name not in without}
     return {
         name: get_args(hint)[0] if isinstance(hint, types.UnionType) else hint for name, hint in hints.items()
     }
 
 
-def read_settings(path: Path, known: Mapping[str, type]) -> dict[str, Setting]:
+def read_settings(path: Path, known: Mapping[str, type], ignored: Collection[str] = ()) -> dict[str, Setting]:
     """The settings in a file; its keys are the names of options, with ``-`` or ``_``.
 
     Args:
       path: TOML, or JSON where the name ends in ``.json``.
       known: the options there are and the type of each.
+      ignored: keys that another command has, and that are left alone here.
 
     Raises:
       ConfigError: the file cannot be read, or has a key or a value that it should not have; names file and key, and
@@ -49,6 +52,8 @@ def read_settings(path: Path, known: Mapping[str, type]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for key, value in _parse(path).items():
         name = key.replace("-", "_")
+        if name in ignored:
+            continue
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"

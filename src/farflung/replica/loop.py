@@ -25,6 +25,7 @@ from farflung.types import (
     Batch,
     Cost,
     Dataset,
+    Decision,
     Json,
     PoolView,
     Reducer,
@@ -38,6 +39,10 @@ from farflung.types import (
 )
 
 __all__ = ["Parts", "Replica", "Summary", "TimeSplit"]
+
+
+STOP = "stop"
+"""The name of the decision to end a run; its step is the one at which somebody asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,8 @@ class Replica:
         )
         computed = now()
         settled = await self._exchanges.settle()
+        if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
+            self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         merged = now()
         if settled.apply:
             await self.runtime.compute(Cost("optimizer", 0), self.update)
@@ -251,7 +258,10 @@ class Replica:
         self.model.train()
         losses = self.workload.loss(self.model, batch)
         loss = losses.mean() if weights is None else (losses * weights).mean()
-        return loss, Vote(float(loss.detach()), len(batch) / self.training.batch_size, self.stop_asked())
+        return loss, Vote(float(loss.detach()), len(batch) / self.training.batch_size, self._asks_to_stop())
+
+    def _asks_to_stop(self) -> bool:
+        return self.stop_asked() or self.runtime.decisions.replayed(STOP, self.step_done) is not None
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Autograd, telling of each bucket as it fills."""
@@ -306,7 +316,12 @@ class Replica:
         folder = self.checkpoints.save(self.step_done, shared, own)
         await barrier(self.runtime, self.step_done, Purpose.CHECKPOINT)
         self.checkpoints.prune()
-        self.telemetry.emit("checkpoint", t=self.runtime.now(), step=self.step_done, path=str(folder))
+        self.telemetry.emit(
+            "checkpoint",
+            t=self.runtime.now(),
+            step=self.step_done,
+            path=f"{folder.parent.name}/{folder.name}",
+        )
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.

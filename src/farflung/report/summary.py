@@ -12,7 +12,7 @@ from rich.text import Text
 from farflung.errors import DataError
 from farflung.types import Json
 
-__all__ = ["PARTS_OF_TIME", "score_words", "summary_table"]
+__all__ = ["PARTS_OF_TIME", "duration_words", "score_words", "summary_table"]
 
 PARTS_OF_TIME = {
     "compute": "compute",
@@ -57,7 +57,7 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
     table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))
-    table.add_row(f"duration{clock}", _duration(_number(summary, "duration_s")), end_section=True)
+    table.add_row(f"duration{clock}", duration_words(_number(summary, "duration_s")), end_section=True)
     split = summary.get("time_s")
     if not isinstance(split, dict):
         raise DataError("the summary of the run has no time_s: it is damaged or of another kind")
@@ -65,11 +65,11 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     total = sum(seconds.values())
     for name, words in PARTS_OF_TIME.items():
         share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
-        table.add_row(f"  {words}{clock}", f"{_duration(seconds[name])}  {share}")
+        table.add_row(f"  {words}{clock}", f"{duration_words(seconds[name])}  {share}")
     return table
 
 
-def _duration(seconds: float) -> str:
+def duration_words(seconds: float) -> str:
     """Seconds up to 100 of them, else hours, minutes and seconds."""
     return f"{seconds:.3g} s" if seconds < 99.95 else str(timedelta(seconds=round(seconds)))
 

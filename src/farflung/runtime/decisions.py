@@ -4,25 +4,93 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from farflung.comm import Purpose
+from farflung.errors import ConfigError
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
-__all__ = ["DecisionLog", "decide_by_rank_0"]
+__all__ = ["DecisionLog", "decide_by_rank_0", "read_decisions"]
 
 
 class DecisionLog:
-    """The decisions of a run, in order. With an equal log a run is a function of its seed."""
+    """The decisions of a run, in order. With an equal log a run is a function of its seed.
 
-    def __init__(self) -> None:
+    Args:
+      path: the file that keeps them, a JSON object on each line; ``None``: they are kept in memory alone. It appears
+        with the first decision, and whatever it holds already stays.
+      replay: decisions to make again. Where a choice depends on time or arrival, nothing else is decided then.
+    """
+
+    def __init__(self, path: Path | None = None, replay: Iterable[Decision] | None = None) -> None:
         self.entries: list[Decision] = []
+        """Those made so far."""
+        self._path = path
+        self._replay = None if replay is None else {(d.name, d.step): d for d in replay}
 
     def record(self, decision: Decision) -> None:
         """Adds one."""
         self.entries.append(decision)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(decision), separators=(",", ":")) + "\n")
+
+    def replayed(self, name: str, step: int) -> Decision | None:
+        """What is to be decided again; ``None`` where nothing was."""
+        return None if self._replay is None else self._replay.get((name, step))
+
+    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+        """Makes a choice: that of the run which is replayed, or a new one.
+
+        Raises:
+          ConfigError: the run that is replayed did not make it.
+        """
+        decision = self.replayed(name, step)
+        if decision is None:
+            if self._replay is not None:
+                raise ConfigError(
+                    f"--replay: the log holds no decision {name!r} at step {step}: it is of another run, or ends there"
+                )
+            decision = Decision(name, step, local())
+        self.record(decision)
+        return decision
+
+
+def read_decisions(path: Path) -> list[Decision]:
+    """The decisions in a file; a last line that was cut short is left out.
+
+    Raises:
+      ConfigError: the file cannot be read, or a line is no decision; one line with file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: cannot be read as a decision log ({reason})") from None
+    decisions = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            decisions.append(_decision(json.loads(line)))
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ConfigError(
+                f"{path}, line {number}: not a decision; give the decisions.jsonl of a run"
+            ) from None
+    return decisions
+
+
+def _decision(content: dict[str, Json]) -> Decision:
+    name, step, value, timing = (content[key] for key in ("name", "step", "value", "timing"))
+    if not (isinstance(name, str) and type(step) is int and isinstance(timing, bool)):
+        raise ValueError
+    return Decision(name, step, value, timing)
 
 
 async def decide_by_rank_0(
@@ -32,7 +100,7 @@ async def decide_by_rank_0(
 
     Args:
       comm: the view whose rank 0 decides.
-      log: where rank 0 records it.
+      log: where rank 0 records it, or finds what was decided in the run that is replayed.
       name: what is decided; with ``step`` it names the decision, so each is made once.
       step: the step it belongs to.
       local: the decider's choice.
@@ -41,9 +109,8 @@ async def decide_by_rank_0(
     if comm.rank != 0:
         (text,) = (await comm.recv(0, tag)).tensors()
         return Decision(name, step, json.loads(bytes(text.tolist())))
-    decision = Decision(name, step, local())
+    decision = log.decide(name, step, local)
     text = torch.frombuffer(bytearray(json.dumps(decision.value).encode()), dtype=torch.uint8)
     for rank in range(1, comm.size):
         comm.send(Payload((text,)), rank, tag)
-    log.record(decision)
     return decision

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from farflung import tasks
 from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
 from farflung.errors import ConfigError, RunLost
+from farflung.faults import FaultInjector, FaultPlan
 from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.runtime.stage import VirtualStage
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
 from farflung.types import Communicator, Cost, Decision, Json
@@ -18,6 +21,8 @@ from farflung.types import Communicator, Cost, Decision, Json
 __all__ = ["VirtualClock", "VirtualRuntime", "VirtualWorld"]
 
 T = TypeVar("T")
+
+DEADLINE_S = 60.0
 
 
 class VirtualWorld:
@@ -30,10 +35,15 @@ class VirtualWorld:
       network: a profile, in the place of ``link``.
       device: a profile in the place of ``seconds_per_sample``, or one for each replica.
       seed: of jitter and stragglers.
-      closed_form: whether collectives may be computed as a whole; see :class:`farflung.comm.VirtualNetwork`.
+      closed_form: whether collectives may be computed as a whole; see :class:`farflung.comm.VirtualNetwork`. With
+        faults they are not.
+      faults: what goes wrong; replicas tell :attr:`injector` of their steps.
+      deadline_s: how long any message may take where something goes wrong, in virtual seconds.
+      decisions: where decisions are kept; a fresh log when not given.
 
     Raises:
-      ConfigError: both a link and a profile, or profiles for another number of replicas.
+      ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
+      Unsupported: faults that virtual time cannot carry.
     """
 
     def __init__(
@@ -46,15 +56,26 @@ class VirtualWorld:
         device: DeviceProfile | Sequence[DeviceProfile] | None = None,
         seed: int = 0,
         closed_form: bool = True,
+        faults: FaultPlan | None = None,
+        deadline_s: float = DEADLINE_S,
+        decisions: DecisionLog | None = None,
     ) -> None:
+        faults = faults or FaultPlan()
         if link is not None and network is not None:
             raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
         self.network = VirtualNetwork(
-            self.clock, size, network or link or Link(), seed=seed, closed_form=closed_form
+            self.clock,
+            size,
+            network or link or Link(),
+            seed=seed,
+            closed_form=closed_form and not faults.faults,
         )
         self.seed = seed
-        self.decisions = DecisionLog()
+        self.decisions = decisions or DecisionLog()
+        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s)
+        self.injector = FaultInjector(faults, self.stage)
+        """A sink for the events of all replicas."""
         self.runtimes = [
             VirtualRuntime(self, rank, one)
             for rank, one in enumerate(_devices(size, device, seconds_per_sample))
@@ -64,14 +85,18 @@ class VirtualWorld:
         """Drives one coroutine for each replica to its end; their results in rank order.
 
         Raises:
-          RunLost: everybody waits and nothing is on its way; names who waits for whom.
+          RunLost: a replica was lost, or everybody waits and nothing is on its way; names who waits for whom.
+          BaseException: what the first replica to fail has raised.
         """
         with RandomState.scope():
-            running = [Task(coroutine, self.clock.soon) for coroutine in coroutines]
+            running = [
+                Task(coroutine, runtime.soon)
+                for coroutine, runtime in zip(coroutines, self.runtimes, strict=True)
+            ]
+            self.stage.watch(running)
             self.clock.run()
-        for task in running:
-            if task.done and task.error is not None:
-                raise task.error
+        if self.stage.error is not None:
+            raise self.stage.error
         stuck = [rank for rank, task in enumerate(running) if not task.done]
         if stuck:
             raise RunLost(self._deadlock(stuck))
@@ -106,6 +131,13 @@ class VirtualRuntime:
         self.device = device
         self._world = world
         self._forwards = 0
+        self.soon = world.stage.soon_of(self.comm.rank)
+        """Queues a step of one of this replica's coroutines."""
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """The world's."""
+        return self._world.decisions
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -128,12 +160,12 @@ class VirtualRuntime:
         of all replicas would be there at once.
         """
         finished: Pending[T] = Pending()
-        ends = self.now() + self._seconds(cost)
+        seconds = self._seconds(cost)
         if cost.kind == "forward":
-            self._world.clock.at(ends, lambda: _complete(finished, fn))
+            self._after(seconds, lambda: _complete(finished, fn))
         else:
             value = fn()
-            self._world.clock.at(ends, lambda: finished.set(value))
+            self._after(seconds, lambda: finished.set(value))
         return finished
 
     def backward(
@@ -144,14 +176,16 @@ class VirtualRuntime:
         """
         order: list[int] = []
         fn(order.append)
-        begin, seconds = self.now(), self._seconds(cost)
+        finished: Pending[None] = Pending()
+        seconds = self._seconds(cost)
         for bucket, share in zip(order, self.device.ready_at(order, cost.numels), strict=True):
-            self._world.clock.at(begin + seconds * share, lambda b=bucket: on_ready(b))  # type: ignore[misc]
-        return self.sleep_until(begin + seconds)
+            self._after(seconds * share, partial(on_ready, bucket))
+        self._after(seconds, lambda: finished.set(None))
+        return finished
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts an exchange on the same clock."""
-        return Task(exchange, self._world.clock.soon)
+        return Task(exchange, self.soon)
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """Rank 0 decides."""
@@ -161,7 +195,10 @@ class VirtualRuntime:
         if cost.kind == "forward":
             self._forwards += 1
         moment = Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
-        return self.device.seconds(cost, moment)
+        return self._world.stage.slowed(self.comm.rank) * self.device.seconds(cost, moment)
+
+    def _after(self, seconds: float, fn: Callable[[], None]) -> None:
+        self._world.stage.after(self.comm.rank, seconds, fn)
 
 
 def _complete(pending: Pending[T], fn: Callable[[], T]) -> None:

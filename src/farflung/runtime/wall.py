@@ -137,6 +137,7 @@ class WallRuntime:
       join_s: how long the others may take to appear, in seconds.
       interface: the address or the name of the network interface to listen on.
       encrypt: whether to encrypt on loopback too; elsewhere everything is.
+      decisions: where decisions are kept; a fresh log when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
         wherever it is); otherwise replicas make their own and publish them in the store.
 
@@ -159,6 +160,7 @@ class WallRuntime:
         interface: str = LOOPBACK,
         encrypt: bool = False,
         keys: Keys | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         address = interface_address(interface)
         local = is_loopback(address)
@@ -170,7 +172,7 @@ class WallRuntime:
         self._begin = time.monotonic()
         self._group: dist.ProcessGroup | None = None
         self._store = store
-        self.decisions = DecisionLog()
+        self.decisions = decisions or DecisionLog()
         if native and size > 1:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)

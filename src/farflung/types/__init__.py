@@ -32,7 +32,7 @@ from farflung.types.schedule import (
     Transfer,
 )
 from farflung.types.tensors import Json, Payload, Placed, SampleIds, State, TensorSpec
-from farflung.types.world import Channel, Communicator, Cost, Decision, Feature, Runtime, Tag
+from farflung.types.world import Channel, Communicator, Cost, Decision, Decisions, Feature, Runtime, Tag
 
 __all__ = [
     "Arrivals",
@@ -46,6 +46,7 @@ __all__ = [
     "Cost",
     "Dataset",
     "Decision",
+    "Decisions",
     "Draw",
     "Feature",
     "Fragment",

@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.tasks import Pending
 from farflung.types.tensors import Json, Payload, TensorSpec
 
-__all__ = ["Channel", "Communicator", "Cost", "Decision", "Feature", "Runtime", "Tag"]
+__all__ = ["Channel", "Communicator", "Cost", "Decision", "Decisions", "Feature", "Runtime", "Tag"]
 
 T = TypeVar("T")
 
@@ -83,11 +83,32 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice that depended on time or arrival, made by one decider and recorded with its step."""
+    """A choice that was not a function of the seed, recorded with its step.
+
+    Args:
+      name: of what was decided; with ``step`` it names the decision, so each is made once.
+      step: the step it belongs to.
+      value: what was decided.
+      timing: whether it depended on time or arrival, so that another network might have led to another; a person's
+        wish to stop does not.
+    """
 
     name: str
     step: int
     value: Json
+    timing: bool = True
+
+
+class Decisions(Protocol):
+    """The decisions of a run: those that are made now, and those of an earlier run that are made again."""
+
+    def replayed(self, name: str, step: int) -> Decision | None:
+        """What the run that is replayed decided; ``None`` where it decided nothing, or none is replayed."""
+        ...
+
+    def record(self, decision: Decision) -> None:
+        """Keeps one; called on rank 0."""
+        ...
 
 
 class Channel(Protocol):
@@ -154,6 +175,11 @@ class Runtime(Protocol):
     @property
     def comm(self) -> Communicator:
         """The membership view's communicator."""
+        ...
+
+    @property
+    def decisions(self) -> Decisions:
+        """The run's."""
         ...
 
     def now(self) -> float:

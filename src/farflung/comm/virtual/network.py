@@ -12,6 +12,7 @@ from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.pairs import Pairs
+from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, choose, is_dedicated
@@ -57,6 +58,8 @@ class VirtualNetwork:
         self.mailboxes = [Mailbox() for _ in range(size)]
         self._fastest: dict[tuple[tuple[str, ...], int, int], str] = {}
         self._clock = clock
+        self.pauses: Pauses | None = None
+        """Which links are cut, in a world in which that may happen."""
         self._carrier: Carrier
         self._whole: ClosedForms | None = None
         self._symmetric: Symmetric | None = None
@@ -79,9 +82,12 @@ class VirtualNetwork:
         if self._symmetric is not None:
             self._symmetric.interrupt()
         mailbox = self.mailboxes[dst]
-        return self._carrier.send(
-            src, dst, 8 * payload.nbytes, priority, lambda t: mailbox.deliver(src, tag, payload, t)
-        )
+
+        def arrived(t: float) -> None:
+            mailbox.deliver(src, tag, payload, t)
+
+        heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
+        return self._carrier.send(src, dst, 8 * payload.nbytes, priority, heard)
 
     def recv(
         self, rank: int, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None

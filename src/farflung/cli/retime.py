@@ -1,0 +1,52 @@
+"""``farflung retime``: what a simulated run would have taken elsewhere, without simulating it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from farflung.cli.options import finish
+from farflung.cli.progress import Progress
+from farflung.cli.run import RunFolder
+from farflung.cli.simulation import SimulatedConfig, retime
+
+__all__ = ["Retime"]
+
+
+@dataclass(frozen=True)
+class Retime:
+    """Time a simulated run anew on another network or other devices, without its arithmetic.
+
+    What the replicas learned stays as it was, and every time is that of a fresh simulation. A run whose decision log
+    holds decisions by time or arrival is refused: it might have learned something else there.
+    """
+
+    run_folder: tyro.conf.Positional[Path]
+    """The folder of a run of farflung simulate."""
+    network: str | None = None
+    """Instead of the run's: a name or a TOML file."""
+    device: str | None = None
+    """Instead of the run's: a name or a TOML file."""
+    out: Path | None = None
+    """The new run's folder; beside the old one when not given."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the summary as JSON on stdout and nothing else."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show no progress."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        stored = RunFolder(self.run_folder)
+        before = SimulatedConfig.resolve(stored.stored_config(SimulatedConfig))
+        config = replace(before, network=self.network or before.network, device=self.device or before.device)
+        task = config.make_workload()
+        shares = config.check(task)
+        name = f"{self.run_folder.name}-on-{Path(config.network).stem}-{Path(config.device).stem}"
+        folder = RunFolder(self.out or self.run_folder.with_name(name))
+        with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
+            summary = retime(config, stored, folder, task, progress)
+        finish(config, folder, summary, shares, as_json=self.json, simulated=True)
+        return 0

@@ -1,0 +1,153 @@
+"""Faults as data: what happens to whom, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from farflung.errors import ConfigError, UnknownName, Unsupported
+
+__all__ = ["FAULTS", "Fault", "FaultPlan"]
+
+FAULTS: dict[str, str] = {
+    "crash": "the replica ends at once, and its connections close",
+    "hang": "the replica stands still with its connections open",
+    "leave": "the replica takes leave of the others and ends",
+    "join": "a replica of this rank comes in",
+    "slow": "all that the replica computes takes a factor longer",
+    "cut": "nothing passes between the replica and its peer, or anybody; what is on its way waits",
+    "restore": "what slow, hang and cut have done to the replica is undone; with a peer, that cut alone",
+    "corrupt": "the next message of the replica arrives damaged",
+}
+"""What can happen, by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens to one replica.
+
+    Args:
+      kind: a name in :data:`FAULTS`.
+      rank: to whom.
+      at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
+      at_s: at this time instead, in seconds on the run's clock.
+      factor: of ``slow``: how many times as long computations take.
+      peer: of ``cut`` and ``restore``: the other end; ``None``: all others.
+
+    Raises:
+      UnknownName: no such kind.
+      ConfigError: a value out of its range, or one that this kind does not have; begins with its name.
+    """
+
+    kind: str
+    rank: int
+    at_step: int | None = None
+    at_s: float | None = None
+    factor: float | None = None
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in FAULTS:
+            raise UnknownName("fault", self.kind, FAULTS)
+        if self.rank < 0:
+            raise ConfigError(f"rank = {self.rank}: must be 0 or more")
+        if (self.at_step is None) == (self.at_s is None):
+            raise ConfigError("at_step, at_s: give one of them")
+        if self.at_step is not None and self.at_step < 0:
+            raise ConfigError(f"at_step = {self.at_step}: must be 0 or more")
+        if self.at_s is not None and not (self.at_s >= 0 and math.isfinite(self.at_s)):
+            raise ConfigError(f"at_s = {self.at_s}: must be a number of seconds, 0 or more")
+        if (self.factor is None) == (self.kind == "slow"):
+            raise ConfigError(f"factor = {self.factor}: slow needs one, and nothing else has one")
+        if self.factor is not None and not (self.factor > 0 and math.isfinite(self.factor)):
+            raise ConfigError(f"factor = {self.factor}: must be above 0; 2 takes twice as long")
+        if self.peer is not None and self.kind not in ("cut", "restore"):
+            raise ConfigError(f"peer = {self.peer}: only cut and restore have one")
+        if self.peer is not None and (self.peer < 0 or self.peer == self.rank):
+            raise ConfigError(f"peer = {self.peer}: must be another rank")
+
+    def __str__(self) -> str:
+        """For messages.
+
+        >>> str(Fault("cut", 2, at_step=10, peer=0))
+        'cut of rank 2 from rank 0 at step 10'
+        """
+        whom = f" from rank {self.peer}" if self.peer is not None else ""
+        when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
+        return f"{self.kind} of rank {self.rank}{whom} at {when}"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """All that goes wrong in a run. Methods give a plan with one thing more.
+
+    >>> plan = FaultPlan().slow(1, factor=3, at_s=10).crash(2, at_step=100)
+    >>> [str(fault) for fault in plan.faults]
+    ['slow of rank 1 at 10 s', 'crash of rank 2 at step 100']
+
+    Args:
+      faults: in any order; those of one moment happen in this one.
+    """
+
+    faults: tuple[Fault, ...] = ()
+
+    def crash(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+        """The replica ends at once, and its connections close."""
+        return self._with(Fault("crash", rank, at_step, at_s))
+
+    def hang(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+        """The replica stands still with its connections open."""
+        return self._with(Fault("hang", rank, at_step, at_s))
+
+    def leave(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+        """The replica takes leave of the others and ends."""
+        return self._with(Fault("leave", rank, at_step, at_s))
+
+    def join(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+        """A replica of this rank comes in."""
+        return self._with(Fault("join", rank, at_step, at_s))
+
+    def slow(
+        self, rank: int, *, factor: float, at_step: int | None = None, at_s: float | None = None
+    ) -> FaultPlan:
+        """All that the replica computes takes ``factor`` times as long."""
+        return self._with(Fault("slow", rank, at_step, at_s, factor))
+
+    def cut(
+        self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None
+    ) -> FaultPlan:
+        """Nothing passes between the replica and its peer, or anybody."""
+        return self._with(Fault("cut", rank, at_step, at_s, peer=peer))
+
+    def restore(
+        self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None
+    ) -> FaultPlan:
+        """Undoes ``slow``, ``hang`` and ``cut``; with a peer, that cut alone."""
+        return self._with(Fault("restore", rank, at_step, at_s, peer=peer))
+
+    def corrupt(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+        """The next message of the replica arrives damaged."""
+        return self._with(Fault("corrupt", rank, at_step, at_s))
+
+    def check(self, size: int, carried: Collection[str], world: str) -> None:
+        """Whether a world of ``size`` replicas can carry it.
+
+        Args:
+          size: number of replicas.
+          carried: the kinds that the world can carry.
+          world: what it is called, for messages.
+
+        Raises:
+          Unsupported: a kind that it cannot carry.
+          ConfigError: a rank that there is not.
+        """
+        for fault in self.faults:
+            if fault.kind not in carried:
+                raise Unsupported(f"{fault}: {world} carries {', '.join(sorted(carried))} alone")
+            for rank in (fault.rank, fault.peer):
+                if rank is not None and rank >= size:
+                    raise ConfigError(f"{fault}: there are ranks 0 to {size - 1} alone")
+
+    def _with(self, fault: Fault) -> FaultPlan:
+        return FaultPlan((*self.faults, fault))

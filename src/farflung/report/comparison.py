@@ -1,0 +1,273 @@
+"""Several runs beside each other: a table, and a picture of accuracy over time and over bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from farflung.errors import DataError
+from farflung.report.pictures import BLUE, ROUND, STYLE, VERMILLION, write_figure
+from farflung.report.summary import PARTS_OF_TIME, duration_words, score_words
+from farflung.telemetry import Event
+from farflung.types import Json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Compared", "Course", "compare_courses", "comparison_picture", "comparison_table"]
+
+# Okabe and Ito's palette.
+COLOURS = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKERS = "osD^vPX*"
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What one run learned, and when.
+
+    Args:
+      recipe: how it was trained.
+      network: on which network.
+      seed: of the run.
+      scores: simulated seconds since its beginning, bytes sent by rank 0, and metric of each evaluation.
+      summary: its end, as :meth:`farflung.replica.Summary.to_json` gives it.
+    """
+
+    recipe: str
+    network: str
+    seed: int
+    scores: tuple[tuple[float, int, float], ...]
+    summary: Mapping[str, Json]
+
+    @staticmethod
+    def of(
+        recipe: str, network: str, seed: int, events: Iterable[Event], summary: Mapping[str, Json]
+    ) -> Course:
+        """From the events of rank 0.
+
+        Raises:
+          DataError: an event is damaged, or the run was never evaluated.
+        """
+        scores: list[tuple[float, int, float]] = []
+        begin, sent = 0.0, 0
+        try:
+            for event in events:
+                if event["event"] == "begin":
+                    begin = float(str(event["t"]))
+                elif event["event"] == "step":
+                    sent = int(str(event["bytes_sent"]))
+                elif event["event"] == "evaluation":
+                    scores.append((float(str(event["t"])) - begin, sent, float(str(event["accuracy"]))))
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{recipe} on {network}, seed {seed}: its events are damaged ({error})") from None
+        if not scores:
+            raise DataError(f"{recipe} on {network}, seed {seed}: it was never evaluated")
+        return Course(recipe, network, seed, tuple(scores), summary)
+
+    @property
+    def best(self) -> float:
+        """The best score of all evaluations."""
+        return max(score for _, _, score in self.scores)
+
+    def reaches(self, target: float) -> tuple[float, int] | None:
+        """Seconds and bytes up to the first evaluation at which the score is at least ``target``."""
+        return next(((t, sent) for t, sent, score in self.scores if score >= target), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One recipe on one network: means over seeds, times simulated.
+
+    Args:
+      network: which.
+      recipe: how it was trained.
+      seeds: how many runs.
+      reached: how many of them reached the target.
+      time_to_target_s: up to the first evaluation there; ``None`` where not every run reached it.
+      bytes_to_target: sent by rank 0 up to then; ``None`` likewise.
+      speed_up: of that time over the first recipe's on the same network; ``None`` where one of the two is.
+      final_accuracy: at the end.
+      final_accuracy_range: the least and the greatest of all seeds.
+      bytes_sent_per_replica: by rank 0 in all.
+      duration_s: of the whole run.
+      time_s: by part, of rank 0.
+    """
+
+    network: str
+    recipe: str
+    seeds: int
+    reached: int
+    time_to_target_s: float | None
+    bytes_to_target: float | None
+    speed_up: float | None
+    final_accuracy: float
+    final_accuracy_range: tuple[float, float]
+    bytes_sent_per_replica: float
+    duration_s: float
+    time_s: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Json]:
+        """For ``--json``."""
+        return {**asdict(self), "final_accuracy_range": list(self.final_accuracy_range)}
+
+
+def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
+    """One row for each network and recipe, in the order in which they first come."""
+    rows: list[Compared] = []
+    first: dict[str, float | None] = {}
+    for (network, recipe), group in _grouped(courses).items():
+        reached = [found for course in group if (found := course.reaches(target)) is not None]
+        all_did = len(reached) == len(group)
+        seconds = fmean(t for t, _ in reached) if all_did else None
+        base = first.setdefault(network, seconds)
+        finals = [course.scores[-1][2] for course in group]
+        rows.append(
+            Compared(
+                network,
+                recipe,
+                seeds=len(group),
+                reached=len(reached),
+                time_to_target_s=seconds,
+                bytes_to_target=fmean(sent for _, sent in reached) if all_did else None,
+                speed_up=None if base is None or not seconds else base / seconds,
+                final_accuracy=fmean(finals),
+                final_accuracy_range=(min(finals), max(finals)),
+                bytes_sent_per_replica=fmean(_figure(course, "bytes_sent_per_replica") for course in group),
+                duration_s=fmean(_figure(course, "duration_s") for course in group),
+                time_s={part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME},
+            )
+        )
+    return rows
+
+
+def _figure(course: Course, name: str) -> float:
+    value = course.summary.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{course.recipe} on {course.network}: its summary has no number {name}")
+    return value
+
+
+def _part(course: Course, part: str) -> float:
+    split = course.summary.get("time_s")
+    value = split.get(part) if isinstance(split, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{course.recipe} on {course.network}: its summary has no number {part} in time_s")
+    return value
+
+
+def comparison_table(rows: Sequence[Compared], target: float) -> Table:
+    """The comparison for people; it says that all times are simulated."""
+    name, words = score_words(target)
+    title = Text(f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network.")
+    table = Table(title=title, title_justify="left", min_width=min(100, len(title)))
+    table.add_column("network", no_wrap=True)
+    table.add_column("recipe", style="bold")
+    for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", "compute", "waiting"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = None
+    for row in rows:
+        if before not in (None, row.network):
+            table.add_section()
+        total = sum(row.time_s.values()) or 1.0
+        waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
+        low, high = (score_words(score)[1] for score in row.final_accuracy_range)
+        final = score_words(row.final_accuracy)[1]
+        missed = f"{row.reached} of {row.seeds} runs"
+        table.add_row(
+            "" if row.network == before else row.network,
+            row.recipe,
+            missed if row.time_to_target_s is None else duration_words(row.time_to_target_s),
+            "" if row.speed_up is None else f"{row.speed_up:.2f}",
+            f"{final} ({low} to {high})" if row.seeds > 1 else final,
+            decimal(int(row.bytes_sent_per_replica)),
+            duration_words(row.duration_s),
+            f"{100 * row.time_s['compute'] / total:.0f} %",
+            f"{100 * waiting / total:.0f} %",
+        )
+        before = row.network
+    return table
+
+
+def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, target: float) -> None:
+    """Draws accuracy over time and over bytes sent, a row for each network, a line for each recipe.
+
+    With several seeds a line is their mean, and a band reaches from the least to the greatest.
+
+    Args:
+      courses: of all runs.
+      path: the PNG; its folder is made, and it appears whole or not at all.
+      title: stands above the picture.
+      target: a line is drawn there.
+    """
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    networks = list(dict.fromkeys(course.network for course in courses))
+    recipes = list(dict.fromkeys(course.recipe for course in courses))
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=(12, 1.0 + 3.9 * len(networks)), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+        panels = figure.subplots(len(networks), 2, squeeze=False)
+        for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
+            over_time.set(title=network, xlabel="simulated time (s)")
+            over_bytes.set(title=network, xlabel="sent by rank 0 (MB)")
+            for number, recipe in enumerate(recipes):
+                group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
+                _draw(over_time, group, number, 0, 1.0)
+                _draw(over_bytes, group, number, 1, 1e6)
+            for axes in (over_time, over_bytes):
+                _finish(axes, target)
+        panels[0][0].legend(loc="lower right", fontsize=9.5)
+        write_figure(figure, path, title, simulated=True)
+
+
+def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: float) -> None:
+    if not group:
+        return
+    points = min(len(course.scores) for course in group)
+    at = np.array([[score[column] / unit for score in course.scores[:points]] for course in group])
+    values = np.array([[score[2] for score in course.scores[:points]] for course in group])
+    colour = COLOURS[number % len(COLOURS)]
+    axes.plot(
+        at.mean(axis=0), values.mean(axis=0), color=colour, linewidth=2, label=group[0].recipe,
+        marker=MARKERS[number % len(MARKERS)], markersize=4.5,
+    )  # fmt: skip
+    if len(group) > 1:
+        axes.fill_between(
+            at.mean(axis=0), values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
+        )
+
+
+def _finish(axes: Axes, target: float) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.axhline(target, color="#777777", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    low, high = axes.get_ylim()
+    if low >= -0.1 and high <= 1.1 and math.isfinite(target):
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+        axes.set_ylabel("test accuracy (%)")
+    else:
+        axes.set_ylabel("test score, higher is better")
+
+
+def _grouped(courses: Sequence[Course]) -> dict[tuple[str, str], list[Course]]:
+    """By network and recipe, networks together."""
+    networks = dict.fromkeys(course.network for course in courses)
+    recipes = dict.fromkeys(course.recipe for course in courses)
+    groups = {(network, recipe): [c for c in courses if (c.network, c.recipe) == (network, recipe)]
+              for network in networks for recipe in recipes}  # fmt: skip
+    return {key: group for key, group in groups.items() if group}

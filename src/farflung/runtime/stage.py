@@ -1,0 +1,174 @@
+"""Virtual time as a stage for faults: replicas that crash, hang or slow down, links that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from farflung.comm import VirtualNetwork
+from farflung.comm.virtual import VirtualClock
+from farflung.comm.virtual.pauses import Pauses, pair
+from farflung.errors import DeadlinePassed, PeerLost
+from farflung.faults import Fault, FaultPlan
+from farflung.tasks import Pending
+
+__all__ = ["CARRIED", "VirtualStage"]
+
+CARRIED = frozenset({"crash", "cut", "hang", "restore", "slow"})
+"""The kinds of faults that virtual time carries."""
+
+
+class VirtualStage:
+    """Carries what goes wrong, and notices who is lost as the wall clock does: by a closed connection or a deadline.
+
+    A crash is seen by each of the others one delay of its link later; what has left before arrives. The deadline is
+    watched only where a plan has faults.
+
+    Args:
+      clock: virtual time.
+      network: of the world.
+      plan: what will go wrong.
+      deadline_s: how long any message may take.
+
+    Raises:
+      Unsupported: a fault that is not carried.
+      ConfigError: a fault of a rank that there is not.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, network: VirtualNetwork, plan: FaultPlan, deadline_s: float
+    ) -> None:
+        plan.check(len(network.mailboxes), CARRIED, "virtual time")
+        self._clock, self._network, self._deadline_s = clock, network, deadline_s
+        self._factors: dict[int, float] = {}
+        self._crashed: set[int] = set()
+        self._pauses: Pauses | None = None
+        if plan.faults:
+            self._pauses = network.pauses = Pauses(clock)
+        self._running: Sequence[Pending[Any]] = ()
+        self.error: BaseException | None = None
+        """What the first replica to fail has raised."""
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        """See :class:`farflung.faults.Stage`."""
+        self._clock.at(t, fn)
+
+    def strike(self, fault: Fault) -> None:
+        """See :class:`farflung.faults.Stage`."""
+        assert self._pauses is not None
+        rank, pauses = fault.rank, self._pauses
+        peers = [other for other in range(len(self._network.mailboxes)) if other != rank]
+        if fault.peer is not None:
+            peers = [fault.peer]
+        if fault.kind == "crash":
+            self._crash(rank)
+        elif fault.kind == "hang":
+            pauses.stop(rank)
+        elif fault.kind == "slow":
+            assert fault.factor is not None
+            self._factors[rank] = fault.factor
+        elif fault.kind == "cut":
+            for peer in peers:
+                pauses.stop(pair(rank, peer))
+        else:
+            for peer in peers:
+                pauses.go_on(pair(rank, peer))
+            if fault.peer is None:
+                self._factors.pop(rank, None)
+                pauses.go_on(rank)
+
+    def _crash(self, rank: int) -> None:
+        self._crashed.add(rank)
+        lost = PeerLost(rank, "its connection was closed from its end")
+        for peer, mailbox in enumerate(self._network.mailboxes):
+            if peer != rank:
+                seen = self._clock.now() + self._network.profile.link(rank, peer).latency_s
+                self._clock.at(seen, lambda mailbox=mailbox: mailbox.end(lost))  # type: ignore[misc]
+
+    # --- what the replicas feel ---------------------------------------------------------------------------------
+
+    def slowed(self, rank: int) -> float:
+        """How many times as long a replica computes."""
+        return self._factors.get(rank, 1.0)
+
+    def after(self, rank: int, seconds: float, fn: Callable[[], None]) -> None:
+        """Calls ``fn`` when a replica has been running for ``seconds``."""
+        ends = self._clock.now() + seconds
+        if self._pauses is None:
+            self._clock.at(ends, fn)
+            return
+        pauses, due = self._pauses, ends - self._pauses.lost_s(rank)
+        self._clock.at(ends, lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
+
+    def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
+        """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
+        if self._pauses is None:
+            return self._clock.soon
+        pauses = self._pauses
+
+        def soon(fn: Callable[[], None]) -> None:
+            due = self._clock.now() - pauses.lost_s(rank)
+            self._clock.soon(lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
+
+        return soon
+
+    def _unless_crashed(self, rank: int, fn: Callable[[], None]) -> None:
+        if rank not in self._crashed:
+            fn()
+
+    # --- how it ends --------------------------------------------------------------------------------------------
+
+    def watch(self, running: Sequence[Pending[Any]]) -> None:
+        """Follows the replicas: the first error ends the view for all."""
+        self._running = running
+        for task in running:
+            task.on_done(self._one_ended)
+        if self._pauses is not None:
+            self._look()
+
+    def _one_ended(self, task: Pending[Any]) -> None:
+        if task.error is None:
+            return
+        if self.error is None:
+            self.error = task.error
+            if self._pauses is not None:
+                for mailbox in self._network.mailboxes:
+                    mailbox.end(task.error)
+
+    def _look(self) -> None:
+        """Ends the view when the oldest wait is too old; looks again when it may be."""
+        alive = [rank for rank, task in enumerate(self._running) if not task.done]
+        if self.error is not None or not alive:
+            return
+        if self._crashed.issuperset(alive):
+            self.error = PeerLost(alive[0], "its connection was closed from its end")
+            return
+        assert self._pauses is not None
+        now = self._clock.now()
+        again = now + self._deadline_s
+        for rank in alive:
+            waiting = self._network.mailboxes[rank].oldest()
+            if rank in self._crashed or self._pauses.stopped(rank) or waiting is None:
+                continue
+            if now >= waiting.since + self._deadline_s:
+                self._network.mailboxes[rank].end(
+                    DeadlinePassed(self._root_of(rank), waiting.what, now - waiting.since)
+                )
+                return
+            again = min(again, waiting.since + self._deadline_s)
+        self._clock.at(again, self._look)
+
+    def _root_of(self, rank: int) -> int | None:
+        """Who holds up a rank in the end; one that stands still tells nobody whom it waits for."""
+        assert self._pauses is not None
+        seen = {rank}
+        blamed = rank
+        while not self._pauses.stopped(blamed):
+            waiting = self._network.mailboxes[blamed].oldest()
+            if waiting is None or waiting.src is None or waiting.src in seen:
+                break
+            blamed = waiting.src
+            seen.add(blamed)
+        return blamed if blamed != rank else None

@@ -1,0 +1,203 @@
+"""Records the traffic of a run while it goes on; see :mod:`farflung.timing.traffic`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from torch import Tensor
+
+from farflung.errors import Unsupported
+from farflung.replica import Replica
+from farflung.tasks import Pending
+from farflung.timing.traffic import Op
+from farflung.types import (
+    Channel,
+    CodecState,
+    Contribution,
+    Feature,
+    Json,
+    Payload,
+    Reduced,
+    Reducer,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
+
+__all__ = ["RecordedReplica", "TrafficRecorder"]
+
+
+class TrafficRecorder:
+    """Writes the traffic of a run while it goes on; nothing is written twice.
+
+    Args:
+      path: the file; replaced.
+      size: number of ranks.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._size = size
+        self._file = path.open("w", encoding="utf-8")
+        self._journeys: dict[tuple[Op, ...], int] = {}
+        self._open: dict[tuple[int, int], dict[int, int]] = {}
+        self._begun: dict[int, tuple[int, int]] = {}
+
+    def begin(self, rank: int, step: int) -> int:
+        """A rank begins an exchange of a step; how many of that step it began before."""
+        latest, count = self._begun.get(rank, (step, 0))
+        number = count if latest == step else 0
+        self._begun[rank] = step, number + 1
+        return number
+
+    def end(self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: Reduced) -> None:
+        """A rank is through with an exchange."""
+        if ops not in self._journeys:
+            self._journeys[ops] = len(self._journeys)
+            self._write({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
+        ended = self._open.setdefault((step, number), {})
+        ended[rank] = self._journeys[ops]
+        if len(ended) == self._size:
+            del self._open[step, number]
+            self._write(
+                {
+                    "step": step,
+                    "number": number,
+                    "journeys": [ended[rank] for rank in range(self._size)],
+                    "weight": result.weight,
+                    "rider": result.rider.tolist(),
+                    "learns": result.learn is not None,
+                }
+            )
+
+    def filled(self, rank: int, step: int, order: list[int]) -> None:
+        """A backward pass has filled its buckets in this order."""
+        if order != sorted(order):
+            self._write({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
+
+    def _write(self, row: dict[str, Json]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+@dataclass(slots=True)
+class RecordedReplica(Replica):
+    """A replica whose traffic is recorded.
+
+    Args:
+      recorder: keeps it.
+    """
+
+    recorder: TrafficRecorder | None = None
+
+    def __post_init__(self) -> None:
+        if self.recorder is not None:
+            self.parts = replace(self.parts, reducer=_RecordingReducer(self.parts.reducer, self.recorder))
+        Replica.__post_init__(self)
+
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        """The replica's."""
+        order: list[int] = []
+
+        def filled(index: int) -> None:
+            order.append(index)
+            ready(index)
+
+        Replica.backward(self, loss, filled)
+        if self.recorder is not None:
+            self.recorder.filled(self.runtime.comm.rank, self.step_done, order)
+
+
+class _RecordingReducer:
+    """A reducer whose journeys are recorded.
+
+    Args:
+      reducer: does the work.
+      recorder: keeps them.
+    """
+
+    def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
+        self._reducer, self._recorder = reducer, recorder
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """The reducer's."""
+        return self._reducer.init(spec, seeds)
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """The reducer's."""
+        number = self._recorder.begin(channel.rank, step)
+        watched = _WatchedChannel(channel)
+        result = await self._reducer.reduce(watched, slot, own, step=step)
+        self._recorder.end(channel.rank, step, number, tuple(watched.ops), result)
+        return result
+
+
+class _WatchedChannel:
+    """A channel that keeps what it is asked for.
+
+    A collective without a codec is kept as a whole, even where it goes hop by hop: that it does may depend on the
+    network and on when the ranks join.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.rank: int = channel.rank
+        self.size: int = channel.size
+        self.features: frozenset[Feature] = channel.features
+        self.ops: list[Op] = []
+        self._channel = channel
+        self._whole_begins = False
+        self._of_wholes: set[int] = set()
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._channel.sent_nbytes
+
+    def hops(self, count: int) -> int:
+        first = self._channel.hops(count)
+        if self._whole_begins:
+            self._whole_begins = False
+            self._of_wholes.update(range(first, first + count))
+        else:
+            self.ops.append(("hops", count))
+        return first
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        if hop not in self._of_wholes:
+            self.ops.append(("send", dst, hop, payload.nbytes))
+        return self._channel.send(payload, dst, hop)
+
+    def recv(
+        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
+    ) -> Pending[Payload]:
+        if src is None:
+            raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
+        if hop not in self._of_wholes:
+            self.ops.append(("recv", src, hop))
+        return self._channel.recv(src, hop, expect)
+
+    def in_one(
+        self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
+    ) -> Pending[tuple[Tensor, Tensor]] | None:
+        whole = self._channel.in_one(collective, tensor, side, encoded=encoded)
+        if not encoded:
+            self._whole_begins = whole is None  # then the next hops are the collective's own
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.ops.append(("whole", collective, dtype, tensor.numel(), side.numel()))
+        return whole
+
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        return self._channel.fastest(collectives, nbytes, side_nbytes)
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._channel.all_reduce(tensor)

@@ -1,0 +1,194 @@
+"""A run once more without its arithmetic: the same replica, whose gradients are sizes and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from farflung.comm import COLLECTIVES
+from farflung.errors import DataError
+from farflung.replica import Checkpoints, Replica, Vote
+from farflung.telemetry import TIMES, Event, Sink
+from farflung.timing.traffic import Traffic
+from farflung.types import (
+    Batch,
+    Channel,
+    CodecState,
+    Contribution,
+    Dataset,
+    Json,
+    Payload,
+    Reduced,
+    SampleIds,
+    Seeds,
+    State,
+    StateSlot,
+    TensorSpec,
+    Workload,
+)
+
+__all__ = ["Retimed", "retimed_events"]
+
+
+@dataclass(slots=True)
+class Retimed(Replica):
+    """A replica that goes through the motions of a run: it draws batches, moves what was moved, and computes nothing.
+
+    Args:
+      traffic: of the run.
+      checkpointed: whether the run kept checkpoints; then all wait for each other where it did.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    checkpointed: bool = True
+
+    def __post_init__(self) -> None:
+        self.workload = _Hollow(self.workload)
+        self.parts = replace(self.parts, reducer=_Mover(self.traffic))
+        self.checkpoints = _Unkept() if self.checkpointed else None
+        Replica.__post_init__(self)
+
+    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
+        """Nothing."""
+        del weights
+        return torch.zeros(()), Vote(0.0, len(batch) / self.training.batch_size)
+
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        """Buckets fill in the order in which they did."""
+        del loss
+        rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
+        for index in self.traffic.fills.get((self.step_done, rank), every):
+            ready(index)
+
+    def update(self) -> None:
+        """Nothing."""
+
+
+def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
+    """A sink for one retimed replica: what does not depend on the clock is as it was.
+
+    Args:
+      stored: the events of the same replica in the run.
+      sinks: where the events go.
+
+    Raises:
+      DataError: when the replica tells of something else than it did in the run.
+    """
+    expected: Iterator[Event] = iter(stored)
+
+    def sink(event: Event) -> None:
+        was = next(expected, None)
+        if was is None or any(was.get(key) != event.get(key) for key in ("event", "rank", "step")):
+            raise DataError(
+                f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
+                "simulate it again"
+            )
+        timed: Event = {key: event[key] if key in TIMES else value for key, value in was.items()}
+        for each in sinks:
+            each(timed)
+
+    return sink
+
+
+class _Mover:
+    """A reducer that repeats recorded journeys."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._begun: tuple[int, int] = (-1, 0)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        del spec, seeds
+        return CodecState()
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        del slot
+        number = self._begun[1] if self._begun[0] == step else 0
+        self._begun = step, number + 1
+        exchanged = self._traffic.exchanges.get((step, number))
+        if exchanged is None:
+            raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
+        for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
+            kind, *numbers = op
+            if kind == "whole":
+                collective, dtype, numel, side = numbers
+                await COLLECTIVES[str(collective)](
+                    channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side))
+                )
+                continue
+            first, *rest = map(int, numbers)
+            if kind == "hops":
+                channel.hops(first)
+            elif kind == "send":
+                channel.send(Payload((_hollow("uint8", rest[1]),)), first, rest[0])
+            else:
+                await channel.recv(first, rest[0])
+        rider = torch.tensor(exchanged.rider, dtype=torch.float64)
+        return Reduced(own.tensor, exchanged.weight, rider, _same if exchanged.learns else None)
+
+
+def _same(state: CodecState) -> CodecState:
+    return state
+
+
+def _hollow(dtype: str, numel: int) -> Tensor:
+    """A tensor that has a size and no content."""
+    return torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
+
+
+class _Hollow:
+    """A workload whose samples have a number and nothing else."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.name = workload.name
+        self.defaults: Mapping[str, Json] = workload.defaults
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return self._workload.model(generator)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        del model
+        return torch.zeros(len(batch))
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        del model
+        return torch.zeros(len(batch))
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = self._workload.datasets()
+        return _Numbers(len(train)), _Numbers(len(test))
+
+
+class _Numbers:
+    """A data set of so many samples without content."""
+
+    labels: Tensor | None = None
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        del train
+        return Batch(ids, ids)
+
+
+class _Unkept(Checkpoints):
+    """Checkpoints that are not written."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), 0, 1, leader=False)
+
+    def save(self, step: int, shared: State, own: State) -> Path:
+        del shared, own
+        return self.folder / f"step-{step:08d}"
+
+    def prune(self) -> None:
+        """Nothing."""

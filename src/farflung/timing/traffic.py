@@ -1,0 +1,89 @@
+"""What the exchanges of a run moved, so that they can be timed again: sizes and order, no gradients.
+
+A file of JSON lines. ``{"journey": n, "ops": [...]}`` is what one rank does in an exchange; the same journey is there
+once, however often it is taken. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the journey of
+each rank, and what it brought beside the mean. ``{"step": s, "rank": r, "fill": [...]}`` is the order in which the
+buckets of a backward pass filled, where that is not the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from farflung.errors import DataError
+from farflung.types import Json
+
+__all__ = ["Exchanged", "Op", "Traffic"]
+
+Op: TypeAlias = "tuple[str | int, ...]"
+"""``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)`` or
+``("whole", collective, dtype, numel, side)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """One exchange of all ranks.
+
+    Args:
+      journeys: what each rank did, by the number of its journey.
+      weight: the sum of the weights.
+      rider: the sum of the riders.
+      learns: whether the reducer's state changed when the result was merged.
+    """
+
+    journeys: tuple[int, ...]
+    weight: float
+    rider: tuple[float, ...]
+    learns: bool
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What :class:`farflung.timing.TrafficRecorder` has written.
+
+    Args:
+      journeys: by number.
+      exchanges: by step and by how many began before it at that step.
+      fills: orders of buckets that are not those of their numbers, by step and rank.
+    """
+
+    journeys: dict[int, tuple[Op, ...]] = field(default_factory=dict)
+    exchanges: dict[tuple[int, int], Exchanged] = field(default_factory=dict)
+    fills: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> Traffic:
+        """Reads a file.
+
+        Raises:
+          DataError: absent or damaged; names it.
+        """
+        traffic = Traffic()
+        try:
+            with path.open(encoding="utf-8") as file:
+                for line in file:
+                    traffic._take(json.loads(line))
+        except FileNotFoundError:
+            raise DataError(
+                f"{path}: there is none; only runs of farflung simulate record their traffic"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+        return traffic
+
+    def _take(self, row: dict[str, Json]) -> None:
+        if "journey" in row:
+            ops = cast("list[list[str | int]]", row["ops"])
+            self.journeys[cast(int, row["journey"])] = tuple(tuple(op) for op in ops)
+        elif "fill" in row:
+            self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
+        else:
+            self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = Exchanged(
+                tuple(cast("list[int]", row["journeys"])),
+                cast(float, row["weight"]),
+                tuple(cast("list[float]", row["rider"])),
+                cast(bool, row["learns"]),
+            )

@@ -1,0 +1,148 @@
+"""Comparisons: one training for each recipe and seed, the same figures as single runs, resumable, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.cli import compare
+from farflung.cli.main import main
+from farflung.cli.run import RunFolder
+from farflung.cli.variants import variant
+from farflung.errors import ConfigError
+
+SMALL = ["--workload", "synthetic/quadratic", "--steps", "6", "--batch-size", "4", "--evaluate-every", "2"]
+
+
+def compared(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
+    """What a comparison finds."""
+    assert main(["compare", *SMALL, *options, "--out", str(out), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_row_is_what_a_run_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = compared(
+        capsys,
+        tmp_path / "out",
+        "--recipes",
+        "synchronous",
+        "ring(codec=int8)",
+        "--networks",
+        "wifi-10mbps",
+        "4g",
+    )
+    assert found["simulated"] is True
+    assert [(row["network"], row["recipe"]) for row in found["rows"]] == [
+        ("wifi-10mbps", "synchronous"), ("wifi-10mbps", "ring(codec=int8)"),
+        ("4g", "synchronous"), ("4g", "ring(codec=int8)"),
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    single = ["--recipe", "ring", "--codec", "int8", "--network", "4g", "--checkpoint-every", "0"]
+    assert main(["simulate", *SMALL, *single, "--out", str(tmp_path / "one"), "--quiet"]) == 0
+    capsys.readouterr()
+    one = [e for e in RunFolder(tmp_path / "one").events()[0] if e["event"] == "step"]
+    (folder,) = (tmp_path / "out" / "runs").glob("ring-codec=int8*4g*")
+    assert [e for e in RunFolder(folder).events()[0] if e["event"] == "step"] == one
+    last = found["rows"][-1]
+    assert last["bytes_sent_per_replica"] == one[-1]["bytes_sent"]
+    assert last["speed_up"] == found["rows"][2]["time_to_target_s"] / last["time_to_target_s"]
+    assert all(row["reached"] == 1 for row in found["rows"]), "every run reaches the target that is chosen"
+
+
+def test_one_training_for_all_networks_and_none_when_started_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("simulate", "retime"):
+        real = getattr(compare, name)
+
+        def counted(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            made.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(compare, name, counted)
+    options = ["--recipes", "synchronous", "ring", "--networks", "wifi-10mbps", "4g", "--seeds", "3", "4"]
+    first = compared(capsys, tmp_path, *options)
+    assert made == ["simulate", "retime"] * 4
+    assert compared(capsys, tmp_path, *options) == first
+    assert len(made) == 8, "nothing was made twice"
+    (cut,) = (tmp_path / "runs").glob("ring-wifi-10mbps-seed-4")
+    (cut / "summary.json").unlink()
+    assert compared(capsys, tmp_path, *options) == first
+    assert made[8:] == ["simulate"]
+    assert main(["compare", *SMALL, *options, "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["compare", *SMALL, "--recipes", "ring", "--target", "7", "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Simulated. Time to score 7")
+    assert "0 of 1 runs" in out
+    assert "not every run reached score 7; --target sets another" in out
+    assert err == "run 1 of 1: ring, seed 0\n"
+
+
+def test_a_comparison_that_is_stopped_leaves_no_half_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--recipes", "synchronous", "ring", "--out", str(tmp_path)]
+    real = getattr(compare, "simulate")  # noqa: B009
+
+    def stopped(config: Any, *args: Any, stop_asked: Any, **options: Any) -> Any:
+        if config.recipe == "ring":
+            stop_asked.__self__.set()
+        return real(config, *args, stop_asked=stop_asked, **options)
+
+    monkeypatch.setattr(compare, "simulate", stopped)
+    assert main(["compare", *SMALL, *options, "--quiet"]) == 130
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["synchronous-wifi-10mbps-seed-0"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--recipes", "synchronous", "sinchronous"], "unknown recipe 'sinchronous'"),
+        (["--recipes", "ring", "ring"], "--recipes: one of them is there twice"),
+        (["--recipes", "ring(codec=int9)"], "unknown codec 'int9'"),
+        (["--recipes", "ring(codec="], "recipe 'ring(codec=': write it as name or name(setting=value)"),
+        (["--recipes", "ring(int8)"], "recipe 'ring(int8)': write it as name or name(setting=value)"),
+        (
+            ["--recipes", "ring(workers=3)"],
+            "recipe 'ring(workers=3)': cannot change 'workers'; it can change: ",
+        ),
+        (["--recipes", "ring(steps=many)"], "recipe 'ring(steps=many)': steps = many: must be of type int"),
+        (["--recipes", "native"], "run on real machines alone"),
+        (["--networks", "wifi"], "unknown network profile 'wifi'"),
+        (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_before_anything_begins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
+) -> None:
+    assert main(["compare", *SMALL, *options, "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("farflung: ")
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_variants_are_settings() -> None:
+    assert variant(" ring ") == {"recipe": "ring"}
+    assert variant("ring(codec=chain(topk(density=0.1), int8), learning_rate=1, steps=7)") == {
+        "recipe": "ring", "codec": "chain(topk(density=0.1), int8)", "learning_rate": 1.0, "steps": 7,
+    }  # fmt: skip
+    assert variant('ring(codec="topk(density=0.1)", optimizer="adam")') == {
+        "recipe": "ring", "codec": "topk(density=0.1)", "optimizer": "adam",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="cannot change 'seed'"):
+        variant("ring(seed=1)")

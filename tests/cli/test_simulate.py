@@ -1,0 +1,242 @@
+"""Runs in virtual time, as a person makes them: repeatable to the byte, stopped, replayed, refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.cli.main import main
+from farflung.cli.run import RunFolder
+from farflung.cli.simulation import SimulatedConfig, simulate
+from farflung.replica import load_tree
+from farflung.runtime import read_decisions
+from farflung.telemetry import TIMES, Event
+from farflung.types import Decision, Json
+
+SMALL = [
+    "--workload", "synthetic/quadratic", "--steps", "8", "--batch-size", "4", "--evaluate-every", "4",
+    "--checkpoint-every", "4", "--network", "wifi-10mbps",
+]  # fmt: skip
+WITHIN_S = 60
+
+
+def simulated(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
+    """The summary of a small run."""
+    assert main(["simulate", *SMALL, *options, "--out", str(out), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+SEEDS = {"one": 0, "two": 0, "other": 1}
+
+
+def made(path: Path, options: dict[str, Json]) -> RunFolder:
+    """A small run without its pictures."""
+    small: dict[str, Json] = {
+        "workload": "synthetic/quadratic",
+        "steps": 8,
+        "batch_size": 4,
+        "evaluate_every": 4,
+    }
+    config, folder = SimulatedConfig.resolve({**small, **options}), RunFolder(path)
+    folder.create(config)
+    simulate(config, folder, lambda event: None, config.make_workload())
+    return folder
+
+
+def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model in a checkpoint."""
+    model: dict[str, torch.Tensor] = load_tree(
+        folder / "checkpoints" / f"step-{step:08d}" / "shared.safetensors"
+    )["model"]
+    return model
+
+
+def same_parameters(one: Path, other: Path, step: int) -> bool:
+    mine, theirs = parameters(one, step), parameters(other, step)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"network": "wifi-10mbps"},
+        {"network": "shanghai-boston", "recipe": "ring", "codec": "error_feedback(topk(density=0.1))"},
+        {"network": "wifi-shared-100mbps", "recipe": "parameter_server", "partition": "labels(k=3)"},
+    ],
+    ids=["wifi", "jitter", "shared"],
+)
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, options: dict[str, Json]) -> None:
+    one, two, other = (made(tmp_path / name, {**options, "seed": seed}) for name, seed in SEEDS.items())
+    for rank in range(4):
+        written = one.telemetry(rank).read_bytes()
+        assert written == two.telemetry(rank).read_bytes()
+        assert written != other.telemetry(rank).read_bytes()
+
+
+def test_what_a_run_leaves_behind_says_that_it_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    summary = simulated(capsys, tmp_path / "run")
+    assert summary["simulated"]["network"] == "wifi-10mbps"
+    assert summary["simulated"]["device"] == "cpu-core"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["simulated"] == summary["simulated"]
+    assert b"simulated run" in (tmp_path / "run" / "run.png").read_bytes()
+    assert main(["simulate", *SMALL, "--out", str(tmp_path / "two"), "--quiet"]) == 0
+    assert "duration, simulated" in capsys.readouterr().out
+
+
+def test_both_worlds_tell_the_same(tmp_path: Path) -> None:
+    """One format: the same events with the same keys, and the same values where no clock has a part in them."""
+    config = [*SMALL[:-2], "--workers", "2"]
+    command = [sys.executable, "-m", "farflung", "train", *config, "--out", str(tmp_path / "real"), "--quiet"]
+    subprocess.run(command, check=True, capture_output=True, timeout=WITHIN_S)
+    assert main(["simulate", *SMALL, "--workers", "2", "--out", str(tmp_path / "virtual"), "--quiet"]) == 0
+
+    def told(name: str) -> dict[int, list[Event]]:
+        events = RunFolder(tmp_path / name).events()
+        return {rank: [e for e in each if e["event"] != "hello"] for rank, each in events.items()}
+
+    real, virtual = told("real"), told("virtual")
+    for rank in (0, 1):
+        assert [list(event) for event in real[rank]] == [list(event) for event in virtual[rank]]
+        for one, other in zip(real[rank], virtual[rank], strict=True):
+            assert {k: v for k, v in one.items() if k not in TIMES} == {
+                k: v for k, v in other.items() if k not in TIMES
+            }
+    assert same_parameters(tmp_path / "real", tmp_path / "virtual", 8)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulated(capsys, tmp_path / "whole")
+    simulated(capsys, tmp_path / "broken", "--steps", "4")
+    assert main(["simulate", "--resume", str(tmp_path / "broken"), "--steps", "8", "--quiet"]) == 0
+    assert same_parameters(tmp_path / "whole", tmp_path / "broken", 8)
+
+
+# --- stopped and replayed ---------------------------------------------------------------------------------------
+
+
+def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path) -> None:
+    config = SimulatedConfig.resolve(
+        {"workload": "synthetic/quadratic", "steps": 30, "batch_size": 4, "network": "4g", "workers": 3}
+    )
+    task = config.make_workload()
+    folder = RunFolder(tmp_path / "stopped")
+    folder.create(config)
+    asked = iter([False] * 20 + [True] * 100)  # three replicas ask at each step
+    summary = simulate(config, folder, lambda event: None, task, stop_asked=lambda: next(asked))
+    assert (summary["stopped"], summary["steps"]) == (True, 7)
+    assert read_decisions(folder.decisions) == [Decision("stop", 6, True, timing=False)]
+
+    again = tmp_path / "again"
+    options = ["--config", str(folder.config), "--network", "wifi-50mbps", "--out", str(again), "--quiet"]
+    assert main(["simulate", *options, "--replay", str(folder.decisions)]) == 0
+    assert same_parameters(folder.path, again, 7)
+    assert RunFolder(again).decisions.read_bytes() == folder.decisions.read_bytes()
+
+
+def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path) -> None:
+    real, virtual = tmp_path / "real", tmp_path / "virtual"
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "farflung", "train", "--workload", "synthetic/quadratic", "--workers", "2",
+            "--steps", "1000000", "--batch-size", "4", "--checkpoint-every", "20", "--evaluate-every", "0",
+            "--out", str(real),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert any("checkpoint" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WITHIN_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    steps = json.loads((real / "summary.json").read_text())["steps"]
+    assert read_decisions(real / "decisions.jsonl") == [Decision("stop", steps - 1, True, timing=False)]
+    options = ["--config", str(real / "config.json"), "--replay", str(real / "decisions.jsonl")]
+    assert main(["simulate", *options, "--out", str(virtual), "--quiet"]) == 0
+    assert same_parameters(real, virtual, steps)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--network", "wifi-11mbps"], "unknown network profile 'wifi-11mbps'; known: "),
+        (["--network", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (["--device", "abacus"], "unknown device 'abacus'; known: "),
+        (["--faults", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (
+            ["--network", "10gbe-4", "--workers", "5"],
+            "10gbe-4: nodes: it describes 4 nodes, and 5 are to run",
+        ),
+        (["--recipe", "native"], "(--collective native) run on real machines alone"),
+        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read as a decision log"),
+        (["--codec", "truncate15"], "unknown codec 'truncate15'"),
+        (["--resume", "nowhere"], "nowhere: no run there"),
+        (["--encrypt"], "--encrypt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_on_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
+) -> None:
+    where = [] if "--resume" in options else ["--out", str(tmp_path / "run")]
+    assert main(["simulate", *SMALL, *options, *where]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("farflung: ")
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "says"),
+    [
+        ("latency_s = -1", "site all: inside: latency_s = -1.0: must be a number of seconds, 0 or more"),
+        ("latency_s = 0.1\nbandwidth_bps = 0", "site all: inside: bandwidth_bps = 0"),
+    ],
+)
+def test_a_link_that_cannot_be_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, link: str, says: str
+) -> None:
+    path = tmp_path / "net.toml"
+    path.write_text(f'[[site]]\nname = "all"\n[site.inside]\n{link}\n')
+    assert main(["simulate", *SMALL, "--network", str(path), "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"farflung: {path}: {says}")
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_fault_that_ends_the_run_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "faults.toml"
+    path.write_text('[[fault]]\nkind = "crash"\nrank = 2\nat_step = 5\n')
+    out = tmp_path / "run"
+    assert main(["simulate", *SMALL, "--faults", str(path), "--out", str(out), "--quiet"]) == 1
+    assert capsys.readouterr().err == "farflung: lost rank 2: its connection was closed from its end\n"
+    assert main(["simulate", "--resume", str(out), "--faults", "", "--quiet"]) == 0, "from step 4 on"
+    path.write_text('[[fault]]\nkind = "leave"\nrank = 2\nat_step = 5\n')
+    assert main(["simulate", *SMALL, "--faults", str(path), "--out", str(tmp_path / "two")]) == 2
+    assert "leave of rank 2 at step 5: virtual time carries" in capsys.readouterr().err
+
+
+def test_runs_of_the_two_worlds_are_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    simulated(capsys, tmp_path / "run")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "9"]) == 2
+    assert "not of a run that farflung train has made" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Fault plans: what they may say, where they come from, and when an injector strikes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.faults import FAULTS, Fault, FaultInjector, FaultPlan, load_faults
+
+
+def test_methods_make_the_faults_of_their_names() -> None:
+    plan = FaultPlan()
+    for kind in FAULTS:
+        more = {"factor": 2.0} if kind == "slow" else {}
+        plan = getattr(plan, kind)(1, at_step=3, **more)
+    assert [fault.kind for fault in plan.faults] == list(FAULTS)
+    assert {(fault.rank, fault.at_step, fault.at_s) for fault in plan.faults} == {(1, 3, None)}
+    assert FaultPlan().cut(0, 2, at_s=1.5).faults == (Fault("cut", 0, at_s=1.5, peer=2),)
+    assert FaultPlan().restore(0, 2, at_s=1.5).faults == (Fault("restore", 0, at_s=1.5, peer=2),)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kind": "burn"}, "unknown fault 'burn'; known: corrupt, crash, "),
+        ({"rank": -1}, "rank = -1: must be 0 or more"),
+        ({"at_step": None}, "at_step, at_s: give one of them"),
+        ({"at_s": 1.0}, "at_step, at_s: give one of them"),
+        ({"at_step": -1}, "at_step = -1: must be 0 or more"),
+        ({"at_step": None, "at_s": float("nan")}, "at_s = nan: must be a number of seconds"),
+        ({"factor": 2.0}, "factor = 2.0: slow needs one, and nothing else has one"),
+        ({"kind": "slow"}, "factor = None: slow needs one"),
+        ({"kind": "slow", "factor": 0.0}, "factor = 0.0: must be above 0"),
+        ({"peer": 2}, "peer = 2: only cut and restore have one"),
+        ({"kind": "cut", "peer": 1}, "peer = 1: must be another rank"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, UnknownName)) as caught:
+        Fault(**{"kind": "crash", "rank": 1, "at_step": 3, **given})
+    assert str(caught.value).startswith(says)
+
+
+def test_a_world_refuses_what_it_cannot_carry_by_name() -> None:
+    plan = FaultPlan().crash(1, at_step=3).join(4, at_s=2.0)
+    plan.check(5, {"crash", "join"}, "this world")
+    with pytest.raises(Unsupported, match=r"join of rank 4 at 2 s: this world carries crash alone"):
+        plan.check(5, {"crash"}, "this world")
+    with pytest.raises(ConfigError, match=r"join of rank 4 at 2 s: there are ranks 0 to 3 alone"):
+        plan.check(4, {"crash", "join"}, "this world")
+    with pytest.raises(ConfigError, match=r"cut of rank 0 from rank 9 at step 1: there are ranks 0 to 3"):
+        FaultPlan().cut(0, 9, at_step=1).check(4, {"cut"}, "this world")
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "faults.toml"
+    path.write_text(
+        '[[fault]]\nkind = "slow"\nrank = 1\nat_s = 30\nfactor = 4\n'
+        '[[fault]]\nkind = "cut"\nrank = 2\nat_step = 100\npeer = 0\n'
+    )
+    assert load_faults(path) == FaultPlan().slow(1, factor=4.0, at_s=30.0).cut(2, 0, at_step=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[[fault]]\nkind = "crash"\nat_s = 1', ": fault 1: rank is missing"),
+        ('[[fault]]\nkind = "crash"\nrank = 1.5\nat_s = 1', ": fault 1: rank = 1.5: must be a whole number"),
+        ('[[fault]]\nkind = "crash"\nrank = 1', ": fault 1: at_step, at_s: give one of them"),
+        ('[[fault]]\nkind = "crash"\nrank = 1\nat_s = 1\nwhen = 2', ": fault 1: unknown key 'when'; known: "),
+        ("[fault]\nrank = 1", ": fault = "),
+        ("fautl = 1", ": unknown key 'fautl'; known: fault"),
+        ("[[fault", ": cannot be read as TOML: "),
+    ],
+)
+def test_one_line_names_file_and_key(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "faults.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_faults(path)
+    assert str(caught.value).startswith(f"{path}{says}")
+    assert "\n" not in str(caught.value)
+
+
+# --- when -------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A stage that only notes what happens."""
+
+    def __init__(self) -> None:
+        self.struck: list[str] = []
+        self.timed: dict[float, Callable[[], None]] = {}
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        self.timed[t] = fn
+
+    def strike(self, fault: Fault) -> None:
+        self.struck.append(str(fault))
+
+
+def test_an_injector_strikes_at_times_and_after_steps() -> None:
+    stage = Recorder()
+    plan = FaultPlan().hang(1, at_step=2).crash(1, at_step=2).join(3, at_step=1).slow(0, factor=2, at_s=5.0)
+    inject = FaultInjector(plan, stage)
+    for rank, event, step in [(1, "begin", 0), (1, "step", 0), (0, "evaluation", 2), (0, "step", 1)]:
+        inject({"event": event, "rank": rank, "step": step})
+    assert stage.struck == []
+    inject({"event": "step", "rank": 1, "step": 1})
+    assert stage.struck == ["hang of rank 1 at step 2", "crash of rank 1 at step 2"]
+    inject({"event": "step", "rank": 0, "step": 0})
+    assert stage.struck[2:] == ["join of rank 3 at step 1"]
+    stage.timed[5.0]()
+    assert stage.struck[3:] == ["slow of rank 0 at 5 s"]
+
+
+def test_a_resumed_replica_tells_its_steps_at_its_beginning() -> None:
+    stage = Recorder()
+    inject = FaultInjector(FaultPlan().crash(1, at_step=20), stage)
+    inject({"event": "begin", "rank": 1, "step": 20})
+    assert stage.struck == ["crash of rank 1 at step 20"]

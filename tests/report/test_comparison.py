@@ -1,0 +1,102 @@
+"""Several runs beside each other: every figure against arithmetic on paper."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from farflung.errors import DataError
+from farflung.report import Course, compare_courses, comparison_picture, comparison_table
+
+SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "other": 0.0}
+
+
+def course(
+    recipe: str,
+    *scores: float,
+    seed: int = 0,
+    network: str = "wifi",
+    pace_s: float = 1.0,
+    step_nbytes: int = 1000,
+) -> Course:
+    """One that is evaluated every ``pace_s`` seconds."""
+    timed = tuple((pace_s * n, step_nbytes * n, score) for n, score in enumerate(scores, start=1))
+    summary = {"bytes_sent_per_replica": timed[-1][1], "duration_s": timed[-1][0], "time_s": dict(SPLIT)}
+    return Course(recipe, network, seed, timed, summary)  # type: ignore[arg-type]
+
+
+def test_a_course_is_read_from_events() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "begin", "rank": 0, "t": 2.0, "step": 0, "steps": 2},
+        {"event": "step", "rank": 0, "t": 3.0, "step": 0, "bytes_sent": 10},
+        {"event": "evaluation", "rank": 0, "t": 3.5, "step": 1, "accuracy": 0.25},
+        {"event": "step", "rank": 0, "t": 4.0, "step": 1, "bytes_sent": 20},
+        {"event": "evaluation", "rank": 0, "t": 4.5, "step": 2, "accuracy": 0.75},
+        {"event": "end", "rank": 0, "t": 4.5},
+    ]
+    read = Course.of("a", "wifi", 0, events, {})
+    assert read.scores == ((1.5, 10, 0.25), (2.5, 20, 0.75))
+    assert (read.best, read.reaches(0.5), read.reaches(0.8)) == (0.75, (2.5, 20), None)
+    with pytest.raises(DataError, match="a on wifi, seed 0: it was never evaluated"):
+        Course.of("a", "wifi", 0, events[:2], {})
+    with pytest.raises(DataError, match="its events are damaged"):
+        Course.of("a", "wifi", 0, [{"event": "evaluation", "rank": 0, "t": None, "accuracy": 1}], {})
+
+
+def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
+    courses = [
+        course("slow", 0.2, 0.4, 0.6, pace_s=4.0),
+        course("slow", 0.2, 0.6, 0.6, pace_s=4.0, seed=1),
+        course("fast", 0.2, 0.5, 0.7, step_nbytes=100),
+        course("fast", 0.2, 0.5, 0.5, step_nbytes=100, seed=1),
+        course("never", 0.1, 0.2, 0.3),
+        course("slow", 0.6, network="lan"),
+    ]
+    slow, fast, never, elsewhere = compare_courses(courses, 0.5)
+    assert (slow.time_to_target_s, slow.bytes_to_target, slow.speed_up) == (10.0, 2500.0, 1.0)
+    assert (fast.time_to_target_s, fast.bytes_to_target, fast.speed_up) == (2.0, 200.0, 5.0)
+    assert fast.final_accuracy == pytest.approx(0.6)
+    assert fast.final_accuracy_range == (0.5, 0.7)
+    assert (never.reached, never.time_to_target_s, never.speed_up) == (0, None, None)
+    assert (elsewhere.network, elsewhere.speed_up, elsewhere.time_to_target_s) == ("lan", 1.0, 1.0)
+    assert slow.duration_s == 12.0
+    assert slow.time_s == SPLIT
+    assert slow.to_json()["final_accuracy_range"] == [0.6, 0.6]
+
+
+def test_the_table_says_what_is_simulated_and_what_was_not_reached() -> None:
+    courses = [course("slow", 0.2, 0.6, pace_s=4.0), course("never", 0.1, 0.3)]
+    console = Console(file=StringIO(), width=160, force_terminal=False)
+    console.print(comparison_table(compare_courses(courses, 0.5), 0.5))
+    out = console.file
+    assert isinstance(out, StringIO)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("Simulated. Time to accuracy 50.0 %")
+    cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines if "│" in line]
+    assert cells == [
+        ["wifi", "slow", "8 s", "1.00", "60.0 %", "2.0 kB", "8 s", "25 %", "75 %"],
+        ["never", "0 of 1 runs", "", "30.0 %", "2.0 kB", "2 s", "25 %", "75 %"],
+    ]
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    courses = [
+        course(f"recipe $x_{n}$", 0.1 * n, 0.1, 0.2, seed=seed, network=network)
+        for n in range(9)
+        for seed in range(2)
+        for network in ("wifi", "lan")
+    ]
+    comparison_picture(courses, tmp_path / "new" / "compare.png", title="all $of$ them", target=0.15)
+    assert (tmp_path / "new" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    comparison_picture([course("score", -3.0, -1.0)], tmp_path / "score.png", title="one", target=-2.0)
+    assert (tmp_path / "score.png").exists()
+
+
+def test_a_damaged_summary_is_named() -> None:
+    damaged = Course("a", "wifi", 0, ((1.0, 1, 0.5),), {"duration_s": 1.0, "bytes_sent_per_replica": "much"})
+    with pytest.raises(DataError, match="a on wifi: its summary has no number bytes_sent_per_replica"):
+        compare_courses([damaged], 0.5)

@@ -1,0 +1,71 @@
+"""The decision log: kept in a file, made again from one, and refused where it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farflung.errors import ConfigError
+from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
+from farflung.types import Decision, Json, Runtime
+
+
+def decided(log: DecisionLog, values: list[int]) -> list[list[Json]]:
+    """What each of two ranks is told, where rank 0 would choose ``values`` one after the other."""
+    world = VirtualWorld(2, decisions=log)
+
+    async def body(runtime: Runtime) -> list[Json]:
+        return [(await runtime.decide("width", step, values.pop)).value for step in range(2)]
+
+    return world.run([body(runtime) for runtime in world.runtimes])
+
+
+def test_a_log_in_a_file_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    assert decided(DecisionLog(path), [7, 3]) == [[3, 7], [3, 7]]
+    kept = read_decisions(path)
+    assert kept == [Decision("width", 0, 3), Decision("width", 1, 7)]
+    again = DecisionLog(tmp_path / "again.jsonl", kept)
+    assert decided(again, [100, 200]) == [[3, 7], [3, 7]]
+    assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_a_log_of_another_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--replay: the log holds no decision 'width' at step 1"):
+        decided(DecisionLog(replay=[Decision("width", 0, 3)]), [100, 200])
+
+
+def test_without_a_log_to_replay_nothing_is_known() -> None:
+    assert DecisionLog().replayed("stop", 0) is None
+    assert DecisionLog(replay=[]).replayed("stop", 0) is None
+    assert DecisionLog(replay=[Decision("stop", 3, True)]).replayed("stop", 3) is not None
+
+
+def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    DecisionLog(path).record(Decision("stop", 3, True, timing=False))
+    with path.open("a") as file:
+        file.write('{"name":"wid')
+    assert read_decisions(path) == [Decision("stop", 3, True, timing=False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{\n{}\n", ", line 1: not a decision"),
+        ('{"name":"a","step":"1","value":0,"timing":true}\n{}\n', ", line 1: not a decision"),
+        ('[1]\n"two"\n', ", line 1: not a decision"),
+        ("\n{}\n\n", ", line 2: not a decision"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused_on_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_decisions(path)
+    assert str(caught.value).startswith(f"{path}{says}")
+    assert "\n" not in str(caught.value)
+    for absent in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read as a decision log"):
+            read_decisions(absent)

@@ -1,0 +1,169 @@
+"""A retimed run equals a fresh simulation, to the byte; where it could not, it is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.cli.main import main
+from farflung.cli.run import RunFolder
+from farflung.cli.simulation import SimulatedConfig, retime, simulate
+from farflung.errors import DataError
+from farflung.replica import Replica
+from farflung.runtime import DecisionLog
+from farflung.types import Decision, Workload
+
+NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
+"""Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
+
+
+def made(path: Path, **settings: Any) -> tuple[SimulatedConfig, RunFolder]:
+    """A small run."""
+    small: dict[str, Any] = {
+        "workload": "synthetic/quadratic", "steps": 5, "batch_size": 4, "evaluate_every": 2, "checkpoint_every": 3,
+    }  # fmt: skip
+    config, folder = SimulatedConfig.resolve({**small, **settings}), RunFolder(path)
+    folder.create(config)
+    simulate(config, folder, lambda event: None, config.make_workload())
+    return config, folder
+
+
+def again(path: Path, config: SimulatedConfig, stored: RunFolder) -> RunFolder:
+    """That run, retimed."""
+    folder = RunFolder(path)
+    retime(config, stored, folder, config.make_workload(), lambda event: None)
+    return folder
+
+
+def told(folder: RunFolder) -> dict[str, bytes]:
+    """All that a run says."""
+    files = [folder.summary, *sorted((folder.path / "telemetry").iterdir())]
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"recipe": "ring"},
+        {"recipe": "parameter_server"},
+        {"collective": "multi_parameter_server", "codec": "truncate16"},
+        {"recipe": "ring", "codec": "int8"},
+        {"codec": "error_feedback(topk(density=0.1))"},
+        {"codec": "dgc(density=0.1)", "partition": "labels(k=3)"},
+        {"codec": "qsgd(bits=4)", "workers": 3},
+    ],
+    ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
+)
+@pytest.mark.parametrize("base", ["wifi-10mbps", "four-regions"])
+def test_retiming_equals_simulating(tmp_path: Path, parts: dict[str, Any], base: str) -> None:
+    config, stored = made(tmp_path / "base", network=base, **parts)
+    for network in NETWORKS:
+        elsewhere = replace(config, network=network)
+        _, fresh = made(tmp_path / f"fresh-{network}", network=network, **parts)
+        assert told(again(tmp_path / network, elsewhere, stored)) == told(fresh), network
+
+
+def test_on_other_devices(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text("forward_s = 0.004\noptimizer_s = 0.1\n[[varying]]\nspread = 0.5\n")
+    config, stored = made(tmp_path / "base", device="v100")
+    _, fresh = made(tmp_path / "fresh", device=str(slow))
+    retimed = again(tmp_path / "again", replace(config, device=str(slow)), stored)
+    assert told(retimed) == told(fresh)
+    assert told(retimed) != told(stored)
+
+
+def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, stored = made(tmp_path / "base")
+
+    def never(*_: object) -> None:
+        raise AssertionError("arithmetic")
+
+    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
+    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
+    monkeypatch.setattr("farflung.cli.simulation.forward_flops", lambda task: 128.0)
+    for name in ("forward", "backward", "update"):
+        monkeypatch.setattr(Replica, name, never)
+    monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)
+    again(tmp_path / "again", config, stored)
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    config = SimulatedConfig.resolve({"workload": "synthetic/quadratic", "steps": 9, "workers": 2})
+    task: Workload = config.make_workload()
+    stored = RunFolder(tmp_path / "base")
+    stored.create(config)
+    asked = iter([False] * 6 + [True] * 20)
+    assert simulate(config, stored, lambda event: None, task, stop_asked=lambda: next(asked))["stopped"]
+    retimed = again(tmp_path / "again", config, stored)
+    assert told(retimed) == told(stored)
+
+
+# --- as a command -----------------------------------------------------------------------------------------------
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made(tmp_path / "base")
+    assert main(["retime", str(tmp_path / "base"), "--network", "4g", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"]["network"] == "4g"
+    folder = RunFolder(Path(found["folder"]))
+    assert folder.path == tmp_path / "base-on-4g-cpu-core"
+    assert folder.picture.exists()
+    assert SimulatedConfig(**folder.stored_config(SimulatedConfig)).network == "4g"  # type: ignore[arg-type]
+
+
+def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
+    out = run.with_name("never")
+    assert main(["retime", str(run), *options, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("farflung: ")
+    assert len(said.strip().splitlines()) == 1
+    assert not out.exists()
+    return said
+
+
+def test_a_run_whose_learning_depended_on_time_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, stored = made(tmp_path / "base")
+    DecisionLog(stored.decisions).record(Decision("width", 2, 3))
+    said = refused(capsys, stored.path, "--network", "4g")
+    assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
+
+
+def test_a_collective_chosen_by_the_network_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, stored = made(tmp_path / "base", collective="auto")
+    assert "its collective (auto) is another on another network" in refused(capsys, stored.path)
+
+
+def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, stored = made(tmp_path / "base")
+    assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")
+    assert "no run there" in refused(capsys, tmp_path / "nowhere")
+    events = stored.telemetry(0).read_text().splitlines()
+    stored.telemetry(0).write_text("\n".join(events[:-1]) + "\n")
+    assert "has not come to its end" in refused(capsys, stored.path)
+    stored.telemetry(0).write_text("\n".join([*events, events[0]]) + "\n")
+    assert "the run was resumed" in refused(capsys, stored.path)
+    stored.telemetry(0).write_text("\n".join(events) + "\n")
+    traffic = stored.traffic.read_text()
+    stored.traffic.write_text(traffic[: len(traffic) // 2])
+    assert f"{stored.traffic}: damaged" in refused(capsys, stored.path)
+    stored.traffic.unlink()
+    assert "only runs of farflung simulate record their traffic" in refused(capsys, stored.path)
+
+
+def test_events_of_another_run_are_noticed(tmp_path: Path) -> None:
+    config, stored = made(tmp_path / "base")
+    _, other = made(tmp_path / "other", steps=4)
+    other.telemetry(1).replace(stored.telemetry(1))
+    with pytest.raises(DataError, match=r"the run's events and its traffic differ at \w+ of rank 1"):
+        again(tmp_path / "again", config, stored)
