@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _step_s(method: str, steps: int) -> list[float]:
-    # PyTorch's PowerSGD takes several all-reduces for a bucket; with two buckets gloo mixes them up and ends the process.
+    # PyTorch's PowerSGD takes several all-reduces for a bucket; with two buckets gloo mixes them up and aborts.
     one_bucket = {"bucket_cap_mb": 25} if method == POWERSGD_HOOK else {}
     model = DistributedDataParallel(workload("cifar10/resnet20").model(generator(0, "model")), **one_bucket)  # type: ignore[arg-type]
     close = _hook(method, model)
