@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,11 +20,12 @@ from farflung import tasks
 from farflung.comm import Peer, ZmqCommunicator
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
+from farflung.comm.staging import to_host
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
-from farflung.types import Cost, Decision, Json
+from farflung.types import Cost, Decision, Json, Payload
 
 __all__ = ["CommunicationThread", "WallRuntime"]
 
@@ -178,6 +180,7 @@ class WallRuntime:
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
             )
             self._group = dist.group.WORLD
+        self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self.comm = ZmqCommunicator(
             rank,
             size,
@@ -186,6 +189,7 @@ class WallRuntime:
             keys=keys or (Keys.fresh() if encrypt or not local else None),
             settings=settings,
             native=self._native_sum if native and size > 1 else None,
+            stage=self._stage,
         )
         self._thread = CommunicationThread(self.comm, self.now, deadline_s)
         try:
@@ -253,6 +257,7 @@ class WallRuntime:
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        self._staging.shutdown()  # what waits for a device is sent before the farewell
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()
         if self._group is not None:
@@ -289,6 +294,24 @@ class WallRuntime:
         except BaseException as error:
             self.close(error)
             raise
+
+    def _stage(self, payload: Payload, then: Callable[[Payload], object]) -> None:
+        """Brings a payload to the host; another thread waits for the device."""
+        host, wait = to_host(payload)
+
+        def copied() -> None:
+            try:
+                wait()
+            except RuntimeError as error:  # the device is out of order
+                lost = RunLost(f"a gradient could not be copied from its device: {error}")
+                self._thread.soon(lambda: self.comm.end(lost))
+            else:
+                self._thread.soon(arrived)
+
+        def arrived() -> None:
+            then(host)
+
+        self._staging.submit(copied)
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
