@@ -33,6 +33,8 @@ PORT = 29500
 PACKET_S = 250e-6
 """How long the largest packet takes on the fastest link: packets share links in pieces of this size."""
 SMALLEST, LARGEST = 1500, 65536
+ATTEMPTS = 3
+"""How often the pairs are measured before a lab is refused."""
 PATIENCE_S = 20.0
 """How long the line may take to make the nodes, and to answer."""
 
@@ -149,22 +151,23 @@ class Lab:
         ]
 
     def check(self) -> list[Measured]:
-        """Measures every pair.
+        """Measures every pair, anew where something else on this machine may have disturbed it.
 
         Raises:
           LabError: one of them is further from the profile than :data:`farflung.lab.TOLERANCE`; says which.
         """
-        found = self.measure()
-        wrong = [pair for pair in found if not pair.fits]
-        if wrong:
-            worst = max(wrong, key=lambda pair: max(pair.latency_off, pair.bandwidth_off))
-            raise LabError(
-                f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); "
-                f"from node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
-                f"{worst.expected_latency_s * 1e3:.3g}, {worst.bandwidth_bps / 1e6:.4g} Mbit/s instead of "
-                f"{worst.expected_bandwidth_bps / 1e6:.4g}: use fewer nodes, a slower profile or an idle machine"
-            )
-        return found
+        for _ in range(ATTEMPTS):
+            found = self.measure()
+            wrong = [pair for pair in found if not pair.fits]
+            if not wrong:
+                return found
+        worst = max(wrong, key=lambda pair: max(pair.latency_off, pair.bandwidth_off))
+        raise LabError(
+            f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
+            f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
+            f"{worst.expected_latency_s * 1e3:.3g}, {worst.bandwidth_bps / 1e6:.4g} Mbit/s instead of "
+            f"{worst.expected_bandwidth_bps / 1e6:.4g}: use fewer nodes, a slower profile or an idle machine"
+        )
 
     def begin(self) -> None:
         """From here on there are jitter and loss, and traces go on."""
