@@ -39,6 +39,8 @@ class Options:
     """Of the tensors."""
     only: str = ""
     """Only this algorithm."""
+    fifo: bool = False
+    """First come, first served, in the place of equal shares."""
     congestion_control: str | None = None
     """Of the nodes' TCP; this machine's when not given."""
 
@@ -79,7 +81,7 @@ def run(profile: NetworkProfile, options: Options, runs: list[Any]) -> list[dict
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(options.nodes)]
-        lab = stack.enter_context(Lab(profile, options.nodes, congestion_control=options.congestion_control))
+        lab = stack.enter_context(Lab(profile, options.nodes, congestion_control=options.congestion_control, fair=not options.fifo))
         lab.check()
         result = run_job(lab, command, environment, [output.fileno() for output in outputs])
         said = []

@@ -70,6 +70,7 @@ class Lab:
     Args:
       profile: the network.
       nodes: how many nodes.
+      fair: how a capacity is shared; see :class:`farflung.lab.queues.Queues`.
       congestion_control: of the nodes' TCP, as the kernel names it; ``None``: this machine's.
       seed: of jitter and loss.
 
@@ -79,13 +80,19 @@ class Lab:
     """
 
     def __init__(
-        self, profile: NetworkProfile, nodes: int, *, congestion_control: str | None = None, seed: int = 0
+        self,
+        profile: NetworkProfile,
+        nodes: int,
+        *,
+        fair: bool = True,
+        congestion_control: str | None = None,
+        seed: int = 0,
     ) -> None:
         self.profile = profile.for_nodes(nodes)
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes
         """What runs at each node."""
-        self._queues = Queues(self.profile, seed)
+        self._queues = Queues(self.profile, seed, fair=fair)
         self._largest_packet = _largest_packet(self.profile)
         self._congestion_control = congestion_control
         self._namespaces: list[int] = []

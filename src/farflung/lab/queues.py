@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,9 +17,9 @@ WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
 
 BUFFER_S = 1.0
-"""How much a queue holds, in seconds of its capacity; what comes to a full queue is lost."""
+"""How much of one way a queue holds, in seconds of its capacity; what comes to a full queue is lost."""
 LEAST_BUFFER_NBYTES = 256 * 1024
-"""How much any queue holds at least."""
+"""How much of one way any queue holds at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +61,53 @@ class _Packet:
 
 
 class _Queue:
-    """First come, first served, at the speed of one capacity."""
+    r"""What waits for one capacity; each way gets an equal share of it, a way's own packets stay in order.
 
-    __slots__ = ("capacity", "free_bits", "waiting")
+    Start-time fair queueing: a packet's tag is the end of the one before it on its way, or the tag in service where
+    that is larger; the smallest tag is served next.
 
-    def __init__(self, capacity: Capacity) -> None:
+    References: Goyal, Vin & Cheng 1996. RFC 8290 (fq_codel) shares a link alike on today's Linux and its Wi-Fi.
+    """
+
+    __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "serving")
+
+    def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.capacity = capacity
-        self.waiting: deque[_Packet] = deque()
-        """The first of them is being served."""
+        self.serving: _Packet | None = None
         largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
-        self.free_bits = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
+        self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
+        self._waiting: list[tuple[float, int, _Packet]] = []
+        self._held: dict[tuple[int, int], float] = {}
+        self._ends: dict[tuple[int, int], float] | None = {} if fair else None
+        self._tag = 0.0
+        self._sequence = 0
+
+    def add(self, packet: _Packet, bits: float) -> bool:
+        """Whether there was room for it."""
+        key = (packet.way.src, packet.way.dst)
+        held = self._held.get(key, 0.0) + bits
+        if held > self._limit:
+            return False
+        self._held[key] = held
+        tag = 0.0
+        if self._ends is not None:
+            tag = max(self._tag, self._ends.get(key, 0.0))
+            self._ends[key] = tag + bits
+        self._sequence += 1
+        heapq.heappush(self._waiting, (tag, self._sequence, packet))
+        return True
+
+    def next(self) -> _Packet | None:
+        """Takes the packet to be served now."""
+        if not self._waiting:
+            self.serving = None
+            return None
+        self._tag, _, self.serving = heapq.heappop(self._waiting)
+        return self.serving
+
+    def done(self, packet: _Packet, bits: float) -> None:
+        """A packet has been served."""
+        self._held[packet.way.src, packet.way.dst] -= bits
 
 
 class Queues:
@@ -83,9 +119,10 @@ class Queues:
     Args:
       profile: with its number of nodes.
       seed: of jitter and loss.
+      fair: whether ways that share a capacity get equal shares of it; otherwise first come, first served.
     """
 
-    def __init__(self, profile: NetworkProfile, seed: int = 0) -> None:
+    def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
         assert profile.nodes is not None
         wiring, self.nodes, self._seed = Wiring(_without_loss(profile)), profile.nodes, seed
         self._ways: dict[tuple[int, int], _Way] = {}
@@ -96,7 +133,7 @@ class Queues:
                     uses = tuple((use.resource, use.times) for use in path.uses)
                     loss = profile.link(src, dst).loss
                     self._ways[src, dst] = _Way(src, dst, uses, path.latency_s, path.jitter_s, loss)
-        self._queues = [_Queue(capacity) for capacity in wiring.capacities]
+        self._queues = [_Queue(capacity, fair=fair) for capacity in wiring.capacities]
         self._events: list[tuple[float, int, int, _Packet | None]] = []
         self._sequence = 0
         self.begin_s = math.inf
@@ -145,7 +182,7 @@ class Queues:
         while events and events[0][0] <= now:
             t, _, place, packet = heapq.heappop(events)
             if packet is None:
-                self._served(t, self._queues[place])
+                self._served(t, place)
             elif packet.way.condition.cut:
                 self.lost += 1
             else:
@@ -156,13 +193,10 @@ class Queues:
         way = packet.way
         if packet.hop < len(way.uses):
             number, times = way.uses[packet.hop]
-            queue, bits = self._queues[number], packet.bits * times
-            if bits > queue.free_bits:
+            queue = self._queues[number]
+            if not queue.add(packet, packet.bits * times):
                 self.lost += 1
-                return
-            queue.free_bits -= bits
-            queue.waiting.append(packet)
-            if len(queue.waiting) == 1:
+            elif queue.serving is None:
                 self._serve(t, number, queue)
             return
         delay = way.latency_s
@@ -172,25 +206,25 @@ class Queues:
         self._push(way.last_arrival, way.dst, packet)
 
     def _serve(self, t: float, number: int, queue: _Queue) -> None:
-        packet = queue.waiting[0]
+        packet = queue.next()
+        if packet is None:
+            return
         bits = packet.bits * packet.way.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
         capacity = queue.capacity
-        if isinstance(capacity, Trace):
-            begin_s = self.begin_s
-            if t < begin_s:
-                ends = t + bits / (capacity.at(0.0) or math.inf)
-            else:
-                ends = begin_s + finish_s(capacity, t - begin_s, bits)
-        else:
+        if not isinstance(capacity, Trace):
             ends = t + bits / capacity
+        elif t < self.begin_s:
+            ends = t + bits / (capacity.at(0.0) or math.inf)
+        else:
+            ends = self.begin_s + finish_s(capacity, t - self.begin_s, bits)
         self._push(ends, number, None)
 
-    def _served(self, t: float, queue: _Queue) -> None:
-        packet = queue.waiting.popleft()
-        number, times = packet.way.uses[packet.hop]
-        queue.free_bits += packet.bits * times
-        if queue.waiting:
-            self._serve(t, number, queue)
+    def _served(self, t: float, number: int) -> None:
+        queue = self._queues[number]
+        packet = queue.serving
+        assert packet is not None
+        queue.done(packet, packet.bits * packet.way.uses[packet.hop][1])
+        self._serve(t, number, queue)
         packet.hop += 1
         self._go_on(t, packet)
 
