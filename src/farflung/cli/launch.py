@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from farflung.cli.join import DEVICE
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
@@ -31,7 +32,7 @@ STOP_S = 30.0
 
 
 def launch(
-    config: RunConfig, folder: RunFolder, show: Sink, replay: Path | None = None
+    config: RunConfig, folder: RunFolder, show: Sink, replay: Path | None = None, *, device: str = ""
 ) -> Mapping[str, Json]:
     """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
 
@@ -53,7 +54,7 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(events.getsockname()),
+                env={**_environment(events.getsockname()), DEVICE: device},
                 start_new_session=True,
             )
         return _Watch(job, events, show, folder).run()

@@ -18,7 +18,9 @@ from farflung.cli.run import RunConfig, RunFolder
 from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
+from farflung.network import device_profile
 from farflung.types import Json
+from farflung.workloads import forward_flops
 
 __all__ = ["Train"]
 
@@ -43,6 +45,10 @@ class Train(RunOptions):
     public keys of all; when not given, keys are made for the run and exchanged through torchrun's store, so whoever
     reaches that store can take part."""
 
+    device: str | None = None
+    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
+    time has passed; steps for which this machine is too slow are counted. Of the command line alone."""
+
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         config = self.resolved(filed)
@@ -54,12 +60,14 @@ class Train(RunOptions):
                 "--interface and --keys are for several machines: start this under torchrun there"
             )
         task = config.make_workload()
+        if self.device is not None:
+            device_profile(self.device, forward_flops=forward_flops(task))
         shares = config.check(task)
         if folder.resumed:
             config.check_resumable(folder, task)
         self.show(config, shares)
         with Progress(quiet=self.quiet or self.json) as progress:
-            summary = launch(config, folder, progress, self.replay)
+            summary = launch(config, folder, progress, self.replay, device=self.device or "")
         finish(
             config,
             folder,
@@ -88,7 +96,7 @@ class Train(RunOptions):
             folder.create(config, self.replay)
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
-            summary = work(config, folder, progress, reach, task)
+            summary = work(config, folder, progress, reach, task, self.device or "")
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0

@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from farflung.cli.join import work
+from farflung.cli.join import DEVICE, work
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import FarflungError, RunLost
 from farflung.telemetry import Event, Sink
@@ -23,7 +23,7 @@ def main() -> int:
     tell = _teller(os.environ[EVENTS])
     rank = int(os.environ["RANK"])
     try:
-        work(RunConfig(**folder.stored_config()), folder, tell)  # type: ignore[arg-type]
+        work(RunConfig(**folder.stored_config()), folder, tell, device=os.environ.get(DEVICE, ""))  # type: ignore[arg-type]
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)

@@ -20,7 +20,9 @@ from farflung.comm import Peer, ZmqCommunicator
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
+from farflung.network import DeviceProfile
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
 from farflung.types import Cost, Decision, Json
@@ -140,6 +142,8 @@ class WallRuntime:
       decisions: where decisions are kept; a fresh log when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
         wherever it is); otherwise replicas make their own and publish them in the store.
+      device: a slower device whose pace to keep; ``None``: as fast as this machine is.
+      seed: of that device's stragglers.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted.
@@ -161,6 +165,8 @@ class WallRuntime:
         encrypt: bool = False,
         keys: Keys | None = None,
         decisions: DecisionLog | None = None,
+        device: DeviceProfile | None = None,
+        seed: int = 0,
     ) -> None:
         address = interface_address(interface)
         local = is_loopback(address)
@@ -170,6 +176,8 @@ class WallRuntime:
                 "machine: choose another collective"
             )
         self._begin = time.monotonic()
+        self.pace = None if device is None else Pace(device, rank, seed, self.now)
+        """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
         self._store = store
         self.decisions = decisions or DecisionLog()
@@ -215,16 +223,31 @@ class WallRuntime:
         return tasks.first_of(pendings)
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes on the calling thread."""
-        del cost
-        return done(fn())
+        """Computes on the calling thread, at the device's pace where there is one."""
+        if self.pace is None:
+            return done(fn())
+        _, ends = self.pace.begin(cost)
+        value = fn()
+        self.pace.end(cost, ends)
+        return done(value)
 
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes on the calling thread; exchanges start from inside autograd as buckets fill."""
-        del cost
-        fn(on_ready)
+        """Computes on the calling thread; exchanges start from inside autograd as buckets fill.
+
+        At a device's pace, they start when the device would have come to them.
+        """
+        if self.pace is None:
+            fn(on_ready)
+            return done(None)
+        begin, ends = self.pace.begin(cost)
+        order: list[int] = []
+        fn(order.append)
+        for bucket, share in zip(order, self.pace.ready_at(order, cost.numels), strict=True):
+            self.pace.until(begin + (ends - begin) * share)
+            on_ready(bucket)
+        self.pace.end(cost, ends)
         return done(None)
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
@@ -247,6 +270,8 @@ class WallRuntime:
         try:
             while True:
                 awaited = coroutine.send(None)
+                if self.pace is not None and not awaited.done:
+                    self.pace.waited()
                 arrived = threading.Event()
                 awaited.on_done(lambda _, arrived=arrived: arrived.set())  # type: ignore[misc]
                 arrived.wait()
