@@ -51,19 +51,22 @@ class Pace:
         begin = self._now() if self._free_at is None else self._free_at
         return begin, begin + self._device.seconds(cost, Moment(self._seed, self._rank, self.steps, begin))
 
-    def end(self, cost: Cost, ends: float) -> None:
-        """Idles until a computation's modelled end; a late one of a step is counted, unless the model gives it no time."""
-        self.until(ends, counted=cost.kind in ("forward", "backward"))
-        self._free_at = ends
+    def computed(self, moment: float) -> None:
+        """Something of a step is computed that the model has at ``moment``; where that has passed, the step overran."""
+        if self._now() > moment and not self._late:
+            self._late = True
+            self.overran += 1
 
-    def until(self, moment: float, *, counted: bool = True) -> None:
+    def until(self, moment: float) -> None:
         """Idles until a modelled moment of the computation under way."""
         left = moment - self._now()
         if left > 0:
             self._sleep(left)
-        elif counted and not self._late:
-            self._late = True
-            self.overran += 1
+
+    def end(self, ends: float) -> None:
+        """Idles until a computation's modelled end."""
+        self.until(ends)
+        self._free_at = ends
 
     def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
         """See :meth:`farflung.network.DeviceProfile.ready_at`."""

@@ -228,7 +228,9 @@ class WallRuntime:
             return done(fn())
         _, ends = self.pace.begin(cost)
         value = fn()
-        self.pace.end(cost, ends)
+        if cost.kind == "forward":
+            self.pace.computed(ends)
+        self.pace.end(ends)
         return done(value)
 
     def backward(
@@ -244,10 +246,12 @@ class WallRuntime:
         begin, ends = self.pace.begin(cost)
         order: list[int] = []
         fn(order.append)
-        for bucket, share in zip(order, self.pace.ready_at(order, cost.numels), strict=True):
+        shares = self.pace.ready_at(order, cost.numels)
+        self.pace.computed(begin + (ends - begin) * min(shares, default=1.0))
+        for bucket, share in zip(order, shares, strict=True):
             self.pace.until(begin + (ends - begin) * share)
             on_ready(bucket)
-        self.pace.end(cost, ends)
+        self.pace.end(ends)
         return done(None)
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
