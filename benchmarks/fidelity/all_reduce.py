@@ -1,4 +1,4 @@
-"""All-reduce on slow links of the lab, by several algorithms: ``all_reduce.py [--only HOW] [--nodes 4] ...``; needs root."""
+"""All-reduce on slow links of the lab, by several algorithms; needs root."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def main() -> None:
                     runs.append((how, nbytes, options.idle, at_most, options.repetitions))
     print(f"{profile.name}, {options.nodes} nodes; seconds, median (least to most) of {options.repetitions}")
     for said in run(profile, options, runs):
-        what = f"{said['how']}{', idle ' + format(said['idle_s'], 'g') + ' s before' if said['idle_s'] else ''}"
+        what = (
+            f"{said['how']}{', idle ' + format(said['idle_s'], 'g') + ' s before' if said['idle_s'] else ''}"
+        )
         print(
             f"{said['nbytes']:>9} B  {what:<28}{said['median']:.4f} ({said['least']:.4f} to {said['most']:.4f})"
             f"   limit {limit_s(options, said['nbytes']):.4f}",
@@ -81,7 +83,9 @@ def run(profile: NetworkProfile, options: Options, runs: list[Any]) -> list[dict
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(options.nodes)]
-        lab = stack.enter_context(Lab(profile, options.nodes, congestion_control=options.congestion_control, fair=not options.fifo))
+        lab = stack.enter_context(
+            Lab(profile, options.nodes, congestion_control=options.congestion_control, fair=not options.fifo)
+        )
         lab.check()
         result = run_job(lab, command, environment, [output.fileno() for output in outputs])
         said = []

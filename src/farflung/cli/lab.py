@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,9 +17,11 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.run import write_json
+from farflung.cli.events import listener
+from farflung.cli.run import EVENTS, write_json
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
+from farflung.faults import FaultPlan, load_faults
 from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.network import network_profile
 
@@ -48,6 +51,8 @@ class RunInLab:
     """A folder for what each worker says, in rank-0.log and so on; on this terminal when not given."""
     report: Path | None = None
     """A JSON file for what was measured before the run and counted in it."""
+    faults: Path | None = None
+    """A TOML file that says what goes wrong: crash, hang, cut, restore; at steps where farflung train runs."""
     seed: int = 0
     """Of jitter and loss."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -63,19 +68,25 @@ class RunInLab:
         if self.check:
             return self._check()
         command = _found(self.command)
+        plan = FaultPlan() if self.faults is None else load_faults(self.faults)
         if (lacking := why_not()) is not None:
             raise LabError(f"{lacking}; farflung lab --check says more")
         with ExitStack() as stack:
             outputs = [stack.enter_context(_output(self.logs, node)) for node in range(self.nodes)]
             bell = stack.enter_context(_bell())
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
+            told = stack.enter_context(listener(scratch))
             lab = stack.enter_context(
                 Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
             )
             measured = lab.check()
-            self._say(f"{profile.name}, {self.nodes} nodes: {len(measured)} pairs measured, all as they should be")
+            self._say(
+                f"{profile.name}, {self.nodes} nodes: {len(measured)} pairs measured, all as they should be"
+            )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
-            result = run_job(lab, command, environment, outputs, bell=bell)
+            environment[EVENTS] = told.getsockname()
+            result = run_job(lab, command, environment, outputs, plan=plan, told=told, bell=bell)
         if self.report is not None:
             self._report(self.report, measured, result)
         for rank, code in enumerate(result.exit_codes):

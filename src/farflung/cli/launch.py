@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
+from farflung.cli.events import listener
 from farflung.cli.join import DEVICE
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm.interface import LOOPBACK
@@ -24,7 +25,6 @@ from farflung.types import Json
 
 __all__ = ["launch"]
 
-LISTEN_S = 0.05
 GRACE_S = 0.1
 """How long the workers may take to end by themselves once one has reported an error."""
 STOP_S = 30.0
@@ -41,13 +41,14 @@ def launch(
       folder: where it is kept.
       show: gets the events of all workers.
       replay: a file with decisions to make again.
+      device: whose pace the workers keep; empty: as fast as they can.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
       RunLost: a worker was lost or failed; names it.
     """
     folder.create(config, replay)
-    with tempfile.TemporaryDirectory(prefix="farflung-") as scratch, _listener(Path(scratch)) as events:
+    with tempfile.TemporaryDirectory(prefix="farflung-") as scratch, listener(Path(scratch)) as events:
         with folder.log.open("ab") as log:
             job = subprocess.Popen(
                 _command(config, folder),
@@ -136,14 +137,6 @@ class _Watch:
         raise RunLost(
             f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}"
         )
-
-
-@contextlib.contextmanager
-def _listener(scratch: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
-        events.bind(str(scratch / "events"))
-        events.settimeout(LISTEN_S)
-        yield events
 
 
 def _command(config: RunConfig, folder: RunFolder) -> list[str]:

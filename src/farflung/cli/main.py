@@ -16,8 +16,8 @@ from farflung import __version__
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
-from farflung.cli.networks import Networks
 from farflung.cli.lab import RunInLab, with_dashes
+from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
 from farflung.cli.simulate import Simulate

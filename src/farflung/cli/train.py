@@ -10,15 +10,17 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from farflung.cli.events import teller
 from farflung.cli.join import Reach, work
 from farflung.cli.launch import launch
 from farflung.cli.options import RunOptions, finish
 from farflung.cli.progress import Progress
-from farflung.cli.run import RunConfig, RunFolder
+from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.network import device_profile
+from farflung.telemetry import Event, Sink
 from farflung.types import Json
 from farflung.workloads import forward_flops
 
@@ -96,10 +98,19 @@ class Train(RunOptions):
             folder.create(config, self.replay)
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
-            summary = work(config, folder, progress, reach, task, self.device or "")
+            show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
+            summary = work(config, folder, show, reach, task, self.device or "")
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0
+
+
+def _both(one: Sink, other: Sink) -> Sink:
+    def tell(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return tell
 
 
 def _under_torchrun() -> bool:

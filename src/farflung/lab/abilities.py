@@ -39,9 +39,7 @@ def abilities() -> list[Ability]:
         Ability("Linux", _lacks_linux(), True, "namespaces are Linux's"),
         Ability("root", "" if os.geteuid() == 0 else "run it as root", True, "all of what follows"),
         Ability("pyroute2", _lacks_pyroute2(), True, "gives the nodes' interfaces their addresses"),
-        Ability(
-            "network namespaces", _tried(lambda: unshare(CLONE_NEWNET)), True, "a network for each node"
-        ),
+        Ability("network namespaces", _tried(lambda: unshare(CLONE_NEWNET)), True, "a network for each node"),
         Ability("TUN devices", _tried(_open_tun), True, "hand each node's packets to the delay line"),
         Ability(
             "process namespaces",

@@ -193,8 +193,10 @@ class Lab:
         """What the kernel has counted at a node's interface."""
         with inside(self._namespaces[node]):
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
-        (line,) = (line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-        numbers = [int(number) for number in line.partition(":")[2].split()]
+        own = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
+        if not own:  # the device goes with the line
+            raise LabError("the delay line ended: the nodes no longer reach each other")
+        numbers = [int(number) for number in own[0].partition(":")[2].split()]
         return Counters(numbers[8], numbers[9], numbers[0], numbers[1])
 
     def lost(self) -> int:

@@ -9,7 +9,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from farflung.lab.kernel import inside
@@ -97,7 +97,7 @@ def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
 def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
     """The median one-way delay of every ordered pair, in seconds."""
     nodes = len(namespaces)
-    ends = [_inside(namespace, lambda node=node: _listening(node)) for node, namespace in enumerate(namespaces)]  # type: ignore[misc]
+    ends = _all_listening(namespaces)
     took: dict[Pair, list[float]] = {(a, b): [] for a in range(nodes) for b in range(nodes) if a != b}
     try:
         wanted = PINGS * len(took)
@@ -112,6 +112,14 @@ def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
         for end in ends:
             end.close()
     return {pair: statistics.median(times) if times else math.inf for pair, times in took.items()}
+
+
+def _all_listening(namespaces: Sequence[int]) -> list[socket.socket]:
+    ends = []
+    for node, namespace in enumerate(namespaces):
+        with inside(namespace):
+            ends.append(_listening(node))
+    return ends
 
 
 def _listening(node: int) -> socket.socket:
@@ -176,9 +184,11 @@ def _apart(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair
 
 
 def _transfer(namespaces: Sequence[int], speeds: dict[Pair, float], largest_nbytes: int) -> dict[Pair, float]:
-    ends = [_inside(namespace, lambda node=node: _listening(node)) for node, namespace in enumerate(namespaces)]  # type: ignore[misc]
+    ends = _all_listening(namespaces)
     seen: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in speeds}
-    count = {p: round(min(max(s * TRAIN_S / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE) for p, s in speeds.items()}
+    count = {
+        p: round(min(max(s * TRAIN_S / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE) for p, s in speeds.items()
+    }
     # The kernel cuts what is sent at once into datagrams, at the device where that can take it whole.
     at_once = max(1, largest_nbytes // _WIRE)
     try:
@@ -211,8 +221,3 @@ def _seconds(note: bytes) -> float:
     """When the kernel got it, not when this process came to read it."""
     seconds, nanoseconds = struct.unpack("qq", note)
     return float(seconds + 1e-9 * nanoseconds)
-
-
-def _inside(namespace: int, make: Callable[[], socket.socket]) -> socket.socket:
-    with inside(namespace):
-        return make()

@@ -1,4 +1,4 @@
-"""What packets meet between the nodes: a queue at every capacity, a delay, and loss; told the time, as a pure calculation."""
+"""What packets meet between the nodes: queues, delay and loss, as a pure calculation that is told the time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from farflung.network import Connection, Link, NetworkProfile, Trace, Wiring
 from farflung.network.noise import uniform
 from farflung.network.trace import Capacity
 
-__all__ = ["BUFFER_S", "Condition", "Queues", "WIRE_OVER_PAYLOAD", "finish_s"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Condition", "Queues", "finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
 
 BUFFER_S = 1.0
 """How much of one way a queue holds, in seconds of its capacity; what comes to a full queue is lost."""
+BURST_S = 0.01
+"""Packets of a way that follow one another within this time have the same jitter, as those of one message have in
+virtual time; drawn for each by itself and kept in order, the delay would always be near its largest."""
 LEAST_BUFFER_NBYTES = 256 * 1024
 """How much of one way any queue holds at least."""
 
@@ -49,6 +52,9 @@ class _Way:
     loss: float
     condition: Condition = Condition()
     sent: int = 0
+    bursts: int = 0
+    swing: float = 0.0
+    last_left: float = -math.inf
     last_arrival: float = 0.0
 
 
@@ -199,9 +205,11 @@ class Queues:
             elif queue.serving is None:
                 self._serve(t, number, queue)
             return
-        delay = way.latency_s
-        if way.jitter_s and t >= self.begin_s:
-            delay += way.jitter_s * (2.0 * uniform(self._seed, 2, way.src, way.dst, way.sent) - 1.0)
+        if way.jitter_s and t >= self.begin_s and t > way.last_left + BURST_S:
+            way.bursts += 1
+            way.swing = 2.0 * uniform(self._seed, 2, way.src, way.dst, way.bursts) - 1.0
+        way.last_left = t
+        delay = way.latency_s + way.jitter_s * way.swing
         way.last_arrival = max(t + max(0.0, delay - self.early_s), way.last_arrival)
         self._push(way.last_arrival, way.dst, packet)
 

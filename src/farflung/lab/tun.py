@@ -129,5 +129,6 @@ def _choose(congestion_control: str) -> None:
     except OSError:
         allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text(encoding="ascii")
         raise OSError(
-            errno.EPERM, f"congestion control {congestion_control!r}: allowed on this machine: {allowed.strip()}"
+            errno.EPERM,
+            f"congestion control {congestion_control!r}: allowed on this machine: {allowed.strip()}",
         ) from None

@@ -43,7 +43,7 @@ def members(namespace: int) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                there = os.readlink(entry / "ns" / "net")
+                there = str((entry / "ns" / "net").readlink())
             except OSError:  # it has ended, or is about to
                 continue
             if there == name:
