@@ -31,7 +31,8 @@ def test_a_packet_takes_the_delay_and_its_share_of_the_bandwidth() -> None:
     queues = queues_of(Site("all", None, Link(0.1, 1e6)))
     queues.arrive(5.0, 0, 1, FULL, b"a")
     ((t, dst, data),) = arrivals(queues)
-    assert (t, dst, data) == (pytest.approx(5.0 + 0.1 + FULL_S), 1, b"a")
+    assert t == pytest.approx(5.0 + 0.1 + FULL_S)
+    assert (dst, data) == (1, b"a")
 
 
 def test_what_handing_over_takes_is_made_up_for() -> None:
@@ -143,7 +144,6 @@ def test_a_slowed_way_takes_longer() -> None:
     queues.change(0, 1, Condition(rate=0.25))
     queues.arrive(0.0, 0, 1, FULL, b"")
     queues.arrive(0.0, 1, 0, FULL, b"")
-    assert [(dst, t) for t, dst, _ in arrivals(queues)] == [
-        (0, pytest.approx(FULL_S)),
-        (1, pytest.approx(4 * FULL_S)),
-    ]
+    seen = arrivals(queues)
+    assert [dst for _, dst, _ in seen] == [0, 1]
+    assert [t for t, _, _ in seen] == pytest.approx([FULL_S, 4 * FULL_S])

@@ -35,6 +35,7 @@ PACKET_S = 250e-6
 SMALLEST, LARGEST = 1500, 65536
 ATTEMPTS = 3
 """How often the pairs are measured before a lab is refused."""
+LINE_ENDED = "the delay line ended: the nodes no longer reach each other"
 PATIENCE_S = 20.0
 """How long the line may take to make the nodes, and to answer."""
 
@@ -195,7 +196,7 @@ class Lab:
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
         own = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
         if not own:  # the device goes with the line
-            raise LabError("the delay line ended: the nodes no longer reach each other")
+            raise LabError(LINE_ENDED)
         numbers = [int(number) for number in own[0].partition(":")[2].split()]
         return Counters(numbers[8], numbers[9], numbers[0], numbers[1])
 
@@ -258,7 +259,7 @@ class Lab:
           LabError: the line has ended.
         """
         if self._line is None or self._line.wait(0.0) is not None:
-            raise LabError("the delay line ended: the nodes no longer reach each other")
+            raise LabError(LINE_ENDED)
 
     # --- the line ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Lab:
             self._control.sendall(json.dumps(order).encode() + b"\n")
             answer = self._answer()
         except OSError as error:
-            raise LabError(f"the delay line does not answer ({error})") from None
+            raise LabError(f"{LINE_ENDED} ({error})") from None
         if "error" in answer:
             raise LabError(str(answer["error"]))
         return answer
@@ -279,7 +280,7 @@ class Lab:
         while not said.endswith(b"\n"):  # byte by byte: descriptors that follow are not to be read over
             piece = self._control.recv(1)
             if not piece:
-                raise LabError("the delay line ended before its first packet")
+                raise LabError(LINE_ENDED)
             said += piece
         answer: Mapping[str, Json] = json.loads(said)
         return answer
