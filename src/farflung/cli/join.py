@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,12 @@ from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.types import Json, Workload
 from farflung.workloads import forward_flops
 
-__all__ = ["DEVICE", "Reach", "work"]
+__all__ = ["DEVICE", "MODEL", "Reach", "work"]
 
 DEVICE = "FARFLUNG_DEVICE"
 """Tells workers of the device whose pace to keep."""
+MODEL = "FARFLUNG_NETWORK_MODEL"
+"""Tells workers where the model of the network is whose pace to keep."""
 JOIN_S = 60.0
 
 
@@ -61,6 +64,7 @@ def work(
     reach: Reach | None = None,
     task: Workload | None = None,
     device: str = "",
+    model: str = "",
 ) -> Mapping[str, Json]:
     """Trains as one replica; returns the summary.
 
@@ -71,6 +75,7 @@ def work(
       reach: how the others reach this machine.
       task: the run's own, where it has been made.
       device: a device whose pace to keep; empty: as fast as this machine is.
+      model: the folder of a model of a network whose pace to keep; empty: none.
     """
     reach, task = reach or Reach(), task or config.make_workload()
     torch.set_num_threads(1)
@@ -98,6 +103,7 @@ def work(
             decisions=folder.decision_log() if rank == 0 else None,
             device=device_profile(device, forward_flops=forward_flops(task)) if device else None,
             seed=config.seed,
+            model=Path(model) if model else None,
         )
         try:
             checkpoints = folder.checkpoints(rank, size, leader=leader)

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from farflung.cli.events import teller
-from farflung.cli.join import DEVICE, work
+from farflung.cli.join import DEVICE, MODEL, work
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import FarflungError, RunLost
 from farflung.telemetry import Event
@@ -22,7 +22,9 @@ def main() -> int:
     tell = teller(os.environ[EVENTS])
     rank = int(os.environ["RANK"])
     try:
-        work(RunConfig(**folder.stored_config()), folder, tell, device=os.environ.get(DEVICE, ""))  # type: ignore[arg-type]
+        config = RunConfig(**folder.stored_config())  # type: ignore[arg-type]
+        device, model = (os.environ.get(name, "") for name in (DEVICE, MODEL))
+        work(config, folder, tell, device=device, model=model)
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)

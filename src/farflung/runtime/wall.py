@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import Peer, ZmqCommunicator
+from farflung.comm import PacedCommunicator, Peer, ZmqCommunicator
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
@@ -144,6 +145,8 @@ class WallRuntime:
         wherever it is); otherwise replicas make their own and publish them in the store.
       device: a slower device whose pace to keep; ``None``: as fast as this machine is.
       seed: of that device's stragglers.
+      model: the folder of a :class:`farflung.comm.NetworkModel` whose pace messages keep; ``None``: they go as they
+        can.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted.
@@ -167,6 +170,7 @@ class WallRuntime:
         decisions: DecisionLog | None = None,
         device: DeviceProfile | None = None,
         seed: int = 0,
+        model: Path | None = None,
     ) -> None:
         address = interface_address(interface)
         local = is_loopback(address)
@@ -186,14 +190,17 @@ class WallRuntime:
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
             )
             self._group = dist.group.WORLD
-        self.comm = ZmqCommunicator(
-            rank,
-            size,
-            now=self.now,
-            interface=address,
-            keys=keys or (Keys.fresh() if encrypt or not local else None),
-            settings=settings,
-            native=self._native_sum if native and size > 1 else None,
+        options: dict[str, Any] = {
+            "now": self.now,
+            "interface": address,
+            "keys": keys or (Keys.fresh() if encrypt or not local else None),
+            "settings": settings,
+            "native": self._native_sum if native and size > 1 else None,
+        }
+        self.comm = (
+            ZmqCommunicator(rank, size, **options)
+            if model is None
+            else PacedCommunicator(rank, size, model, **options)
         )
         self._thread = CommunicationThread(self.comm, self.now, deadline_s)
         try:
