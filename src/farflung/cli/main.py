@@ -17,6 +17,7 @@ from farflung.cli.calibrate import Calibrate
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
+from farflung.cli.lab import RunInLab, with_dashes
 from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
     "retime": Retime,
     "networks": Networks,
+    "lab": RunInLab,
     "recipes": Recipes,
     "workloads": Workloads,
     "data": Data,
@@ -85,7 +87,7 @@ def _parse(args: Sequence[str]) -> Command:
                 COMMANDS,
                 prog="farflung",
                 description="Train one PyTorch model on many devices that are far apart.",
-                args=list(args) or ["--help"],
+                args=with_dashes(args) or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes,),
             )
             return command
