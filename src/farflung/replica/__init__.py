@@ -11,8 +11,10 @@ from farflung.replica.checkpoint import (
     share_name,
 )
 from farflung.replica.evaluation import Score, evaluate
-from farflung.replica.exchanges import Exchanges, Settled, Vote
-from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
+from farflung.replica.exchanges import Exchanges, Settled
+from farflung.replica.loop import Parts, Replica
+from farflung.replica.summary import Summary, TimeSplit
+from farflung.replica.votes import Vote
 
 __all__ = [
     "Checkpoints",
