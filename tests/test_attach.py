@@ -58,3 +58,31 @@ def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
     assert handle.step == attach_jobs.STEPS
     handle.finish()
+
+
+LATE = [
+    "pipelined(2)",
+    "pipelined(3, warmup=2, correction=0.1)",
+    "delayed(2)",
+    "delayed(3, 2)",
+    "delayed('auto')",
+]
+
+
+@pytest.mark.parametrize("loop", ["plain", "scheduled", "accumulated", "two_backwards", "caught", "scaled"])
+@pytest.mark.parametrize("how", LATE)
+def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -> None:
+    ends = pool.run(2, "tests.attach_jobs.delayed", how=how, loop=loop)
+    assert ends[0]["end"] == ends[1]["end"]
+    assert ends[0]["averaged"] == ends[1]["averaged"]
+    assert (ends[0]["own"] == ends[1]["own"]) == how.startswith("pipelined")
+    for end in ends:
+        assert end["own"] == end["after"]
+
+
+@pytest.mark.parametrize("how", ["pipelined(3)", "delayed(3, 2)"])
+def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str) -> None:
+    whole = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain")
+    parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3)
+    assert [end["own"] for end in parts] == [end["own"] for end in whole]
+    assert [end["end"] for end in parts] == [end["end"] for end in whole]

@@ -99,7 +99,7 @@ class Exchanges:
         self._times = Times(runtime.now)
         self.sent_nbytes = 0
         self.most_nbytes = 0
-        """The most that anchors, blocks and copies for exchanges under way have taken up, after any step."""
+        """The most that anchors, blocks and copies for exchanges under way have taken up."""
 
     @property
     def in_flight(self) -> int:
@@ -167,6 +167,7 @@ class Exchanges:
         Raises:
           NonFinite: a replica had a non-finite loss; on all replicas at the same step, before the update.
         """
+        self._weigh()
         merged = await self._merge("gradient")
         if self._schedule.steps_on == "aggregate":
             return merged
@@ -186,11 +187,14 @@ class Exchanges:
                 self._anchor.fresh = 0
         if self._planned:
             self._votes = []
+        self._weigh()
+        await self._merge("update")
+        return self._settled
+
+    def _weigh(self) -> None:
         held = 0 if self._anchor is None else self._anchor.nbytes
         held += sum(flight.nbytes for flight in self._in_flight)
         self.most_nbytes = max(self.most_nbytes, held + sum(own.nbytes for own in self._sums.values()))
-        await self._merge("update")
-        return self._settled
 
     # --- the end ----------------------------------------------------------------------------------------------
 
