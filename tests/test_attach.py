@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -60,22 +61,21 @@ def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     handle.finish()
 
 
+PIPELINED = ["pipelined(2)", "pipelined(3, warmup=2, correction=0.1)"]
+DELAYED = ["delayed(2)", "delayed(3, 2)", "delayed('auto')"]
 LATE = [
-    "pipelined(2)",
-    "pipelined(3, warmup=2, correction=0.1)",
-    "delayed(2)",
-    "delayed(3, 2)",
-    "delayed('auto')",
+    *itertools.product(PIPELINED, ["plain", "accumulated", "two_backwards", "caught"]),
+    *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
 ]
 
 
-@pytest.mark.parametrize("loop", ["plain", "scheduled", "accumulated", "two_backwards", "caught", "scaled"])
-@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize(("how", "loop"), LATE)
 def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -> None:
     ends = pool.run(2, "tests.attach_jobs.delayed", how=how, loop=loop)
     assert ends[0]["end"] == ends[1]["end"]
     assert ends[0]["averaged"] == ends[1]["averaged"]
-    assert (ends[0]["own"] == ends[1]["own"]) == how.startswith("pipelined")
+    if "auto" not in how:  # that depends on the clock, and may be no delay
+        assert (ends[0]["own"] == ends[1]["own"]) == how.startswith("pipelined")
     for end in ends:
         assert end["own"] == end["after"]
 

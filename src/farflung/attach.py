@@ -71,7 +71,8 @@ def attach(
 
     Where replicas step on their own gradients (delayed updates), each ``optimizer.step()`` exchanges what it did to
     the parameters. They differ between replicas until :meth:`Handle.finish`; :meth:`Handle.averaged` gives the model
-    to evaluate.
+    to evaluate. Each scales its own loss, if a ``GradScaler`` does that; with pipelined schedules there can be none,
+    since a gradient would be divided by another scale than it was multiplied by.
 
     Args:
       model: trained by this loop; wrapped or compiled models will do.
@@ -250,7 +251,9 @@ class Handle:
                 "start again from a checkpoint"
             )
         self._pass = current
-        self._updated(done=False)
+        if self._open:
+            # No step since the last backward. This one needs the parameters as they are, so results wait.
+            self._exchanges.close(updated=False)
         self._open = True
         self._exchanges.begin(self.step, Vote(0.0, self._weight))
         self._buckets.arm(self._exchanges.ready)
@@ -266,7 +269,7 @@ class Handle:
             self._updated(done=True)
 
     def _updated(self, *, done: bool) -> None:
-        """The optimizer is through with a step; where it was left out, as a scaler may, this is noticed later."""
+        """The optimizer is through with a step, or it turns out that it was left out, as by a scaler."""
         if self._open:
             self._open = False
             self._runtime.drive(self._exchanges.finish(updated=done))

@@ -179,6 +179,12 @@ class Exchanges:
         Args:
           updated: whether it had a gradient to step on.
         """
+        self.close(updated=updated)
+        await self._merge("update")
+        return self._settled
+
+    def close(self, *, updated: bool) -> None:
+        """The first half of :meth:`finish`, which leaves the parameters alone; what is due may be merged later."""
         if self._anchor is not None:
             self._anchor.fresh += updated
             for index in sorted(self._planned):
@@ -188,8 +194,6 @@ class Exchanges:
         if self._planned:
             self._votes = []
         self._weigh()
-        await self._merge("update")
-        return self._settled
 
     def _weigh(self) -> None:
         held = 0 if self._anchor is None else self._anchor.nbytes
