@@ -16,6 +16,7 @@ from farflung import __version__
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
 from farflung.cli.recipes import Recipes
+from farflung.cli.schedule import Schedule
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
@@ -44,6 +45,7 @@ class Version:
 COMMANDS: dict[str, Callable[..., Command]] = {
     "train": Train,
     "recipes": Recipes,
+    "schedule": Schedule,
     "workloads": Workloads,
     "data": Data,
     "keys": MakeKeys,

@@ -1,7 +1,15 @@
 """What a run amounts to, for people: a picture of its course, a table of its end, and how its data was split."""
 
+from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
 from farflung.report.pictures import run_picture
 from farflung.report.summary import score_words, summary_table
 
-__all__ = ["partition_picture", "partition_table", "run_picture", "score_words", "summary_table"]
+__all__ = [
+    "gantt_picture",
+    "partition_picture",
+    "partition_table",
+    "run_picture",
+    "score_words",
+    "summary_table",
+]

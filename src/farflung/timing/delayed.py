@@ -32,17 +32,17 @@ def delayed_s(
 ) -> float:
     r"""A delay of D steps and blocks of K.
 
-    .. math:: \max\Big( t_c,\ \frac{b}{K},\ \frac{m\, t_c \,[\ldots] }{} \Big)
+    .. math::
+        \max\Big( t_c,\ \frac{b}{K},\ \frac{(m K - D)\, t_c + L + b}{m K} \Big),
+        \qquad m = \Big\lceil \frac{D + 1}{K} \Big\rceil
 
-    Nothing is waited for if :math:`L + b \le D t_c` and :math:`b \le K t_c`. A delay that is too short sticks out
-    once in as many steps as a result and the next wait for it are apart: with K = 1, a step takes
-    :math:`(t_c + L + b) / (D + 1)`.
+    So nothing is waited for if :math:`L + b \le D t_c` and :math:`b \le K t_c`, and with K = 1 what sticks out of a
+    delay that is too short is waited for once in D + 1 steps.
     """
     _check(delay, period)
-    under_way = math.ceil((delay + 1) / period)
-    # A block's exchange and the steps of its delay, over the blocks that overlap with it.
-    stretched = ((under_way * period - delay) * compute_s + latency_s + busy_s) / (under_way * period)
-    return max(compute_s, busy_s / period, stretched)
+    steps = math.ceil((delay + 1) / period) * period
+    waiting = ((steps - delay) * compute_s + latency_s + busy_s) / steps
+    return max(compute_s, busy_s / period, waiting)
 
 
 def least_delay(compute_s: float, latency_s: float, busy_s: float = 0.0) -> int:

@@ -59,7 +59,9 @@ def ring_s(cluster: Cluster, nbytes: float) -> float:
     if p == 1:
         return 0.0
     share = (p - 1) / p * nbytes
-    return 2 * (p - 1) * cluster.alpha_s + 2 * share * cluster.beta_s + share * cluster.gamma_s + cluster.sync_s
+    return (
+        2 * (p - 1) * cluster.alpha_s + 2 * share * cluster.beta_s + share * cluster.gamma_s + cluster.sync_s
+    )
 
 
 def server_s(cluster: Cluster, nbytes: float) -> float:
@@ -98,7 +100,13 @@ def period_s(compute_s: float, communication_s: float, width: int = 1, *, limite
 
 
 def layers_s(
-    cluster: Cluster, nbytes: float, pieces: int, *, forward_s: float, backward_s: float, update_s: float = 0.0
+    cluster: Cluster,
+    nbytes: float,
+    pieces: int,
+    *,
+    forward_s: float,
+    backward_s: float,
+    update_s: float = 0.0,
 ) -> float:
     r"""A synchronous iteration whose gradient leaves in L pieces of one size while backward goes on.
 

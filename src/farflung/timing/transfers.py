@@ -62,7 +62,9 @@ class Timeline:
     def period_s(self, steps: int) -> float:
         """Seconds for each of the last so many steps."""
         if not 0 < steps < len(self.ends_s):
-            raise ConfigError(f"steps {steps}: must be above 0 and below the {len(self.ends_s)} of the timeline")
+            raise ConfigError(
+                f"steps {steps}: must be above 0 and below the {len(self.ends_s)} of the timeline"
+            )
         return (self.ends_s[-1] - self.ends_s[-1 - steps]) / steps
 
 
@@ -83,6 +85,7 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
     ends: list[float] = []
     moves: list[Move] = []
     waiting: list[Move] = []
+    asked: set[int] = set()
 
     def start(step: int, transfer: Transfer, ready: float) -> None:
         nonlocal free
@@ -97,7 +100,8 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
 
     work_s = costs.forward_s + costs.backward_s + costs.update_s
     for step in range(steps):
-        asked = schedule.asks(state, step)
+        if schedule.asks(state, step):
+            asked.add(step)
         planned = schedule.plan(state, step)
         backward = now + costs.forward_s
         for place, transfer in enumerate(planned, start=1):
@@ -115,7 +119,7 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
             took = max(m.ended_s for m in arrived if m.step == origin) - min(
                 m.began_s for m in arrived if m.step == origin
             )
-            told = {"elapsed_s": now, "step_s": work_s, "exchange_s": took} if asked else {}
+            told = {"elapsed_s": now, "step_s": work_s, "exchange_s": took} if origin in asked else {}
             state = schedule.observe(state, SharedStats(origin, 0.0, 1.0, **told))
         ends.append(now)
     return Timeline(tuple(ends), tuple(moves))
