@@ -22,8 +22,8 @@ from farflung.network import device_profile
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
+from farflung.timing import forward_flops
 from farflung.types import Json, Workload
-from farflung.workloads import forward_flops
 
 __all__ = ["DEVICE", "MODEL", "Reach", "work"]
 

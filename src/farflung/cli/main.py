@@ -21,6 +21,7 @@ from farflung.cli.lab import RunInLab, with_dashes
 from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
+from farflung.cli.schedule import Schedule
 from farflung.cli.simulate import Simulate
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
@@ -55,6 +56,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "networks": Networks,
     "lab": RunInLab,
     "recipes": Recipes,
+    "schedule": Schedule,
     "workloads": Workloads,
     "data": Data,
     "calibrate": Calibrate,

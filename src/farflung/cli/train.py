@@ -21,8 +21,8 @@ from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.network import device_profile, network_profile
 from farflung.telemetry import Event, Sink
+from farflung.timing import forward_flops
 from farflung.types import Json
-from farflung.workloads import forward_flops
 
 __all__ = ["Train"]
 
