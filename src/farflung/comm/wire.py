@@ -6,6 +6,7 @@ tensor. Nothing is ever unpickled; every size is bounded before memory is taken.
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "WireError",
     "decode",
     "encode",
+    "json_of",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -272,3 +274,21 @@ def _read_tree(
 
 def _payload(tree: _Tree, tensors: Iterator[Tensor]) -> Payload:
     return Payload(tuple(next(tensors) if node is None else _payload(node, tensors) for node in tree))
+
+
+def json_of(payload: Payload) -> dict[str, Any]:
+    """The JSON object in a control message.
+
+    Raises:
+      WireError: there is none.
+    """
+    try:
+        (text,) = payload.tensors()
+        if text.dtype != torch.uint8 or text.dim() != 1:
+            raise ValueError("no text")
+        body = json.loads(text.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a control message that is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise WireError("a control message that is no JSON object")
+    return body

@@ -30,7 +30,7 @@ from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox, Waiting
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.staging import Stage, at_once, on_host
-from farflung.comm.wire import Kind, Message, WireError, decode, encode
+from farflung.comm.wire import Kind, Message, WireError, decode, encode, json_of
 from farflung.errors import (
     ConfigError,
     DeadlinePassed,
@@ -309,7 +309,7 @@ class ZmqCommunicator:
             self._control(rank, message, frames[0])
 
     def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
-        body = _json_of(message.payload)
+        body = json_of(message.payload)
         if message.kind is Kind.HELLO:
             due = self._peers[rank].key if rank > self.rank else None
             if body.get("rank") != rank or (self._gate and self._gate.key_of(frame) != due):
@@ -389,16 +389,3 @@ class ZmqCommunicator:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerLost(rank, "its connection is gone") from None
-
-
-def _json_of(payload: Payload) -> dict[str, Any]:
-    try:
-        (text,) = payload.tensors()
-        if text.dtype != torch.uint8 or text.dim() != 1:
-            raise ValueError("no text")
-        body = json.loads(text.numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"a control message that is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise WireError("a control message that is no JSON object")
-    return body
