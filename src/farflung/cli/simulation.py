@@ -56,11 +56,6 @@ class SimulatedConfig(RunConfig):
         """For people."""
         return f"{self.workload}, {self.recipe}, {self.network}"
 
-    @property
-    def chooses_by_network(self) -> bool:
-        """Whether what is learned depends on the network even without a decision in the log."""
-        return self.collective == "auto"
-
     @classmethod
     def lacks(cls, stored: Mapping[str, Json]) -> bool:
         """Whether it is a run of the other world."""
@@ -211,10 +206,6 @@ def retime(
 
 def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, list[Event]], bool]:
     """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
-    if config.chooses_by_network:
-        raise ConfigError(
-            f"{stored.path}: its collective (auto) is another on another network; simulate it anew instead"
-        )
     if stored.decisions.exists():
         timing = [decision for decision in read_decisions(stored.decisions) if decision.timing]
         if timing:
