@@ -1,6 +1,6 @@
 # Short names for the scripts; arguments go in ARGS: make test ARGS="tests/codecs -k qsgd"
 
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test check bench docs package clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -23,6 +23,9 @@ bench: setup ## run a benchmark: make bench NAME=...; without NAME, list them
 
 docs: setup ## build the documentation
 	@scripts/docs $(ARGS)
+
+package: setup ## build sdist and wheel, and try the wheel in an empty environment
+	@scripts/package
 
 clean: ## remove what builds and tools left behind; keeps .venv and runs
 	@rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache

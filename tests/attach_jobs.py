@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
+import farflung.recipes
 from farflung.attach import Handle
 from tests.pool import digest, leave_group
 
@@ -146,6 +149,18 @@ def autocast(
 
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], rank: int) -> None:
     """One rank overflows at one step: all skip it."""
+    assert overflown(model, optimizer, rank) < 2.0**13
+
+
+def scaled_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], rank: int
+) -> None:
+    """One rank overflows at one step: it alone skips it."""
+    assert (overflown(model, optimizer, rank) < 2.0**13) == (rank == 1)
+
+
+def overflown(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float:
+    """The scale at the end of a loop in which rank 1 overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for number, (x, y) in enumerate(batches(rank)):
         optimizer.zero_grad()
@@ -155,7 +170,7 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() < 2.0**13
+    return scaler.get_scale()
 
 
 LOOPS: dict[str, Loop] = {
@@ -255,3 +270,44 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
     except farflung.errors.FarflungError as error:
         return str(error)
     return "nothing was noticed"
+
+
+def delayed(rank: int, size: int, store: dist.Store, *, how: str, loop: str, cut: int = 0) -> dict[str, Any]:
+    """A loop of one's own under a schedule that is late, cut in two by a checkpoint where that is asked for."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    recipe = farflung.recipes.recipe("synchronous").but(schedule=how)
+    found: dict[str, Any] = {}
+    handle = farflung.attach(model, optimizer, recipe, store=store)
+    if cut:
+        for x, y in itertools.islice(batches(rank), cut):
+            one_step(model, optimizer, x, y)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+        handle.finish()
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        handle = farflung.attach(model, optimizer, recipe, store=dist.PrefixStore("again", store))
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        handle.load_state_dict(kept[2])
+        for x, y in itertools.islice(batches(rank), cut, None):
+            one_step(model, optimizer, x, y)
+    else:
+        {**LOOPS, "scaled_alone": scaled_alone}[loop](model, optimizer, handle.no_sync, rank)
+    found["own"] = digest(dict(model.named_parameters()))
+    with handle.averaged():
+        found["averaged"] = digest(dict(model.named_parameters()))
+    found["after"] = digest(dict(model.named_parameters()))
+    handle.finish()
+    found["end"] = digest(dict(model.named_parameters()))
+    return found
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """What every loop does."""
+    optimizer.zero_grad(set_to_none=True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -121,6 +121,15 @@ def same_tree(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_bits(a, b)
     return bool(type(a) is type(b) and a == b)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a state."""
+    if isinstance(tree, dict):
+        for node in tree.values():
+            yield from tensors_in(node)
+    elif isinstance(tree, Tensor):
+        yield tree
 
 
 def numbered(value: float) -> Payload:

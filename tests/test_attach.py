@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,30 @@ def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
     assert handle.step == attach_jobs.STEPS
     handle.finish()
+
+
+PIPELINED = ["pipelined(2)", "pipelined(3, warmup=2, correction=0.1)"]
+DELAYED = ["delayed(2)", "delayed(3, 2)", "delayed('auto')"]
+LATE = [
+    *itertools.product(PIPELINED, ["plain", "accumulated", "two_backwards", "caught"]),
+    *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
+]
+
+
+@pytest.mark.parametrize(("how", "loop"), LATE)
+def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -> None:
+    ends = pool.run(2, "tests.attach_jobs.delayed", how=how, loop=loop)
+    assert ends[0]["end"] == ends[1]["end"]
+    assert ends[0]["averaged"] == ends[1]["averaged"]
+    if "auto" not in how:  # that depends on the clock, and may be no delay
+        assert (ends[0]["own"] == ends[1]["own"]) == how.startswith("pipelined")
+    for end in ends:
+        assert end["own"] == end["after"]
+
+
+@pytest.mark.parametrize("how", ["pipelined(3)", "delayed(3, 2)"])
+def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str) -> None:
+    whole = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain")
+    parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3)
+    assert [end["own"] for end in parts] == [end["own"] for end in whole]
+    assert [end["end"] for end in parts] == [end["end"] for end in whole]

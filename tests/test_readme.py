@@ -1,7 +1,7 @@
 """The README tells the truth: its commands and its Python run as they stand.
 
-A block stands alone and runs in an empty folder. ``<!-- not run: reason -->`` on the line before a block leaves it
-out.
+A block stands alone and runs in an empty folder, under torchrun on two processes if it makes a process group.
+``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
 from __future__ import annotations
@@ -106,4 +106,5 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")
-    run([sys.executable, str(script)], tmp_path)
+    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run([sys.executable, *(together if "init_process_group" in block.text else []), str(script)], tmp_path)

@@ -24,7 +24,7 @@ ORDER: list[set[str]] = [
     {"types", "errors", "tasks", "seeding", "config", "telemetry"},
     {"network"},
     {"codecs", "faults"},
-    {"comm"},
+    {"comm", "lab"},
     {"reducers", "schedules", "sampling", "data"},
     {"workloads", "membership", "coded"},
     {"replica"},

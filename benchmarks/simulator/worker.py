@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo  # what the first optimizer would import
 
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training

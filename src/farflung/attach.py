@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
+from farflung.comm import Purpose
 from farflung.comm.interface import LOOPBACK, route_to
-from farflung.errors import ConfigError, RunLost
+from farflung.errors import ConfigError, RunLost, Unsupported
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Exchanges, GradientBuckets, Vote
-from farflung.replica.averaging import averaged_buffers, broadcast
+from farflung.replica.averaging import average, averaged, broadcast
 from farflung.runtime import WallRuntime
 from farflung.types import State
 
@@ -37,7 +38,18 @@ def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.sampler}"
-    return "yes"
+    reason = _refused(chosen)
+    return f"no: {reason}" if reason else "yes"
+
+
+def _refused(chosen: Recipe) -> str:
+    """Why a loop of one's own cannot follow a recipe's schedule; empty where it can."""
+    schedule = chosen.parts(0).schedule
+    if schedule.predicts:
+        return "predicted weights need hold of the forward pass"
+    if schedule.steps_on == "own" and schedule.what == "gradient":
+        return "swapped gradients cannot be told from gradients that a loop adds up"
+    return ""
 
 
 def interface_to_master(size: int) -> str:
@@ -59,8 +71,13 @@ def attach(
     """Lets the replicas that torchrun has started train ``model`` together.
 
     Afterwards the loop is what it was: each ``loss.backward()`` exchanges gradients while autograd runs, and ends when
-    ``p.grad`` holds what the optimizer is to step on. Parameters and buffers start as rank 0's. Without torchrun
-    there is one replica, and nothing is exchanged.
+    ``p.grad`` holds what the optimizer is to step on, or nothing where the schedule has nothing for it. Parameters
+    and buffers start as rank 0's. Without torchrun there is one replica, and nothing is exchanged.
+
+    Where replicas step on their own gradients (delayed updates), each ``optimizer.step()`` exchanges what it did to
+    the parameters. They differ between replicas until :meth:`Handle.finish`; :meth:`Handle.averaged` gives the model
+    to evaluate. Each scales its own loss, if a ``GradScaler`` does that; with pipelined schedules there can be none,
+    since a gradient would be divided by another scale than it was multiplied by.
 
     Args:
       model: trained by this loop; wrapped or compiled models will do.
@@ -79,6 +96,8 @@ def attach(
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
+    if reason := _refused(chosen):
+        raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1 and store is None:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
@@ -101,7 +120,8 @@ def attach(
     )
     try:
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges)
+        own = parts.schedule.steps_on == "own"
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, updates=own)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -119,6 +139,8 @@ class Handle:
         runtime: WallRuntime,
         buckets: GradientBuckets,
         exchanges: Exchanges,
+        *,
+        updates: bool,
     ) -> None:
         self.step = 0
         """Backward passes exchanged so far."""
@@ -128,6 +150,8 @@ class Handle:
         self._weight = 1.0
         self._finished = False
         self._pass: int | None = None
+        self._updates, self._open = updates, False
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: self._updated(done=True))
         buckets.watch(self._gradient_arrives)
 
     @property
@@ -145,6 +169,7 @@ class Handle:
         atexit.register(self._abandon)
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._runtime.drive(broadcast(self._runtime, tensors, 0))
+        self._exchanges.restart()
 
     def weigh(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
@@ -167,8 +192,12 @@ class Handle:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Inside, the model is what should be evaluated or kept: running statistics are averaged."""
-        entered = averaged_buffers(self._runtime, self._model, self.step)
+        """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
+        where replicas differ by updates that are under way.
+        """
+        self._updated(done=False)
+        apart = self._exchanges.apart
+        entered = averaged(self._runtime, self._model, self.step, apart=apart)
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model
@@ -176,7 +205,11 @@ class Handle:
             self._runtime.drive(entered.__aexit__(None, None, None))
 
     def state_dict(self) -> State:
-        """What farflung adds to the state of model and optimizer: steps, residuals, schedule."""
+        """What farflung adds to the state of model and optimizer: steps, residuals, schedule, what is under way.
+
+        Where replicas differ, each keeps its own parameters and optimizer beside it.
+        """
+        self._updated(done=False)
         return {"step": self.step, "exchanges": self._runtime.drive(self._exchanges.state_dict())}
 
     def load_state_dict(self, state: State) -> None:
@@ -185,8 +218,17 @@ class Handle:
         self._exchanges.load_state_dict(state["exchanges"])
 
     def finish(self) -> None:
-        """Takes leave of the others, once the loop is through."""
+        """Takes leave of the others, once the loop is through.
+
+        What is still under way is applied first, by steps of the optimizer where it is gradients; afterwards all
+        replicas have the same parameters.
+        """
         if not self._finished:
+            try:
+                self._flush()
+            except BaseException as error:
+                self._end(error)
+                raise
             self._end(None)
 
     def __enter__(self) -> Self:
@@ -195,7 +237,9 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._finished:
+        if error is None:
+            self.finish()
+        elif not self._finished:
             self._end(error)
 
     # --- inside autograd --------------------------------------------------------------------------------------
@@ -212,17 +256,39 @@ class Handle:
                 "start again from a checkpoint"
             )
         self._pass = current
+        if self._open:
+            # No step since the last backward. This one needs the parameters as they are, so results wait.
+            self._exchanges.close(updated=False)
+        self._open = True
         self._exchanges.begin(self.step, Vote(0.0, self._weight))
         self._buckets.arm(self._exchanges.ready)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
-        settled = self._runtime.drive(self._exchanges.settle())
-        if not settled.apply:
+        if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()
         self._pass = None
         self.step += 1
+        if not self._updates:
+            self._updated(done=True)
+
+    def _updated(self, *, done: bool) -> None:
+        """The optimizer is through with a step, or it turns out that it was left out, as by a scaler."""
+        if self._open:
+            self._open = False
+            self._runtime.drive(self._exchanges.finish(updated=done))
+
+    def _flush(self) -> None:
+        self._updated(done=False)
+        for step in self._exchanges.due_steps():
+            if self._runtime.drive(self._exchanges.drain(step)):
+                self._optimizer.step()
+            self._buckets.clear()
+        if self._exchanges.apart:
+            parameters = [p.detach() for p in self._model.parameters()]
+            self._runtime.drive(average(self._runtime, parameters, self.step, Purpose.FLUSH))
+            self._exchanges.restart()
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -230,6 +296,7 @@ class Handle:
         self._finished = True
         atexit.unregister(self._abandon)
         self._buckets.remove()
+        self._step_hook.remove()
         self._runtime.close(error)
 
     def _abandon(self) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "DataError",
     "DeadlinePassed",
     "FarflungError",
+    "LabError",
     "NonFinite",
     "PeerFailed",
     "PeerLost",
@@ -66,6 +67,10 @@ class DataError(BadInput):
 
 class CheckpointError(BadInput):
     """A checkpoint is absent, cut short, or belongs to another model or recipe."""
+
+
+class LabError(FarflungError):
+    """The lab cannot be set up on this machine, or its links are not what they should be."""
 
 
 class RunLost(FarflungError):

@@ -158,7 +158,8 @@ def test_the_summary_and_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert process.returncode == 0
     summary = json.loads(said)
     assert {
-        "final_accuracy", "final_loss", "steps", "samples", "bytes_sent_per_replica", "duration_s", "time_s",
+        "final_accuracy", "final_loss", "steps", "samples", "bytes_sent_per_replica",
+        "schedule_bytes_per_replica", "duration_s", "time_s",
     } <= summary.keys()  # fmt: skip
     assert set(summary["time_s"]) == {"compute", "exposed_communication", "data_wait", "other"}
     assert sum(summary["time_s"].values()) == pytest.approx(summary["duration_s"])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.codecs import CODECS, Truncate16
+from farflung.codecs import CODECS, ErrorFeedback, Truncate16
 from farflung.comm import ExchangeChannel
 from farflung.comm.wire import Kind, decode, encode
 from farflung.errors import Unsupported
@@ -31,6 +31,7 @@ from tests.helpers import (
     same_payload,
     same_tree,
     tag,
+    tensors_in,
 )
 
 SEEDS = Seeds(shared=11, own=12)
@@ -105,6 +106,7 @@ def test_zeros_come_back_as_zeros(codec: Codec, numel: int) -> None:
 
 # Beyond that, norms and sums may overflow.
 numbers = st.floats(-(2.0**100), 2.0**100, width=32)
+small_numbers = st.floats(-1024.0, 1024.0, width=32)
 
 
 @given(values=st.lists(numbers, max_size=20))
@@ -204,18 +206,37 @@ def test_state_survives_a_checkpoint(codec: Codec, tmp_path: Path) -> None:
         assert same_bits(decoded, codec.decode(loaded, payload, spec, step=step, count=1))
 
 
-def test_a_residual_and_what_was_decoded_are_all_there_was(codec: Codec) -> None:
+def test_a_joiner_decodes_what_the_others_send_and_has_nothing_left_over(codec: Codec) -> None:
     spec = spec_of(torch.empty(NUMEL))
     state = codec.init(spec, SEEDS)
-    if "residual" not in state.local:
-        return
-    given_, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
-    for step in range(20):
-        grad = gradient(NUMEL, step)
-        payload, state = codec.encode(state, grad, step=step, count=1)
-        given_ += grad
+    for step in range(3):
+        _, state = codec.encode(state, gradient(NUMEL, step), step=step, count=1)
+        state = codec.observe(state, gradient(NUMEL, step, 1), step=step)
+    joiner = CodecState(state.shared, codec.init(spec, Seeds(SEEDS.shared, 99)).local)
+    assert not any(tensor.any() for tensor in tensors_in(joiner.local))
+    payload, state = codec.encode(state, gradient(NUMEL, 3), step=3, count=1)
+    decoded = codec.decode(state, payload, spec, step=3, count=1)
+    assert same_bits(codec.decode(joiner, payload, spec, step=3, count=1), decoded)
+
+
+FEEDBACK = [name for name, row in CODEC_ROWS.items() if isinstance(row.codec, ErrorFeedback)]
+
+
+@given(steps=st.lists(st.lists(small_numbers, min_size=12, max_size=12), min_size=1, max_size=8))
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_a_residual_and_what_was_decoded_are_all_there_was(name: str, steps: list[list[float]]) -> None:
+    codec, spec = CODEC_ROWS[name].codec, TensorSpec((12,))
+    state = codec.init(spec, SEEDS)
+    given_, sent = torch.zeros(12, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
+    for step, values in enumerate(steps):
+        payload, state = codec.encode(state, torch.tensor(values), step=step, count=1)
+        given_ += torch.tensor(values)
         sent += codec.decode(state, payload, spec, step=step, count=1)
-    torch.testing.assert_close(sent + state.local["residual"], given_, rtol=0.0, atol=1e-4)
+    # Every step rounds numbers that are at most the sum of all magnitudes so far.
+    largest = sum(max(map(abs, values)) for values in steps)
+    torch.testing.assert_close(
+        sent + state.local["residual"], given_, rtol=0.0, atol=len(steps) * 2.0**-20 * largest + 1e-30
+    )
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------
@@ -258,19 +279,35 @@ def added(a: Payload, b: Payload) -> Payload:
     )
 
 
-def test_payloads_of_a_linear_codec_may_be_summed(codec: Codec) -> None:
-    spec = spec_of(torch.empty(NUMEL))
-    grads = [gradient(NUMEL, rank) for rank in range(3)]
-    states = [codec.init(spec, Seeds(1, rank)) for rank in range(3)]
+def sums(codec: Codec, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Payloads added up and decoded, and decoded and added up."""
+    spec = spec_of(grads[0])
+    states = [codec.init(spec, Seeds(1, rank)) for rank in range(len(grads))]
     encoded = [codec.encode(s, g, step=2, count=1) for s, g in zip(states, grads, strict=True)]
-    if not all(codec.linear(state) for _, state in encoded):
-        return
     total = encoded[0][0]
     for payload, _ in encoded[1:]:
         total = added(total, payload)
-    summed = codec.decode(encoded[0][1], total, spec, step=2, count=3)
-    apart = sum(codec.decode(state, payload, spec, step=2, count=1) for payload, state in encoded)
-    torch.testing.assert_close(summed, apart, rtol=1e-5, atol=1e-5)
+    decoded = [codec.decode(state, payload, spec, step=2, count=1) for payload, state in encoded]
+    return codec.decode(encoded[0][1], total, spec, step=2, count=len(grads)), torch.stack(decoded).sum(dim=0)
+
+
+LINEAR = [
+    name
+    for name, row in CODEC_ROWS.items()
+    if row.codec.linear(row.codec.init(spec_of(torch.empty(NUMEL)), SEEDS))
+]
+
+
+def test_which_codecs_are_linear() -> None:
+    assert set(LINEAR) == {"identity", "randomk", "randomk (contractive)"}
+
+
+@given(grads=st.lists(st.lists(small_numbers, min_size=9, max_size=9), min_size=1, max_size=4))
+@pytest.mark.parametrize("name", LINEAR)
+def test_payloads_of_a_linear_codec_may_be_summed(name: str, grads: list[list[float]]) -> None:
+    summed, apart = sums(CODEC_ROWS[name].codec, [torch.tensor(values) for values in grads])
+    size = 9 * max(abs(value) for values in grads for value in values)  # randomk multiplies by n/k
+    torch.testing.assert_close(summed, apart, rtol=0.0, atol=len(grads) * 2.0**-21 * size + 1e-30)
 
 
 def test_it_is_unbiased_or_contractive_as_it_says(row: CodecRow) -> None:

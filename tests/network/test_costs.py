@@ -21,7 +21,7 @@ from farflung.network import (
     network_profile,
 )
 from farflung.runtime import VirtualWorld
-from farflung.types import Payload, Runtime, Tag
+from farflung.types import Runtime
 
 ALIKE = NetworkProfile.uniform(Link(0.25, 8e3))
 SIDE_NBYTES = 16
@@ -34,14 +34,6 @@ def simulated_s(profile: NetworkProfile, name: str, nbytes: int) -> float:
 
     async def body(runtime: Runtime) -> None:
         side = torch.zeros(SIDE_NBYTES // 8, dtype=torch.float64)
-        if name == "gather":
-            others = [rank for rank in range(runtime.comm.size) if rank != runtime.comm.rank]
-            payload = Payload((torch.zeros(nbytes, dtype=torch.uint8), side))
-            for rank in others:
-                runtime.comm.send(payload, rank, Tag(1))
-            for rank in others:
-                await runtime.comm.recv(rank, Tag(1))
-            return
         channel = ExchangeChannel(runtime.comm, 1, 0)
         await COLLECTIVES[name](channel, torch.zeros(nbytes, dtype=torch.uint8), side)
 
@@ -50,7 +42,7 @@ def simulated_s(profile: NetworkProfile, name: str, nbytes: int) -> float:
 
 
 def test_every_collective_has_a_formula() -> None:
-    assert set(COSTS) - {"gather"} == set(COLLECTIVES) - {"auto", "native"}
+    assert set(COSTS) == set(COLLECTIVES) - {"auto", "native"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -64,7 +56,7 @@ def test_exact_on_links_that_are_alike(link: Link, name: str, size: int) -> None
     assert found == pytest.approx(simulated_s(profile, name, 840), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(COSTS) - {"gather"}))
+@pytest.mark.parametrize("name", sorted(COSTS))
 @pytest.mark.parametrize("latency", [0.0, 0.1, 5.0])
 def test_exact_in_pieces(name: str, latency: float) -> None:
     profile = NetworkProfile.uniform(Link(latency, 8e6)).for_nodes(4)
@@ -79,7 +71,7 @@ def test_by_hand() -> None:
     assert cost_s(profile, "ring", 4000) == 6 * (0.25 + 1.0)
     assert cost_s(profile, "parameter_server", 4000) == 2 * (0.25 + 4.0)
     assert cost_s(profile, "multi_parameter_server", 4000) == 2 * (0.25 + 2.0)
-    assert cost_s(profile, "gather", 4000) == 0.25 + 4.0
+    assert cost_s(profile, "all_gather", 4000) == 0.25 + 4.0
 
 
 def test_one_server_behind_one_link() -> None:

@@ -111,7 +111,7 @@ def test_how_many_one_way_delays_it_takes(reducer: Reducer, delays: int, size: i
 
 @pytest.mark.parametrize("collective", ["ring", "direct", "parameter_server"])
 def test_a_codec_with_seeds_may_be_encoded_anew_on_every_hop(collective: str) -> None:
-    """The traffic of the collective in the codec's size, no bias, and no two roundings alike by chance."""
+    """The traffic of the collective in the codec's size, and no bias."""
     grads = [torch.randn(4096, generator=generator(3, rank)) for rank in range(4)]
     reducer = CodecReducer(QSGD(bits=4), collective, phases="hops")
     _, nbytes, _ = once(reducer, grads)

@@ -26,7 +26,7 @@ from farflung.types import (
     StateSlot,
     TensorSpec,
 )
-from tests.helpers import CODEC_ROWS, NUMEL, Cluster, same_bits, same_tree
+from tests.helpers import CODEC_ROWS, NUMEL, Cluster, same_bits, same_tree, tensors_in
 from tests.reducers.replicas import LINK, SPEC, WEIGHTS, Replica, assert_alike, exact_mean, gradient, run
 
 
@@ -169,6 +169,20 @@ def test_steps_and_states_go_on_after_a_checkpoint(name: str, tmp_path: Path) ->
 
 
 @each_row
+def test_a_joiner_gets_what_is_shared_and_has_nothing_left_over(name: str) -> None:
+    reducer = ROWS[name].reducer
+    veterans = run(reducer, 2)
+    world = VirtualWorld(3, LINK)
+    replicas = [Replica(runtime, reducer, first=10) for runtime in world.runtimes]
+    for replica, veteran in zip(replicas, [*veterans, None], strict=True):
+        local = veteran.slot.state.local if veteran else replica.slot.state.local
+        replica.slot.state = CodecState(veterans[0].slot.state.shared, local)
+    assert not any(tensor.any() for tensor in tensors_in(replicas[2].slot.state.local))
+    world.run([replica.run(range(3, 6)) for replica in replicas])
+    assert_alike(replicas)
+
+
+@each_row
 @each_size
 @pytest.mark.parametrize("numel", [0, 1, 2, 3])
 def test_the_smallest_tensors(name: str, size: int, numel: int) -> None:
@@ -220,6 +234,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "'native' cannot carry": lambda: CodecReducer(Truncate16(), "native"),
     "rank 0": lambda: PowerSGD(rank=0),
     "min_ratio 0.5": lambda: PowerSGD(min_ratio=0.5),
+    "min_ratio 'x'": lambda: PowerSGD(min_ratio="x"),  # type: ignore[arg-type]
+    "made of codecs, not of 3": lambda: CodecReducer(3),  # type: ignore[arg-type]
     "dense_steps -1": lambda: PowerSGD(dense_steps=-1),
     "bucket_size 0": lambda: SharedScaleQSGD(bucket_size=0),
     "bits 1": lambda: SharedScaleQSGD(bits=1),

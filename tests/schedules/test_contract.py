@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from farflung.schedules import SCHEDULES, Synchronous
+from farflung.schedules import SCHEDULES, Delayed, DelayedGradient, Pipelined, Synchronous
 from farflung.types import Bucket, Replace, Schedule, SharedStats, State, TensorSpec, Transfer
 
 BUCKETS = tuple(
@@ -34,6 +34,16 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
+    "delayed": Row(Delayed(), lag=4),
+    "delayed (auto)": Row(Delayed(delay="auto", most=8), lag=8),
+    "delayed (at once)": Row(Delayed(delay=0)),
+    "delayed (of blocks)": Row(Delayed(delay=7, period=3), lag=7, every=3),
+    "delayed_gradient": Row(DelayedGradient(), lag=4),
+    "delayed_gradient (of blocks)": Row(DelayedGradient(delay=2, period=5), lag=2, every=5),
+    "pipelined": Row(Pipelined(), lag=1),
+    "pipelined (corrected)": Row(Pipelined(correction=0.04), lag=1),
+    "pipelined (predicted)": Row(Pipelined(predict=True), lag=1),
+    "pipelined (warmed up)": Row(Pipelined(width=4, warmup=10), lag=3),
     "synchronous": Row(Synchronous()),
 }
 
@@ -44,14 +54,23 @@ def row(request: pytest.FixtureRequest) -> Row:
 
 
 def stats(step: int) -> SharedStats:
-    return SharedStats(step, loss=1.0 / (1 + step), weight=4.0, elapsed_s=0.5 * step)
+    return SharedStats(step, loss=1.0 / (1 + step), weight=4.0)
 
 
 def run(schedule: Schedule, buckets: tuple[Bucket, ...] = BUCKETS) -> list[list[Transfer]]:
+    """What it plans, told of each exchange when that is due, with the times it asks for."""
     state, plans = schedule.init(buckets), []
+    due: dict[int, list[SharedStats]] = {}
     for step in range(STEPS):
-        plans.append(schedule.plan(state, step))
-        state = schedule.observe(state, stats(step))
+        transfers = schedule.plan(state, step)
+        plans.append(transfers)
+        if transfers:
+            told = stats(step)
+            if schedule.asks(state, step):
+                told = replace(told, elapsed_s=0.1 * step, step_s=0.1, exchange_s=0.55 if step < 20 else 0.15)
+            due.setdefault(transfers[0].due_step, []).append(told)
+        for told in due.pop(step, []):
+            state = schedule.observe(state, told)
     return plans
 
 
@@ -68,6 +87,11 @@ def test_the_table_has_every_schedule() -> None:
 
 def test_it_says_what_the_optimizer_steps_on(row: Row) -> None:
     assert row.schedule.steps_on in ("aggregate", "own")
+
+
+def test_it_moves_what_it_says(row: Row) -> None:
+    for transfers in run(row.schedule):
+        assert {transfer.what for transfer in transfers} <= {row.schedule.what}
 
 
 def test_all_ranks_plan_alike(row: Row) -> None:

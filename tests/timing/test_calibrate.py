@@ -49,8 +49,9 @@ class Slow(nn.Module):
         self.scale = nn.Parameter(torch.ones(numel)) if numel else None
 
     def forward(self, x: Tensor) -> Tensor:
-        passed: Tensor = _Passed.apply(x, self.clock, self.seconds)
-        return passed if self.scale is None else passed * self.scale.sum()
+        scaled = x if self.scale is None else x * self.scale.sum()
+        passed: Tensor = _Passed.apply(scaled, self.clock, self.seconds)
+        return passed
 
 
 @dataclass
@@ -61,14 +62,14 @@ class Work:
 
     def model(self, generator: torch.Generator) -> nn.Module:
         return nn.Sequential(
-            Slow(self.clock, 1.0, 2.0, 3),
             Slow(self.clock, 0.5, 0.25),
+            Slow(self.clock, 1.0, 2.0, 3),
             Slow(self.clock, 4.0, 8.0, 5),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        self.clock.now += 0.125
         losses: Tensor = model(batch.inputs.requires_grad_()).mean(dim=1)
+        self.clock.now += 0.125
         return losses
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -86,13 +87,12 @@ def training(**given: Json) -> Training:
 def test_each_layer_gets_its_time() -> None:
     clock = Clock()
     found = calibrate(Work(clock), training(), rounds=2, clock=clock)
-    # A gradient is there before the module's own seconds have passed: they count to the layer below, and the lowest
-    # takes what is left.
+    # What has no parameters counts to the layer after it, or to the last; the loss to the last layer.
     assert found.device.layers == (
-        Layer(3, (1.0 + 0.125) / 4, (8.0 + 0.25 + 2.0) / 4),
-        Layer(5, (0.5 + 4.0) / 4, 0.0),
+        Layer(3, (0.5 + 1.0) / 4, (2.0 + 0.25) / 4),
+        Layer(5, (4.0 + 0.125) / 4, 8.0 / 4),
     )
-    assert found.names == ("0", "2")
+    assert found.names == ("1", "2")
     assert found.forward_s == (5.625 / 4,) * 3
     assert found.backward_s == (10.25 / 4,) * 3
     assert found.optimizer_s == (0.0,) * 3

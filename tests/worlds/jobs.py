@@ -37,9 +37,10 @@ def replica(runtime: Runtime, parts: dict[str, str], steps: int, batch_size: int
 
 
 async def steps(replica: Replica) -> dict[str, Any]:
-    """Trains without the evaluation at the end; what two worlds must agree on."""
+    """Trains to the flush, without the evaluation at the end; what two worlds must agree on."""
     for _ in range(replica.training.steps):
         await replica.step()
+    await replica.flush()
     return {
         "parameters": digest(dict(replica.model.state_dict())),
         "bytes": replica._exchanges.sent_nbytes,

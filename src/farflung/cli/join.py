@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,19 @@ from farflung.cli.run import RunConfig, RunFolder, write_json
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.data import describe
+from farflung.network import device_profile
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
+from farflung.timing import forward_flops
 from farflung.types import Json, Workload
 
-__all__ = ["Reach", "work"]
+__all__ = ["DEVICE", "MODEL", "Reach", "work"]
 
+DEVICE = "FARFLUNG_DEVICE"
+"""Tells workers of the device whose pace to keep."""
+MODEL = "FARFLUNG_NETWORK_MODEL"
+"""Tells workers where the model of the network is whose pace to keep."""
 JOIN_S = 60.0
 
 
@@ -51,9 +58,25 @@ class Reach:
 
 
 def work(
-    config: RunConfig, folder: RunFolder, show: Sink, reach: Reach | None = None, task: Workload | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    show: Sink,
+    reach: Reach | None = None,
+    task: Workload | None = None,
+    device: str = "",
+    model: str = "",
 ) -> Mapping[str, Json]:
-    """Trains as one replica; ``show`` gets its events, ``task`` is the run's own. Returns the summary."""
+    """Trains as one replica; returns the summary.
+
+    Args:
+      config: of the run.
+      folder: where it is kept.
+      show: gets this replica's events.
+      reach: how the others reach this machine.
+      task: the run's own, where it has been made.
+      device: a device whose pace to keep; empty: as fast as this machine is.
+      model: the folder of a model of a network whose pace to keep; empty: none.
+    """
     reach, task = reach or Reach(), task or config.make_workload()
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -78,6 +101,9 @@ def work(
             encrypt=config.encrypt,
             keys=reach.keys,
             decisions=folder.decision_log() if rank == 0 else None,
+            device=device_profile(device, forward_flops=forward_flops(task)) if device else None,
+            seed=config.seed,
+            model=Path(model) if model else None,
         )
         try:
             checkpoints = folder.checkpoints(rank, size, leader=leader)
@@ -96,6 +122,9 @@ def work(
                 replica.resume(checkpoints.newest())
             split = config.split_json(describe(shares or [], task.datasets()[0].labels))
             summary = {**runtime.run(replica.run()).to_json(), "partition": split}
+            if runtime.pace is not None:
+                telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
+                summary["pace"] = runtime.pace.to_json()
         except BaseException as error:
             runtime.close(error)
             raise

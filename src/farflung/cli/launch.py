@@ -11,19 +11,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+from farflung.cli.events import listener
+from farflung.cli.join import DEVICE, MODEL
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
+from farflung.comm import NetworkModel
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
+from farflung.network import NetworkProfile
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
 __all__ = ["launch"]
 
-LISTEN_S = 0.05
 GRACE_S = 0.1
 """How long the workers may take to end by themselves once one has reported an error."""
 STOP_S = 30.0
@@ -31,7 +35,13 @@ STOP_S = 30.0
 
 
 def launch(
-    config: RunConfig, folder: RunFolder, show: Sink, replay: Path | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    show: Sink,
+    replay: Path | None = None,
+    *,
+    device: str = "",
+    network: NetworkProfile | None = None,
 ) -> Mapping[str, Json]:
     """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
 
@@ -40,20 +50,30 @@ def launch(
       folder: where it is kept.
       show: gets the events of all workers.
       replay: a file with decisions to make again.
+      device: whose pace the workers keep; empty: as fast as they can.
+      network: whose pace their messages keep; ``None``: none.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
       RunLost: a worker was lost or failed; names it.
     """
     folder.create(config, replay)
-    with tempfile.TemporaryDirectory(prefix="farflung-") as scratch, _listener(Path(scratch)) as events:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
+        events = stack.enter_context(listener(Path(scratch)))
+        if network is not None:
+            stack.enter_context(NetworkModel(network, Path(scratch), config.seed))
         with folder.log.open("ab") as log:
             job = subprocess.Popen(
                 _command(config, folder),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(events.getsockname()),
+                env={
+                    **_environment(events.getsockname()),
+                    DEVICE: device,
+                    MODEL: scratch if network is not None else "",
+                },
                 start_new_session=True,
             )
         return _Watch(job, events, show, folder).run()
@@ -135,14 +155,6 @@ class _Watch:
         raise RunLost(
             f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}"
         )
-
-
-@contextlib.contextmanager
-def _listener(scratch: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
-        events.bind(str(scratch / "events"))
-        events.settimeout(LISTEN_S)
-        yield events
 
 
 def _command(config: RunConfig, folder: RunFolder) -> list[str]:

@@ -17,9 +17,11 @@ from farflung.cli.calibrate import Calibrate
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
+from farflung.cli.lab import RunInLab, with_dashes
 from farflung.cli.networks import Networks
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
+from farflung.cli.schedule import Schedule
 from farflung.cli.simulate import Simulate
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
@@ -52,7 +54,9 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
     "retime": Retime,
     "networks": Networks,
+    "lab": RunInLab,
     "recipes": Recipes,
+    "schedule": Schedule,
     "workloads": Workloads,
     "data": Data,
     "calibrate": Calibrate,
@@ -85,7 +89,7 @@ def _parse(args: Sequence[str]) -> Command:
                 COMMANDS,
                 prog="farflung",
                 description="Train one PyTorch model on many devices that are far apart.",
-                args=list(args) or ["--help"],
+                args=with_dashes(args) or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes,),
             )
             return command

@@ -149,7 +149,7 @@ def simulate(
                 checkpoints if checkpointed else None,
                 stop_asked,
                 None if shares is None else shares[rank],
-                recorder,
+                recorder=recorder,
             )
             if folder.resumed:
                 replica.resume(checkpoints.newest())

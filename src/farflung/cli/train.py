@@ -10,14 +10,18 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from farflung.cli.events import teller
 from farflung.cli.join import Reach, work
 from farflung.cli.launch import launch
 from farflung.cli.options import RunOptions, finish
 from farflung.cli.progress import Progress
-from farflung.cli.run import RunConfig, RunFolder
+from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
+from farflung.network import device_profile, network_profile
+from farflung.telemetry import Event, Sink
+from farflung.timing import forward_flops
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -43,23 +47,41 @@ class Train(RunOptions):
     public keys of all; when not given, keys are made for the run and exchanged through torchrun's store, so whoever
     reaches that store can take part."""
 
+    network: str | None = None
+    """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
+    one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
+    device: str | None = None
+    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
+    time has passed; steps for which this machine is too slow are counted. Of the command line alone."""
+
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         config = self.resolved(filed)
         folder = self.folder(config)
         if _under_torchrun():
+            if self.network is not None:
+                raise ConfigError(
+                    "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
+                )
             return self._join(config, folder)
         if self.interface is not None or self.keys is not None:
             raise ConfigError(
                 "--interface and --keys are for several machines: start this under torchrun there"
             )
         task = config.make_workload()
+        if self.device is not None:
+            device_profile(self.device, forward_flops=forward_flops(task))
+        network = None if self.network is None else network_profile(self.network).for_nodes(config.workers)
+        if network is not None and config.collective == "native":
+            raise ConfigError(
+                "--network: the backend's own collectives (--collective native) cannot be paced: choose another one"
+            )
         shares = config.check(task)
         if folder.resumed:
             config.check_resumable(folder, task)
         self.show(config, shares)
         with Progress(quiet=self.quiet or self.json) as progress:
-            summary = launch(config, folder, progress, self.replay)
+            summary = launch(config, folder, progress, self.replay, device=self.device or "", network=network)
         finish(
             config,
             folder,
@@ -88,10 +110,19 @@ class Train(RunOptions):
             folder.create(config, self.replay)
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
-            summary = work(config, folder, progress, reach, task)
+            show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
+            summary = work(config, folder, show, reach, task, self.device or "")
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0
+
+
+def _both(one: Sink, other: Sink) -> Sink:
+    def tell(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return tell
 
 
 def _under_torchrun() -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
 
-from farflung.cli.join import work
+from farflung.cli.events import teller
+from farflung.cli.join import DEVICE, MODEL, work
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import FarflungError, RunLost
-from farflung.telemetry import Event, Sink
+from farflung.telemetry import Event
 
 __all__ = ["main"]
 
@@ -20,10 +19,12 @@ __all__ = ["main"]
 def main() -> int:
     """Trains in a folder that the starting command has made; tells it of every event and of any error."""
     folder = RunFolder(Path(sys.argv[1]), resumed=sys.argv[2:] == ["resume"])
-    tell = _teller(os.environ[EVENTS])
+    tell = teller(os.environ[EVENTS])
     rank = int(os.environ["RANK"])
     try:
-        work(RunConfig(**folder.stored_config()), folder, tell)  # type: ignore[arg-type]
+        config = RunConfig(**folder.stored_config())  # type: ignore[arg-type]
+        device, model = (os.environ.get(name, "") for name in (DEVICE, MODEL))
+        work(config, folder, tell, device=device, model=model)
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)
@@ -34,19 +35,6 @@ def main() -> int:
         tell(_error_event(rank, error, what, 1))
         return 1
     return 0
-
-
-def _teller(address: str) -> Sink:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    link.connect(address)
-
-    def tell(event: Event) -> None:
-        try:
-            link.send(json.dumps(event).encode())
-        except OSError as error:
-            raise RunLost(f"the command that started this worker is gone ({error})") from None
-
-    return tell
 
 
 def _error_event(rank: int, error: BaseException, message: str, exit_code: int) -> Event:

@@ -7,7 +7,15 @@ import torch
 from farflung.errors import ConfigError, Unsupported
 from farflung.types import TensorSpec
 
-__all__ = ["codec_option", "density_option", "floating", "indexable", "share_option", "whole_option"]
+__all__ = [
+    "codec_option",
+    "density_option",
+    "floating",
+    "indexable",
+    "number_option",
+    "share_option",
+    "whole_option",
+]
 
 
 def density_option(name: str, density: object) -> None:
@@ -28,6 +36,16 @@ def share_option(name: str, option: str, share: object) -> None:
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"{name}: {option} {share!r} must be at least 0 and below 1")
+
+
+def number_option(name: str, option: str, value: object, low: float) -> None:
+    """A number that is not too small.
+
+    Raises:
+      ConfigError: below ``low``, or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
+        raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
 
 
 def whole_option(name: str, option: str, value: int, low: int, high: int | None = None) -> None:

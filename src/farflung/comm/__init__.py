@@ -3,6 +3,7 @@
 from farflung.comm.channel import ExchangeChannel, Purpose
 from farflung.comm.collectives import COLLECTIVES, Coding, Collective
 from farflung.comm.mailbox import Mailbox, Waiting
+from farflung.comm.paced import NetworkModel, PacedCommunicator
 from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
 from farflung.comm.zeromq import Peer, ZmqCommunicator
 
@@ -13,6 +14,8 @@ __all__ = [
     "ExchangeChannel",
     "LinkModel",
     "Mailbox",
+    "NetworkModel",
+    "PacedCommunicator",
     "Peer",
     "Purpose",
     "VirtualCommunicator",

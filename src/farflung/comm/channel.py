@@ -58,6 +58,7 @@ class Purpose(IntEnum):
     CHECKPOINT = 3
     SHARING = 4
     START = 5
+    FLUSH = 6
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""

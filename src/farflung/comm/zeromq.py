@@ -29,6 +29,7 @@ from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox, Waiting
 from farflung.comm.peer import Peer, check_peers
+from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.wire import Kind, Message, WireError, decode, encode
 from farflung.errors import (
     ConfigError,
@@ -69,6 +70,7 @@ class ZmqCommunicator:
       max_nbytes: the largest payload accepted.
       now: the clock, in seconds.
       native: sums a tensor by the backend's collective, or ``None`` where there is none.
+      stage: how a payload of another device comes to the host.
 
     Raises:
       ConfigError: the address is none of this machine's, or not loopback and there are no keys.
@@ -86,6 +88,7 @@ class ZmqCommunicator:
         settings: Mapping[str, Json] | None = None,
         max_nbytes: int = 1 << 31,
         native: Callable[[Tensor], Pending[Tensor]] | None = None,
+        stage: Stage = at_once,
     ) -> None:
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
@@ -93,7 +96,7 @@ class ZmqCommunicator:
         self.refused = 0
         self.ready: Pending[None] = Pending()
         self.lost: BaseException | None = None
-        self._now, self._native = now, native
+        self._now, self._native, self._stage = now, native, stage
         self._settings = {"number of replicas": size, **(settings or {})}
         self._max_nbytes = max_nbytes
         self._token = secrets.token_bytes(16)
@@ -172,7 +175,10 @@ class ZmqCommunicator:
     # --- the communicator -------------------------------------------------------------------------------------
 
     def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
-        """Hands the frames to ZeroMQ's own thread."""
+        """Hands the frames to ZeroMQ's own thread, or the payload to what brings it to the host before."""
+        if not on_host(payload):
+            self._stage(payload, lambda host: self.send(host, dst, tag))
+            return done(None)
         try:
             self._send(dst, encode(Kind.DATA, self.view, tag, payload))
         except PeerLost as error:

@@ -36,7 +36,7 @@ def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes
     Args:
       profile: with its number of nodes.
       collective: a name in :data:`COSTS`.
-      nbytes: of one replica's tensor; for ``gather``, of one replica's payload.
+      nbytes: of one replica's tensor; what payloads take that all gather is what ``all_gather`` takes.
       side_nbytes: of the vector that rides along.
 
     Raises:
@@ -197,6 +197,5 @@ COSTS: dict[str, Cost] = {
         profile, (_size(profile) + 1) // 2, nbytes, side
     ),
     "all_gather": _gather,
-    "gather": _gather,
 }
 """The formulas by the name of the collective."""

@@ -102,9 +102,30 @@ RECIPES: dict[str, Recipe] = {
     for preset in (
         Recipe("synchronous", "plain data-parallel SGD over farflung's direct all-reduce"),
         Recipe("ring", "plain data-parallel SGD over a ring", collective="ring"),
-        Recipe("native", "plain data-parallel SGD over the backend's own all-reduce", collective="native"),
         Recipe("powersgd", "synchronous SGD with gradients of low rank", reducer="powersgd"),
+        Recipe(
+            "ddp",
+            "what DistributedDataParallel does: synchronous SGD over the backend's own all-reduce",
+            collective="native",
+        ),
         Recipe("parameter_server", "synchronous SGD through one server", collective="parameter_server"),
+        Recipe(
+            "pipe_sgd",
+            "Pipe-SGD: means applied one step late, 16 bits inside the ring (Li et al. 2018)",
+            codec="truncate16",
+            collective="ring",
+            schedule="pipelined(width=2)",
+        ),
+        Recipe(
+            "delayed",
+            "delayed updates: own ones at once, swapped for the mean once that can be there (Zhu et al. 2019)",
+            schedule="delayed(delay='auto')",
+        ),
+        Recipe(
+            "dga",
+            "delayed gradient averaging: blocks of 5 steps, averaged 20 steps later (Zhu et al. 2021)",
+            schedule="delayed(delay=20, period=5)",
+        ),
     )
 }
 """The presets, by name."""

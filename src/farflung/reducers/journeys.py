@@ -17,6 +17,7 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import inner_state, with_residual
 from farflung.codecs.trees import apart, only_seeds, rebuilt
 from farflung.comm import COLLECTIVES, Coding
+from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
 from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
 
@@ -175,7 +176,7 @@ class Gathered:
         for rank in range(channel.size):
             payload, riding = self._own, self._exchange.side
             if rank != channel.rank:
-                payload, riding = both(await channel.recv(rank, self._hop, expect))
+                payload, riding = both(await channel.recv(rank, self._hop, expect), self._tensor.device)
             decoded = self._codec.decode(self.state, payload, spec, step=self._exchange.step, count=1)
             if side is None:
                 self._tensor.copy_(decoded)
@@ -191,12 +192,12 @@ class Gathered:
         return self._codec.observe(state, average, step=self._exchange.step)
 
 
-def both(payload: Payload) -> tuple[Payload, Tensor]:
-    """An encoded tensor and the side that rode with it."""
+def both(payload: Payload, device: torch.device) -> tuple[Payload, Tensor]:
+    """An encoded tensor, on ``device``, and the side that rode with it."""
     encoded, side = payload.parts
     assert isinstance(encoded, Payload)
     assert isinstance(side, Tensor)
-    return encoded, side
+    return on_device(encoded, device), side
 
 
 def unwrapped(codec: Codec, state: CodecState) -> tuple[Codec, CodecState]:

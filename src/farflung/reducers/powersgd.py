@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.blocks import working_dtype
-from farflung.codecs.options import floating, whole_option
+from farflung.codecs.options import floating, number_option, whole_option
 from farflung.codecs.stochastic import generator_on
-from farflung.errors import ConfigError
 from farflung.reducers.journeys import Exchange
 from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import divisor, numerator, side_of
@@ -79,8 +78,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         whole_option("powersgd", "rank", self.rank, 1)
         whole_option("powersgd", "dense_steps", self.dense_steps, 0)
-        if not self.min_ratio >= 1:
-            raise ConfigError(f"powersgd: min_ratio {self.min_ratio} must be at least 1")
+        number_option("powersgd", "min_ratio", self.min_ratio, 1)
         check_rounds("powersgd", self.collective)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

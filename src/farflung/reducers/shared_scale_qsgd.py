@@ -12,6 +12,7 @@ from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.comm.staging import on_device
 from farflung.reducers.journeys import Exchange
 from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import numerator, reduced, side_of
@@ -102,6 +103,7 @@ async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
         channel.send(Payload((own,)), peer, hop)
     largest = own
     for peer in exchange.others():
-        (theirs,) = (await channel.recv(peer, hop, (TensorSpec.of(own),))).tensors()
+        received = await channel.recv(peer, hop, (TensorSpec.of(own),))
+        (theirs,) = on_device(received, own.device).tensors()
         largest = torch.maximum(largest, theirs)
     return largest

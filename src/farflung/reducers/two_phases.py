@@ -10,6 +10,7 @@ from farflung.codecs.error_feedback import left_over, with_residual
 from farflung.codecs.trees import apart
 from farflung.comm import Coding
 from farflung.comm.collectives.segments import Segment, cut, sum_in_order
+from farflung.comm.staging import on_device
 from farflung.reducers.journeys import Exchange, both, unwrapped
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
@@ -62,7 +63,7 @@ class TwoPhases:
         for peer in range(size):
             payload, side = self._own, self._exchange.side
             if peer != rank:
-                payload, side = both(await channel.recv(peer, self._hop, expect))
+                payload, side = both(await channel.recv(peer, self._hop, expect), self._tensor.device)
             parts.append(self._decode(payload, own, 1))
             sides.append(side)
         total = sum_in_order(parts)
@@ -70,7 +71,9 @@ class TwoPhases:
         for peer in self._exchange.others():
             channel.send(packed, peer, self._hop + 1)
         for owner, segment in enumerate(self._segments):
-            payload = packed if owner == rank else await channel.recv(owner, self._hop + 1)
+            payload = packed
+            if owner != rank:
+                payload = on_device(await channel.recv(owner, self._hop + 1), self._tensor.device)
             segment.of(self._tensor).copy_(self._decode(payload, segment, size))
         if self._keeps:
             self._left = left_over(total, own.of(self._tensor), packed)

@@ -11,10 +11,12 @@ from farflung.replica.checkpoint import (
     share_name,
 )
 from farflung.replica.evaluation import Score, evaluate
-from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.lockstep import Lockstep, keep_once
-from farflung.replica.loop import Parts, Replica, Summary, TimeSplit
+from farflung.replica.loop import Parts, Replica
 from farflung.replica.optimizers import make_optimizer
+from farflung.replica.summary import Summary, TimeSplit
+from farflung.replica.votes import Vote
 
 __all__ = [
     "Checkpoints",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.types import Payload, Runtime
 
-__all__ = ["averaged_buffers", "barrier", "broadcast", "sum_everywhere"]
+__all__ = ["average", "averaged", "barrier", "broadcast", "sum_everywhere"]
 
 _NOTHING = torch.empty(0)
 
@@ -52,22 +52,41 @@ async def broadcast(runtime: Runtime, tensors: Iterable[Tensor], number: int) ->
 
 
 @asynccontextmanager
-async def averaged_buffers(runtime: Runtime, model: nn.Module, number: int) -> AsyncIterator[None]:
-    """Inside, running statistics (batch norm) are averaged over the replicas; afterwards each has its own again."""
-    own = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    if own and runtime.comm.size > 1:
-        flat = torch.cat([buffer.reshape(-1).float() for buffer in own.values()])
-        zero = torch.zeros(1, dtype=torch.float64)
-        total, _ = await sum_everywhere(runtime, flat, zero, number, part=1, purpose=Purpose.EVALUATION)
-        parts = (total / runtime.comm.size).split([buffer.numel() for buffer in own.values()])
-        _load(model, dict(zip(own, parts, strict=True)))
+async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bool) -> AsyncIterator[None]:
+    """Inside, what differs between replicas is averaged over them; afterwards each has its own again.
+
+    Args:
+      runtime: the world.
+      model: its running statistics (batch norm) differ always.
+      number: of the exchange; alike on all ranks.
+      apart: whether its parameters differ too.
+    """
+    tensors = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    tensors += [p.detach() for p in model.parameters()] if apart else []
+    own = [tensor.clone() for tensor in tensors]
+    await average(runtime, tensors, number, Purpose.EVALUATION, first_part=1)
     try:
         yield
     finally:
-        _load(model, own)
+        _load(tensors, own)
 
 
-def _load(model: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in values:
-            buffer.copy_(values[name].reshape(buffer.shape))
+async def average(
+    runtime: Runtime, tensors: Sequence[Tensor], number: int, purpose: Purpose, *, first_part: int = 0
+) -> None:
+    """Overwrites each tensor with its mean over the replicas; one exchange for each dtype."""
+    if runtime.comm.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for part, alike in enumerate(by_dtype.values(), start=first_part):
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        total, _ = await sum_everywhere(runtime, flat, zero, number, part=part, purpose=purpose)
+        _load(alike, (total / runtime.comm.size).split([tensor.numel() for tensor in alike]))
+
+
+def _load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value.reshape(tensor.shape))

@@ -120,6 +120,29 @@ class GradientBuckets:
         for parameter, view in zip(filling.parameters, filling.views, strict=True):
             parameter.grad = view
 
+    def weights(self, index: int) -> Tensor:
+        """A copy of a bucket's parameters, flat and in its order."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self._fillings[index].parameters])
+
+    def load_weights(self, index: int, flat: Tensor) -> None:
+        """Overwrites a bucket's parameters."""
+        filling = self._fillings[index]
+        sizes = [parameter.numel() for parameter in filling.parameters]
+        with torch.no_grad():
+            for parameter, values in zip(filling.parameters, flat.split(sizes), strict=True):
+                parameter.copy_(values.view(parameter.shape))
+
+    def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Flat tensors, one for each bucket, as tensors by the names of the parameters."""
+        found = {}
+        for filling, flat in zip(self._fillings, flats, strict=True):
+            sizes = [parameter.numel() for parameter in filling.parameters]
+            for name, parameter, values in zip(
+                filling.names, filling.parameters, flat.split(sizes), strict=True
+            ):
+                found[name] = values.view(parameter.shape)
+        return found
+
     def clear(self) -> None:
         """Takes all gradients away, so that an optimizer's step does nothing."""
         for filling in self._fillings:

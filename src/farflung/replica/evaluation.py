@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import averaged_buffers, sum_everywhere
+from farflung.replica.averaging import averaged, sum_everywhere
 from farflung.types import Cost, Dataset, Runtime, Workload
 
 __all__ = ["Score", "evaluate"]
@@ -24,11 +24,22 @@ class Score:
     loss: float
 
 
-async def evaluate(runtime: Runtime, workload: Workload, model: nn.Module, data: Dataset, step: int) -> Score:
-    """Each replica scores its share; the sums travel in one exchange and are equal everywhere."""
+async def evaluate(
+    runtime: Runtime, workload: Workload, model: nn.Module, data: Dataset, step: int, *, apart: bool
+) -> Score:
+    """Each replica scores its share; the sums travel in one exchange and are equal everywhere.
+
+    Args:
+      runtime: the world.
+      workload: what is trained.
+      model: the replica's.
+      data: the test set.
+      step: of the evaluation.
+      apart: whether replicas' parameters differ; what is scored is their mean.
+    """
     comm = runtime.comm
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
-    async with averaged_buffers(runtime, model, step):
+    async with averaged(runtime, model, step, apart=apart):
         sums = await runtime.compute(
             Cost("evaluate", len(share)), lambda: _score(workload, model, data, share)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,13 +13,17 @@ from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Subset
 from farflung.errors import ConfigError
-from farflung.replica.averaging import barrier
+from farflung.replica.averaging import average, barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
-from farflung.replica.exchanges import Exchanges, Settled, Vote
+from farflung.replica.exchanges import Exchanges, Settled
+from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from farflung.replica.prediction import check_predictable, predicted
+from farflung.replica.summary import Summary, TimeSplit
+from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
 from farflung.types import (
@@ -26,7 +31,6 @@ from farflung.types import (
     Cost,
     Dataset,
     Decision,
-    Json,
     PoolView,
     Reducer,
     Runtime,
@@ -38,7 +42,7 @@ from farflung.types import (
     Workload,
 )
 
-__all__ = ["Parts", "Replica", "Summary", "TimeSplit"]
+__all__ = ["Parts", "Replica"]
 
 
 STOP = "stop"
@@ -53,53 +57,6 @@ class Parts:
     schedule: Schedule
     sampler: Sampler
     stream: Stream
-
-
-@dataclass(slots=True)
-class TimeSplit:
-    """Where a replica's time went, in seconds."""
-
-    compute: float = 0.0
-    exposed_communication: float = 0.0
-    data_wait: float = 0.0
-    other: float = 0.0
-
-    def to_json(self) -> dict[str, Json]:
-        """For telemetry."""
-        return {
-            "compute": self.compute,
-            "exposed_communication": self.exposed_communication,
-            "data_wait": self.data_wait,
-            "other": self.other,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """How a run ended."""
-
-    steps: int
-    samples: int
-    final_accuracy: float | None
-    """The last one measured; ``None`` where the run was stopped before any."""
-    final_loss: float | None
-    bytes_sent: int
-    duration_s: float
-    time_s: TimeSplit
-    stopped: bool
-
-    def to_json(self) -> dict[str, Json]:
-        """For telemetry and ``--json``."""
-        return {
-            "final_accuracy": self.final_accuracy,
-            "final_loss": self.final_loss,
-            "steps": self.steps,
-            "samples": self.samples,
-            "bytes_sent_per_replica": self.bytes_sent,
-            "duration_s": self.duration_s,
-            "time_s": self.time_s.to_json(),
-            "stopped": self.stopped,
-        }
 
 
 def _never() -> bool:
@@ -120,6 +77,10 @@ class Replica:
       stop_asked: whether this replica was asked to stop; then all stop after the same step.
       share: the training samples that this replica draws from, alone and in passes of its own; ``None``: all
         replicas draw from the whole set, in passes over it that they share.
+      trace: whether to tell of every exchange.
+
+    Raises:
+      ConfigError: parts or settings that do not go together.
     """
 
     runtime: Runtime
@@ -130,6 +91,7 @@ class Replica:
     checkpoints: Checkpoints | None = None
     stop_asked: Callable[[], bool] = _never
     share: SampleIds | None = None
+    trace: bool = False
     lockstep: Lockstep | None = field(init=False, default=None)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -156,6 +118,13 @@ class Replica:
             self._train = Subset(self._train, self.share)
         self.model = self.workload.model(generator(seed, "model"))
         self.optimizer = make_optimizer(self.training, self.model)
+        if self.parts.schedule.predicts:
+            check_predictable(self.optimizer)
+        if self.training.clip_norm and not self.parts.schedule.clips:
+            raise ConfigError(
+                f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
+                "their norm is known and cannot clip them: leave it out, or choose another --schedule"
+            )
         self._random = RandomState(derive(seed, "replica", comm.rank))
         self._buckets = GradientBuckets(self.model.named_parameters())
         self._exchanges = Exchanges(
@@ -165,6 +134,7 @@ class Replica:
             self.parts.schedule,
             seed,
             self.training.on_nonfinite,
+            self._tell if self.trace else None,
         )
 
     # --- the whole run ----------------------------------------------------------------------------------------
@@ -184,6 +154,8 @@ class Replica:
             finished = self.step_done == self.training.steps
             if finished or stopped or _is_due(self.step_done, self.training.checkpoint_every):
                 await self.save()
+            if finished:
+                await self.flush()
             if finished or _is_due(self.step_done, self.training.evaluate_every):
                 score = await self.evaluate()
         if score is None and not stopped:
@@ -197,6 +169,7 @@ class Replica:
             final_accuracy=None if score is None else score.metric,
             final_loss=None if score is None else score.loss,
             bytes_sent=self._exchanges.sent_nbytes,
+            schedule_nbytes=self._exchanges.most_nbytes,
             duration_s=duration,
             time_s=split,
             stopped=stopped,
@@ -210,29 +183,48 @@ class Replica:
         begin = now()
         batch, weights = await self.next_batch()
         fetched = now()
-        loss, vote = await self.runtime.compute(
-            Cost("forward", len(batch)), lambda: self.forward(batch, weights)
-        )
-        self._exchanges.begin(self.step_done, vote)
-        await self.runtime.backward(
-            Cost("backward", len(batch), self._buckets.numels),
-            lambda ready: self.backward(loss, ready),
-            self._exchanges.ready,
-        )
+        with self._where_gradients_are_taken():
+            loss, vote = await self.runtime.compute(
+                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
+            )
+            self._exchanges.begin(self.step_done, vote)
+            await self.runtime.backward(
+                Cost("backward", len(batch), self._buckets.numels),
+                lambda ready: self.backward(loss, ready),
+                self._exchanges.ready,
+            )
         computed = now()
-        settled = await self._exchanges.settle()
-        if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
-            self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
+        apply = await self._exchanges.settle()
         merged = now()
-        if settled.apply:
+        if apply:
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self._buckets.clear()
         updated = now()
+        settled = await self._exchanges.finish(updated=apply)
+        if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
+            self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
+        exposed = (merged - computed) + (now() - updated)
         self._samples += len(batch) * self.runtime.comm.size
-        split = TimeSplit((computed - fetched) + (updated - merged), merged - computed, fetched - begin)
+        split = TimeSplit((computed - fetched) + (updated - merged), exposed, fetched - begin)
         self._record(vote, settled, split, begin)
         self.step_done += 1
         return settled
+
+    async def flush(self) -> None:
+        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike."""
+        for step in self._exchanges.due_steps():
+            if await self._exchanges.drain(step):
+                await self.runtime.compute(Cost("optimizer", 0), self.update)
+            self.optimizer.zero_grad(set_to_none=True)
+        if self._exchanges.apart:
+            parameters = [p.detach() for p in self.model.parameters()]
+            await average(self.runtime, parameters, self.step_done, Purpose.FLUSH)
+            self._exchanges.restart()
+
+    def _where_gradients_are_taken(self) -> AbstractContextManager[None]:
+        if not self.parts.schedule.predicts:
+            return nullcontext()
+        return predicted(self.optimizer, self._buckets, self._exchanges.missing())
 
     # --- its pieces -------------------------------------------------------------------------------------------
 
@@ -281,7 +273,14 @@ class Replica:
 
     async def evaluate(self) -> Score:
         """Loss and metric on the test set, each replica taking a share of it; equal on all."""
-        score = await evaluate(self.runtime, self.workload, self.model, self._test, self.step_done)
+        score = await evaluate(
+            self.runtime,
+            self.workload,
+            self.model,
+            self._test,
+            self.step_done,
+            apart=self._exchanges.apart,
+        )
         self.telemetry.emit(
             "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
         )
@@ -296,15 +295,17 @@ class Replica:
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
+        apart = self._exchanges.apart
         shared: State = {
             "step": self.step_done,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload.name,
             "training": self.training.to_json(),
-            "model": parameters,
+            "model": {**parameters, **(self._exchanges.anchor() or {})},
         }
         own: State = {
             "buffers": buffers,
+            "parameters": parameters if apart else {},
             "optimizer": optimizer_state(self.optimizer),
             "random": self._random.state_dict(),
             "sampler": self.parts.sampler.state_dict(),
@@ -334,7 +335,7 @@ class Replica:
         where = f"{self.checkpoints.folder}, step {step}"
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
-        self.model.load_state_dict({**shared["model"], **own["buffers"]})
+        self.model.load_state_dict({**shared["model"], **own["buffers"], **own["parameters"]})
         load_optimizer_state(self.optimizer, own["optimizer"])
         self._random.load_state_dict(own["random"])
         self.parts.sampler.load_state_dict(own["sampler"])
@@ -342,6 +343,18 @@ class Replica:
         self._exchanges.load_state_dict(own["exchanges"])
         self._samples = own["samples"]
         self.step_done = shared["step"]
+
+    def _tell(self, flight: Flight) -> None:
+        end = self.runtime.now() if flight.ended_s is None else flight.ended_s
+        self.telemetry.emit(
+            "exchange",
+            t=end,
+            step=flight.step,
+            due_step=flight.transfer.due_step,
+            bucket=flight.index,
+            began_s=flight.began_s,
+            bytes_sent=flight.channel.sent_nbytes,
+        )
 
     def _record(self, vote: Vote, settled: Settled, split: TimeSplit, begin: float) -> None:
         total = self.time_s
@@ -356,6 +369,7 @@ class Replica:
             loss=vote.loss if vote.finite else None,
             nonfinite=settled.nonfinite,
             mean_loss=None if settled.stats is None else settled.stats.loss,
+            in_flight=self._exchanges.in_flight,
             samples=self._samples,
             bytes_sent=self._exchanges.sent_nbytes,
             duration_s=end - begin,

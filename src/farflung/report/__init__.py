@@ -1,6 +1,7 @@
 """What a run amounts to, for people: a picture of its course, a table of its end, and how its data was split."""
 
 from farflung.report.comparison import Compared, Course, compare_courses, comparison_picture, comparison_table
+from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
 from farflung.report.pictures import run_picture
 from farflung.report.summary import score_words, summary_table
@@ -11,6 +12,7 @@ __all__ = [
     "compare_courses",
     "comparison_picture",
     "comparison_table",
+    "gantt_picture",
     "partition_picture",
     "partition_table",
     "run_picture",

@@ -57,6 +57,9 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
     table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))
+    held = _number(summary, "schedule_bytes_per_replica")
+    if held:
+        table.add_row("held by the schedule", decimal(int(held)))
     table.add_row(f"duration{clock}", duration_words(_number(summary, "duration_s")), end_section=True)
     split = summary.get("time_s")
     if not isinstance(split, dict):

@@ -8,7 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import Peer, ZmqCommunicator
+from farflung.comm import PacedCommunicator, Peer, ZmqCommunicator
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
+from farflung.comm.staging import to_host
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
+from farflung.network import DeviceProfile
 from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
-from farflung.types import Cost, Decision, Json
+from farflung.types import Cost, Decision, Json, Payload
 
 __all__ = ["CommunicationThread", "WallRuntime"]
 
@@ -140,6 +145,10 @@ class WallRuntime:
       decisions: where decisions are kept; a fresh log when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
         wherever it is); otherwise replicas make their own and publish them in the store.
+      device: a slower device whose pace to keep; ``None``: as fast as this machine is.
+      seed: of that device's stragglers.
+      model: the folder of a :class:`farflung.comm.NetworkModel` whose pace messages keep; ``None``: they go as they
+        can.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted.
@@ -161,6 +170,9 @@ class WallRuntime:
         encrypt: bool = False,
         keys: Keys | None = None,
         decisions: DecisionLog | None = None,
+        device: DeviceProfile | None = None,
+        seed: int = 0,
+        model: Path | None = None,
     ) -> None:
         address = interface_address(interface)
         local = is_loopback(address)
@@ -170,6 +182,8 @@ class WallRuntime:
                 "machine: choose another collective"
             )
         self._begin = time.monotonic()
+        self.pace = None if device is None else Pace(device, rank, seed, self.now)
+        """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
         self._store = store
         self.decisions = decisions or DecisionLog()
@@ -178,14 +192,19 @@ class WallRuntime:
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
             )
             self._group = dist.group.WORLD
-        self.comm = ZmqCommunicator(
-            rank,
-            size,
-            now=self.now,
-            interface=address,
-            keys=keys or (Keys.fresh() if encrypt or not local else None),
-            settings=settings,
-            native=self._native_sum if native and size > 1 else None,
+        self._staging = ThreadPoolExecutor(1, "farflung-staging")
+        options: dict[str, Any] = {
+            "now": self.now,
+            "interface": address,
+            "keys": keys or (Keys.fresh() if encrypt or not local else None),
+            "settings": settings,
+            "native": self._native_sum if native and size > 1 else None,
+            "stage": self._stage,
+        }
+        self.comm = (
+            ZmqCommunicator(rank, size, **options)
+            if model is None
+            else PacedCommunicator(rank, size, model, **options)
         )
         self._thread = CommunicationThread(self.comm, self.now, deadline_s)
         try:
@@ -215,16 +234,35 @@ class WallRuntime:
         return tasks.first_of(pendings)
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes on the calling thread."""
-        del cost
-        return done(fn())
+        """Computes on the calling thread, at the device's pace where there is one."""
+        if self.pace is None:
+            return done(fn())
+        _, ends = self.pace.begin(cost)
+        value = fn()
+        if cost.kind == "forward":
+            self.pace.computed(ends)
+        self.pace.end(ends)
+        return done(value)
 
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes on the calling thread; exchanges start from inside autograd as buckets fill."""
-        del cost
-        fn(on_ready)
+        """Computes on the calling thread; exchanges start from inside autograd as buckets fill.
+
+        At a device's pace, they start when the device would have come to them.
+        """
+        if self.pace is None:
+            fn(on_ready)
+            return done(None)
+        begin, ends = self.pace.begin(cost)
+        order: list[int] = []
+        fn(order.append)
+        shares = self.pace.ready_at(order, cost.numels)
+        self.pace.computed(begin + (ends - begin) * min(shares, default=1.0))
+        for bucket, share in zip(order, shares, strict=True):
+            self.pace.until(begin + (ends - begin) * share)
+            on_ready(bucket)
+        self.pace.end(ends)
         return done(None)
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
@@ -246,13 +284,17 @@ class WallRuntime:
         """Runs a coroutine on the calling thread, which blocks where the coroutine waits."""
         try:
             while True:
-                coroutine.send(None).block()
+                awaited = coroutine.send(None)
+                if self.pace is not None and not awaited.done:
+                    self.pace.waited()
+                awaited.block()
         except StopIteration as stop:
             value: T = stop.value
             return value
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        self._staging.shutdown()  # what waits for a device is sent before the farewell
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()
         if self._group is not None:
@@ -289,6 +331,24 @@ class WallRuntime:
         except BaseException as error:
             self.close(error)
             raise
+
+    def _stage(self, payload: Payload, then: Callable[[Payload], object]) -> None:
+        """Brings a payload to the host; another thread waits for the device."""
+        host, wait = to_host(payload)
+
+        def copied() -> None:
+            try:
+                wait()
+            except RuntimeError as error:  # the device is out of order
+                lost = RunLost(f"a gradient could not be copied from its device: {error}")
+                self._thread.soon(lambda: self.comm.end(lost))
+            else:
+                self._thread.soon(arrived)
+
+        def arrived() -> None:
+            then(host)
+
+        self._staging.submit(copied)
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()

@@ -54,7 +54,14 @@ Part: TypeAlias = Bucket | Slice | Fragment
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Wait for the mean; it takes the place of the own part."""
+    r"""Wait for the mean; it takes the place of the own part.
+
+    Args:
+      correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
+        :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
+    """
+
+    correction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,10 @@ class SharedStats:
     weight: float
     elapsed_s: float | None = None
     """The decider's clock, where a schedule asked for it."""
+    step_s: float | None = None
+    """What a step of the decider takes without its waits for exchanges, where a schedule asked for it."""
+    exchange_s: float | None = None
+    """What an exchange of the decider takes from its start to its end, where a schedule asked for it."""
 
 
 class Schedule(Protocol):
@@ -106,12 +117,31 @@ class Schedule(Protocol):
         """What the optimizer steps on: the aggregate that is due (no step where none is), or the own gradient."""
         ...
 
+    @property
+    def what(self) -> Literal["gradient", "update", "parameters"]:
+        """What its transfers move."""
+        ...
+
+    @property
+    def clips(self) -> bool:
+        """Whether the gradient that the optimizer steps on may be clipped."""
+        ...
+
+    @property
+    def predicts(self) -> bool:
+        """Whether gradients are taken where the own gradients still under way would lead."""
+        ...
+
     def init(self, buckets: Sequence[Bucket]) -> State:
         """State for these buckets."""
         ...
 
     def plan(self, state: State, step: int) -> list[Transfer]:
         """The transfers that start at ``step``, in bucket order."""
+        ...
+
+    def asks(self, state: State, step: int) -> bool:
+        """Whether the decider's times are wanted with the stats of the exchange that starts at ``step``."""
         ...
 
     def observe(self, state: State, stats: SharedStats) -> State:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from farflung.comm.collectives.segments import Segment
+from farflung.comm.staging import on_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive
 from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
@@ -81,12 +82,12 @@ class Wire:
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
         """A packed segment that is dense as ``like`` is, and the side vector where it came along."""
-        payload = await self._channel.recv(src, hop)
-        packed, *rest = payload.parts
+        packed, *rest = (await self._channel.recv(src, hop)).parts
         if isinstance(packed, Tensor) == (self._coding is None):
             if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
                 side = rest[0] if rest else None
                 assert side is None or isinstance(side, Tensor)
+                (packed,) = on_device(Payload((packed,)), like.device).parts
                 return packed, side
         raise ProtocolError(
             f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"

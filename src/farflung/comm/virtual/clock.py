@@ -65,6 +65,10 @@ class VirtualClock:
             self._now, _, _, fn = heapq.heappop(self._heap)
             fn()
 
+    def due(self) -> float:
+        """When something happens next; infinity where nothing will."""
+        return self._now if self._soon else self._heap[0][0] if self._heap else math.inf
+
     def hand_over(self, other: Clock) -> None:
         """What has not happened yet happens on another clock, in the same order."""
         while self._soon:

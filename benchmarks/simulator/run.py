@@ -1,0 +1,147 @@
+"""How large simulations may be: replicas with real arithmetic, devices in classes, and exactness of closed forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.common import Measured, main
+from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.network import Link, NetworkProfile, network_profile
+from farflung.runtime import VirtualWorld
+from farflung.tasks import Pending
+from farflung.types import Runtime
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = 3
+COUNTS = (1, 4, 16, 64, 256, 1024)
+"""Numbers of replicas whose cost is stored."""
+COLLECTIVE_NAMES = ("ring", "direct", "parameter_server", "multi_parameter_server")
+MLP_SECONDS = "1,024 replicas, all gradients different, MLP 64-256-10, 20 steps"
+MLP_MEMORY = "same, memory"
+RESNET = "128 replicas, resnet8 on CIFAR-10, 10 steps"
+FLEET = "a million devices in classes, timing only, 100 steps"
+EXACT = "closed-form against hop-by-hop collectives, N = 2 to 64"
+
+
+def mlp(quick: bool) -> Mapping[str, Measured]:
+    """Seconds and memory of the largest simulation, and what a replica's step costs among few and among many."""
+    count = 16 if quick else 1024
+    runs = _rounds("mlp", count, 20, quick)
+    costs = {} if quick else {str(n): _cost_ms(n) for n in COUNTS}
+    config = {**_config(runs), "ms_per_replica_step_by_replicas": costs}
+    return {
+        MLP_SECONDS: Measured(*_middle([one["processor_s"] for one in runs]), config),
+        MLP_MEMORY: Measured(*_middle([one["gib"] for one in runs]), config),
+    }
+
+
+def resnet(quick: bool) -> Mapping[str, Measured]:
+    """Seconds of a simulation whose arithmetic is convolutions."""
+    runs = _rounds("resnet8", 4 if quick else 128, 2 if quick else 10, quick=True)
+    return {RESNET: Measured(*_middle([one["seconds"] for one in runs]), _config(runs))}
+
+
+def fleet(quick: bool) -> Mapping[str, Measured]:
+    """Seconds of a timing without arithmetic."""
+    runs = _rounds("fleet", 1_000_000, 10 if quick else 100, quick)
+    return {FLEET: Measured(*_middle([one["processor_s"] for one in runs]), _config(runs))}
+
+
+def exact(quick: bool) -> Mapping[str, Measured]:
+    """The largest relative difference of any rank's end, over collectives, networks and numbers of ranks."""
+    profiles = {
+        "links": NetworkProfile.uniform(Link(0.0123, 3.7e6)),
+        "switch": network_profile("lan-1g"),
+        "air": network_profile("wifi-shared-100mbps"),
+        "regions": network_profile("four-regions"),
+        "servers": network_profile("edge-5gbps"),
+    }
+    sizes = (2, 5) if quick else (*range(2, 17), 24, 32, 48, 63, 64)
+    worst, compared = 0.0, 0
+    for profile in profiles.values():
+        for size in sizes:
+            for name in COLLECTIVE_NAMES:
+                whole, hops = (_ends_s(profile, size, name, closed) for closed in (True, False))
+                compared += size
+                worst = max(worst, *(abs(a - b) / b for a, b in zip(whole, hops, strict=True)))
+    config = {"networks": list(profiles), "ranks": list(sizes), "ends_compared": compared, "numel": 10_007}
+    return {EXACT: Measured(worst, (worst, worst), config, simulated=True)}
+
+
+def _ends_s(profile: NetworkProfile, size: int, name: str, closed_form: bool) -> list[float]:
+    """When each rank has the sum."""
+    world = VirtualWorld(size, network=profile, closed_form=closed_form)
+
+    def body(runtime: Runtime) -> Coroutine[Pending[Any], None, float]:
+        channel = ExchangeChannel(runtime.comm, 1, 0)
+
+        async def run() -> float:
+            await COLLECTIVES[name](channel, torch.zeros(10_007), torch.zeros(6, dtype=torch.float64))
+            return runtime.now()
+
+        return run()
+
+    return world.run([body(runtime) for runtime in world.runtimes])
+
+
+def _cost_ms(replicas: int) -> float:
+    """Of a replica's step: the difference of a longer and a shorter run, so without their beginnings."""
+    steps = max(5, 1000 // replicas)
+    longer, shorter = (float(_worker("mlp", replicas, n)["processor_s"]) for n in (3 * steps, steps))
+    return round(1e3 * (longer - shorter) / (2 * steps * replicas), 3)
+
+
+def _rounds(what: str, count: int, steps: int, quick: bool) -> list[dict[str, Any]]:
+    return [_worker(what, count, steps) for _ in range(1 if quick else ROUNDS)]
+
+
+def _worker(what: str, count: int, steps: int) -> dict[str, Any]:
+    """One simulation in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.simulator.worker", what, str(count), str(steps)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return {**json.loads(done.stdout.splitlines()[-1]), "replicas": count, "steps": steps}
+
+
+def _middle(values: list[float]) -> tuple[float, tuple[float, float]]:
+    return statistics.median(values), (min(values), max(values))
+
+
+def _config(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"seeds": [0], "cores": os.cpu_count(), "runs": runs}
+
+
+if __name__ == "__main__":
+    sys.exit(
+        main(
+            Path(__file__).parent,
+            {(EXACT,): exact, (FLEET,): fleet, (MLP_SECONDS, MLP_MEMORY): mlp, (RESNET,): resnet},
+            sources=[
+                "src/farflung/network/bundles.py",
+                "src/farflung/network/fabric.py",
+                "src/farflung/network/max_min.py",
+                "src/farflung/network/wiring.py",
+                "src/farflung/comm/virtual/*.py",
+                "src/farflung/comm/collectives/*.py",
+                "src/farflung/runtime/virtual.py",
+                "src/farflung/runtime/fleet.py",
+                "src/farflung/replica/*.py",
+                "src/farflung/seeding.py",
+                "src/farflung/tasks.py",
+            ],
+            minutes={(EXACT,): 1.5, (FLEET,): 0.2, (MLP_SECONDS, MLP_MEMORY): 6.0, (RESNET,): 1.0},
+        )
+    )

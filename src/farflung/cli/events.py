@@ -1,0 +1,39 @@
+"""How workers tell the command that started them of their events: datagrams of JSON on a socket of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from farflung.errors import RunLost
+from farflung.telemetry import Event, Sink
+
+__all__ = ["listener", "teller"]
+
+LISTEN_S = 0.05
+
+
+@contextlib.contextmanager
+def listener(scratch: Path) -> Iterator[socket.socket]:
+    """The end that listens, named in a folder."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
+        events.bind(str(scratch / "events"))
+        events.settimeout(LISTEN_S)
+        yield events
+
+
+def teller(address: str) -> Sink:
+    """The end that tells."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    link.connect(address)
+
+    def tell(event: Event) -> None:
+        try:
+            link.send(json.dumps(event).encode())
+        except OSError as error:
+            raise RunLost(f"the command that started this worker is gone ({error})") from None
+
+    return tell

@@ -1,0 +1,186 @@
+"""``farflung lab``: runs a program on nodes of this machine that are joined by the links of a profile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from farflung.cli.events import listener
+from farflung.cli.run import EVENTS, write_json
+from farflung.cli.tables import print_table
+from farflung.errors import ConfigError, LabError
+from farflung.faults import FaultPlan, load_faults
+from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
+from farflung.network import network_profile
+
+__all__ = ["RunInLab", "with_dashes"]
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class RunInLab:
+    """Run a program on nodes of this machine, joined by the links of a network profile; needs root.
+
+    farflung lab --network wifi-10mbps --nodes 4 train --steps 100, or any program that torchrun could start:
+    farflung lab --network four-regions -- python train.py
+    """
+
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """After --: the program that is started at every node, with RANK, WORLD_SIZE, MASTER_ADDR and the like. train and
+    its options need no dashes before them."""
+    network: str = "wifi-10mbps"
+    """The network profile: a name, or a file ending in .toml."""
+    nodes: int = 4
+    """How many nodes, each with a network of its own."""
+    congestion_control: str | None = None
+    """Of the nodes' TCP, as the kernel names it; this machine's when not given."""
+    logs: Path | None = None
+    """A folder for what each worker says, in rank-0.log and so on; on this terminal when not given."""
+    report: Path | None = None
+    """A JSON file for what was measured before the run and counted in it."""
+    faults: Path | None = None
+    """A TOML file that says what goes wrong: crash, hang, cut, restore; at steps where farflung train runs."""
+    seed: int = 0
+    """Of jitter and loss."""
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Say what this machine can do, and why not, and measure the links. Runs no program."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Say nothing beside what the workers say."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if self.nodes < 1:
+            raise ConfigError(f"--nodes {self.nodes}: must be 1 or more")
+        profile = network_profile(self.network).for_nodes(self.nodes)
+        if self.check:
+            return self._check()
+        command = _found(self.command)
+        plan = FaultPlan() if self.faults is None else load_faults(self.faults)
+        if (lacking := why_not()) is not None:
+            raise LabError(f"{lacking}; farflung lab --check says more")
+        with ExitStack() as stack:
+            outputs = [stack.enter_context(_output(self.logs, node)) for node in range(self.nodes)]
+            bell = stack.enter_context(_bell())
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
+            told = stack.enter_context(listener(scratch))
+            lab = stack.enter_context(
+                Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
+            )
+            measured = lab.check()
+            self._say(
+                f"{profile.name}, {self.nodes} nodes: {len(measured)} pairs measured, all as they should be"
+            )
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
+            environment[EVENTS] = told.getsockname()
+            result = run_job(lab, command, environment, outputs, plan=plan, told=told, bell=bell)
+        if self.report is not None:
+            self._report(self.report, measured, result)
+        for rank, code in enumerate(result.exit_codes):
+            if code:
+                self._say(f"rank {rank} ended with exit code {code}")
+        return INTERRUPTED if result.stopped else max(result.exit_codes)
+
+    def _check(self) -> int:
+        found = abilities()
+        print_table(
+            ["needs", "here", "for"],
+            ([one.what, one.trouble or "yes", one.use] for one in found),
+        )
+        if (lacking := why_not()) is not None:
+            raise LabError(lacking)
+        with Lab(
+            network_profile(self.network), self.nodes, congestion_control=self.congestion_control
+        ) as lab:
+            measured = lab.measure()
+        print_table(
+            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", ""],
+            (_cells(pair) for pair in measured),
+        )
+        return 0 if all(pair.fits for pair in measured) else 1
+
+    def _report(self, path: Path, measured: Sequence[Measured], result: JobResult) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(
+            path, {"network": self.network, "pairs": [asdict(pair) for pair in measured], **asdict(result)}
+        )
+
+    def _say(self, what: str) -> None:
+        if not self.quiet:
+            print(f"farflung lab: {what}", file=sys.stderr, flush=True)
+
+
+def with_dashes(args: Sequence[str]) -> list[str]:
+    """The command line with dashes before what the nodes are to run: ``lab ... train ...`` is short for
+    ``lab ... -- farflung train ...``.
+    """
+    said = list(args)
+    if said[:1] != ["lab"] or "train" not in said:
+        return said
+    place = said.index("train")
+    if "--" in said[:place]:
+        return said
+    return [*said[:place], "--", sys.executable, "-m", "farflung", *said[place:]]
+
+
+def _found(command: Sequence[str]) -> Sequence[str]:
+    if not command:
+        raise ConfigError("lab: no command; farflung lab -- COMMAND, or farflung lab train ...")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"lab: {command[0]}: no such program")
+    return command
+
+
+def _cells(pair: Measured) -> list[str]:
+    return [
+        str(pair.src),
+        str(pair.dst),
+        f"{1e3 * pair.latency_s:.3f}",
+        f"{1e3 * pair.expected_latency_s:.3f}",
+        f"{pair.bandwidth_bps / 1e6:.2f}",
+        f"{pair.expected_bandwidth_bps / 1e6:.2f}",
+        "" if pair.fits else "off",
+    ]
+
+
+@contextmanager
+def _output(folder: Path | None, node: int) -> Iterator[int | None]:
+    if folder is None:
+        yield None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{node}.log").open("wb") as log:
+        yield log.fileno()
+
+
+@contextmanager
+def _bell() -> Iterator[int]:
+    """A descriptor from which a byte comes for every signal to stop."""
+    ear, bell = socket.socketpair()
+    bell.setblocking(False)
+    before = {
+        number: signal.signal(number, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    woken = signal.set_wakeup_fd(bell.fileno())
+    try:
+        yield ear.fileno()
+    finally:
+        signal.set_wakeup_fd(woken)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ear.close()
+        bell.close()

@@ -1,0 +1,154 @@
+"""``farflung schedule``: what a recipe sends when, as a grid of transfers and as a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from farflung.config import Training
+from farflung.errors import ConfigError
+from farflung.network import Link, NetworkProfile, network_profile
+from farflung.recipes import Recipe, recipe
+from farflung.replica import Replica
+from farflung.report import gantt_picture
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.timing import Costs, Timeline, timeline
+from farflung.types import Bucket, Swap, TensorSpec
+from farflung.workloads import Quadratic
+
+__all__ = ["Schedule"]
+
+BEGINS, MOVES, ENDS, AT_ONCE = "o", "-", ">", "*"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Show what a recipe sends when: its first steps as a grid, and as bars over simulated time.
+
+    In the grid a row is what starts at a step, a column is a step: o it starts, > its result is due before the step
+    ends, * both at the same step.
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    """The name of a recipe; see farflung recipes."""
+    schedule: str | None = None
+    """Instead of the recipe's, e.g. "delayed(delay=3, period=2)"."""
+    codec: str | None = None
+    """Instead of the recipe's."""
+    collective: str | None = None
+    """Instead of the recipe's."""
+    steps: int = 12
+    """How many to show."""
+    workers: int = 4
+    """Replicas in the picture."""
+    network: str | None = None
+    """In the picture: the name of a network, e.g. four-regions. When not given, links of --latency and --bandwidth."""
+    latency: float = 0.05
+    """In the picture: one-way latency of each link, in seconds."""
+    bandwidth: float = 20e6
+    """In the picture: bandwidth of each link, in bit/s."""
+    compute: float = 0.1
+    """In the picture: seconds that a step computes."""
+    mbytes: float = 0.4
+    """In the picture: megabytes of a gradient."""
+    out: Path = Path("schedule.png")
+    """The picture."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        self._check()
+        chosen = recipe(self.recipe).but(schedule=self.schedule, codec=self.codec, collective=self.collective)
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+        for line in grid(chosen, self.steps, self.compute):
+            console.print(Text(line), soft_wrap=True)
+        events = self._simulate(chosen)
+        where = self.network or f"{self.latency:g} s, {self.bandwidth:g} bit/s"
+        title = f"{chosen.name}: {chosen.schedule} on {self.workers} replicas, {where}"
+        gantt_picture(dict(enumerate(events)), self.out, title=title, simulated=True)
+        console.print(f"picture  {self.out} (simulated)", soft_wrap=True, highlight=False)
+        return 0
+
+    def _check(self) -> None:
+        for name, least in (("steps", 1), ("workers", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be {least} or more")
+        for name in ("bandwidth", "compute", "mbytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name} {getattr(self, name):g}: must be above 0")
+        if not self.latency >= 0:
+            raise ConfigError(f"--latency {self.latency:g}: must be 0 or more")
+
+    def _simulate(self, chosen: Recipe) -> list[list[Event]]:
+        """A quadratic as large as the gradient, trained in virtual time."""
+        torch.set_num_threads(1)
+        if chosen.collective == "native":
+            chosen = chosen.but(collective="ring")  # what the backend does has no virtual counterpart
+        network = (
+            NetworkProfile.uniform(Link(self.latency, self.bandwidth))
+            if self.network is None
+            else network_profile(self.network)
+        )
+        world = VirtualWorld(
+            self.workers, seconds_per_sample=self.compute / 3, network=network.for_nodes(self.workers)
+        )
+        training = Training(steps=self.steps, batch_size=1, learning_rate=0.01)
+        task = Quadratic(dim=max(1, round(self.mbytes * 1e6 / 4)), samples=max(4, self.workers), groups=1)
+        events: list[list[Event]] = [[] for _ in range(self.workers)]
+        replicas = [
+            Replica(
+                runtime, task, training, chosen.parts(0), Telemetry(rank, events[rank].append), trace=True
+            )
+            for rank, runtime in enumerate(world.runtimes)
+        ]
+
+        async def train(replica: Replica) -> None:
+            for _ in range(self.steps):
+                await replica.step()
+            await replica.flush()
+
+        world.run([train(replica) for replica in replicas])
+        return events
+
+
+def grid(chosen: Recipe, steps: int, compute_s: float) -> Sequence[str]:
+    """The transfers that start in the first steps, a row for each step at which some do.
+
+    Args:
+      chosen: the recipe.
+      steps: how many to show.
+      compute_s: of a step, for schedules that ask for times; an exchange takes none here.
+    """
+    schedule = chosen.parts(0).schedule
+    played: Timeline = timeline(
+        schedule, [Bucket(0, TensorSpec((1,)))], Costs(compute_s / 3, 2 * compute_s / 3), steps
+    )
+    width = len(str(steps - 1))
+    lines = [f"{chosen.name}: {chosen.schedule}, {chosen.collective}, {chosen.codec}"]
+    lines.append(" " * 27 + " ".join(f"{step:>{width}}" for step in range(steps)))
+    for move in played.moves:
+        how = "swapped for its mean" if isinstance(move.transfer.merge, Swap) else "replaced by its mean"
+        row = [_mark(step, move.step, move.transfer.due_step).rjust(width, " ") for step in range(steps)]
+        lines.append(
+            f"step {move.step:>{width}}, {move.transfer.what}".ljust(27) + " ".join(row) + f"   {how}"
+        )
+    lines.append(f"{BEGINS} starts   {MOVES} under way   {ENDS} due   {AT_ONCE} starts and is due")
+    return lines
+
+
+def _mark(step: int, began: int, due: int) -> str:
+    if step == began == due:
+        return AT_ONCE
+    if step == began:
+        return BEGINS
+    if step == due:
+        return ENDS
+    return MOVES if began < step < due else "."

@@ -1,0 +1,60 @@
+"""Payloads of another device: through pinned memory to the host before they are sent, and back once they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.trees import rebuilt
+from farflung.types import Payload
+
+__all__ = ["Stage", "at_once", "on_device", "on_host", "to_host"]
+
+Stage: TypeAlias = Callable[[Payload, Callable[[Payload], object]], None]
+"""Brings a payload to the host, then hands it on: ``stage(payload, then)``."""
+
+
+def on_host(payload: Payload) -> bool:
+    """Whether all of it is in the memory of the host."""
+    return all(tensor.device.type == "cpu" for tensor in payload.tensors())
+
+
+def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
+    """Starts copying what is on a device, behind whatever the calling thread has asked of the device before.
+
+    Returns:
+      The payload on the host, in pinned memory, and what to call before it is read: it waits for the copies, so call it
+      on a thread that has nothing else to do.
+    """
+    devices = {tensor.device for tensor in payload.tensors() if tensor.device.type != "cpu"}
+    host = rebuilt(payload, lambda tensor: tensor.to("cpu", non_blocking=True))
+    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def wait() -> None:
+        for event in copied:
+            event.synchronize()
+
+    return host, wait
+
+
+def at_once(payload: Payload, then: Callable[[Payload], object]) -> None:
+    """The :data:`Stage` of a thread that may wait for the device."""
+    host, wait = to_host(payload)
+    wait()
+    then(host)
+
+
+def on_device(payload: Payload, device: torch.device) -> Payload:
+    """The payload on ``device``; nobody waits for the copies, which later work on the device comes behind."""
+    if device.type == "cpu":
+        return payload
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    return rebuilt(payload, moved)

@@ -1,0 +1,20 @@
+"""The lab: real processes on this machine, joined by links as slow as a network profile says."""
+
+from farflung.lab.abilities import Ability, abilities, why_not
+from farflung.lab.job import JobResult, run_job
+from farflung.lab.lab import Counters, Lab
+from farflung.lab.measure import TOLERANCE, Measured
+from farflung.lab.queues import Condition
+
+__all__ = [
+    "TOLERANCE",
+    "Ability",
+    "Condition",
+    "Counters",
+    "JobResult",
+    "Lab",
+    "Measured",
+    "abilities",
+    "run_job",
+    "why_not",
+]

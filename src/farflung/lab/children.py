@@ -1,0 +1,67 @@
+"""Child processes without a new program: forks that run a function and are watched by a descriptor."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+
+__all__ = ["Child"]
+
+
+class Child:
+    """A fork of this process that runs a function and ends; of this one's descriptors it has only those it is given.
+
+    Args:
+      fn: what it runs; its result is the exit code.
+      keep: descriptors to keep beside standard input, output and error.
+    """
+
+    def __init__(self, fn: Callable[[], int | None], keep: Iterable[int] = ()) -> None:
+        with warnings.catch_warnings():
+            # The child runs none of the code that other threads may have been in the middle of.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                _close_all_but(keep)
+                code = fn() or 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        self._fd = os.pidfd_open(self.pid)
+        self.exit_code: int | None = None
+        """Of its end, minus the signal's number where one ended it; ``None`` while it runs."""
+
+    def fileno(self) -> int:
+        """Readable once the child has ended."""
+        return self._fd
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code, or ``None`` where it still runs after so long."""
+        if self.exit_code is None and select.select([self._fd], [], [], timeout_s)[0]:
+            _, status = os.waitpid(self.pid, 0)
+            self.exit_code = os.waitstatus_to_exitcode(status)
+            os.close(self._fd)
+        return self.exit_code
+
+    def kill(self) -> None:
+        """Ends it if it still runs, and waits until it has ended."""
+        if self.exit_code is None:
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            self.wait()
+
+
+def _close_all_but(keep: Iterable[int]) -> None:
+    begin = 3
+    for fd in sorted(set(keep)):
+        os.closerange(begin, fd)
+        begin = max(begin, fd + 1)
+    os.closerange(begin, os.sysconf("SC_OPEN_MAX"))

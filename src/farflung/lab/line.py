@@ -1,0 +1,158 @@
+"""The delay line: the one process that carries every packet of a lab from node to node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+from farflung.lab.kernel import CLONE_NEWNET, die_with_parent, enter_network, unshare
+from farflung.lab.queues import Condition, Queues
+from farflung.lab.tun import (
+    LARGEST_PACKET,
+    configure,
+    node_of,
+    open_tun,
+    take_large_packets,
+    wire_nbytes,
+)
+from farflung.types import Json
+
+__all__ = ["run_line"]
+
+BATCH = 32
+"""Packets read from one node before others, and what is due, have their turn."""
+PRIORITY = 10
+"""Real-time priority: a packet that is due waits for no computation."""
+_PR_SET_TIMERSLACK = 29
+
+
+def run_line(
+    control: socket.socket, parent: int, queues: Queues, largest_nbytes: int, congestion_control: str | None
+) -> None:
+    """Makes the nodes, hands their namespaces over, and carries packets until the other end of ``control`` is closed.
+
+    With this process go its devices, and with them every way between the nodes.
+
+    Args:
+      control: a stream of lines of JSON, answered one by one.
+      parent: the process that this one is not to survive.
+      queues: what packets meet.
+      largest_nbytes: the most in one packet.
+      congestion_control: of the nodes' TCP; ``None``: this machine's.
+    """
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
+    try:
+        namespaces, devices = _make_nodes(queues.nodes, largest_nbytes, congestion_control)
+    except OSError as error:
+        control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        return
+    socket.send_fds(control, [json.dumps({"nodes": len(devices)}).encode() + b"\n"], [])
+    for namespace in namespaces:
+        socket.send_fds(control, [b"n"], [namespace])
+        os.close(namespace)
+    _hurry()
+    _Line(control, devices, queues).run()
+
+
+def _make_nodes(
+    count: int, largest_nbytes: int, congestion_control: str | None
+) -> tuple[list[int], list[int]]:
+    """A namespace and a device in it for each node; this process is where it was afterwards."""
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    namespaces, devices = [], []
+    for node in range(count):
+        unshare(CLONE_NEWNET)
+        namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+        devices.append(open_tun())
+        configure(node, largest_nbytes, congestion_control)
+    enter_network(home)
+    os.close(home)
+    return namespaces, devices
+
+
+def _hurry() -> None:
+    gc.freeze()
+    gc.disable()  # nothing here makes cycles
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):  # the pairs are measured, so it shows where this matters
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
+
+
+class _Line:
+    def __init__(self, control: socket.socket, devices: list[int], queues: Queues) -> None:
+        self._control, self._devices, self._queues = control, devices, queues
+        self._heard = b""
+        self._epoll = select.epoll()
+        self._node = {device: node for node, device in enumerate(devices)}
+        self._epoll.register(control.fileno(), select.EPOLLIN)
+        for device in devices:
+            self._epoll.register(device, select.EPOLLIN)
+
+    def run(self) -> None:
+        """Until nobody is left to tell it anything."""
+        now, queues, epoll, node = time.monotonic, self._queues, self._epoll, self._node
+        watched = [epoll.fileno()]
+        while True:
+            for dst, packet in queues.leave(now()):
+                self._write(dst, packet)
+            due = queues.due()
+            # epoll itself waits for whole milliseconds, select for microseconds.
+            select.select(watched, [], [], None if due == float("inf") else max(0.0, due - now()))
+            for fd, _ in epoll.poll(0):
+                if fd in node:
+                    self._read(fd, node[fd])
+                elif not self._hear():
+                    return
+
+    def _read(self, device: int, src: int) -> None:
+        arrive, now, nodes = self._queues.arrive, time.monotonic(), len(self._devices)
+        for _ in range(BATCH):
+            try:
+                packet = os.read(device, LARGEST_PACKET)
+            except BlockingIOError:
+                return
+            dst = node_of(packet)
+            if 0 <= dst < nodes and dst != src:
+                arrive(now, src, dst, wire_nbytes(packet), packet)
+
+    def _write(self, dst: int, packet: bytes) -> None:
+        try:
+            os.write(self._devices[dst], packet)
+        except OSError:  # the device is down, or a worker has sent what cannot be delivered
+            self._queues.lost += 1
+
+    def _hear(self) -> bool:
+        said = self._control.recv(1 << 16)
+        *whole, self._heard = (self._heard + said).split(b"\n")
+        for line in whole:
+            answer = self._obey(json.loads(line))
+            self._control.sendall(json.dumps(answer).encode() + b"\n")
+        return bool(said)
+
+    def _obey(self, order: Mapping[str, Json]) -> Json:
+        queues = self._queues
+        match order:
+            case {"do": "early", "seconds": float(seconds)}:
+                queues.early_s = seconds
+            case {"do": "begin"}:
+                queues.begin_s = time.monotonic()
+            case {"do": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
+                queues.change(src, dst, Condition(**condition))  # type: ignore[arg-type]
+                if condition["loss"]:
+                    for device in self._devices:  # one loss is to be of one segment
+                        take_large_packets(device, False)
+            case {"do": "count"}:
+                pass
+            case _:
+                return {"error": f"unknown order {order}"}
+        return {"lost": queues.lost}

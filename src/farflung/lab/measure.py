@@ -1,0 +1,223 @@
+"""What a lab's links do in fact: the delay and the speed of every pair of nodes, against the profile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from farflung.lab.kernel import inside
+from farflung.lab.queues import WIRE_OVER_PAYLOAD
+from farflung.lab.tun import address_of
+from farflung.network import NetworkProfile, Path, Wiring
+from farflung.network.trace import capacity_at
+
+__all__ = ["TOLERANCE", "Measured", "expected", "measure_bandwidths", "measure_latencies"]
+
+TOLERANCE = 0.1
+"""How far a pair may be from its profile, as a share of it."""
+LATENCY_GRAIN_S = 100e-6
+"""Delays are not held more finely than this: the kernel's own scheduling is in it."""
+PINGS = 7
+PING_GAP_S = 0.004
+PATIENCE_S = 5.0
+"""How long anything may take beyond what it should."""
+TRAIN_S = 0.25
+"""How long a train of packets is, within these bounds."""
+LEAST_NBYTES, MOST_NBYTES = 75_000, 6_000_000
+_PORT = 7
+_PING = struct.Struct("!HHd")
+_PING_WIRE_NBYTES = 28 + _PING.size
+_WIRE, _DATAGRAM = 1500, 1472
+_SAME_S = 2e-6
+"""Datagrams that came as one packet have times no further apart."""
+_SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _SO_TIMESTAMPNS, _UDP_SEGMENT = 33, 32, 35, 103
+_ROOM_NBYTES = 1 << 24
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One ordered pair of nodes.
+
+    Args:
+      src: the node that sends.
+      dst: the node that receives.
+      latency_s: one way, the median of several small packets; infinity where none arrived.
+      expected_latency_s: what the profile says, with the time that such a packet takes to pass.
+      bandwidth_bps: bits per second of payload in a train of packets, as much of each as TCP would put in it.
+      expected_bandwidth_bps: what the profile says, at the beginning of its traces.
+    """
+
+    src: int
+    dst: int
+    latency_s: float
+    expected_latency_s: float
+    bandwidth_bps: float
+    expected_bandwidth_bps: float
+
+    @property
+    def latency_off(self) -> float:
+        """How far the delay is from the profile's, as a share; what is within the grain counts as none."""
+        off = abs(self.latency_s - self.expected_latency_s)
+        return 0.0 if off <= LATENCY_GRAIN_S else off / max(self.expected_latency_s, LATENCY_GRAIN_S)
+
+    @property
+    def bandwidth_off(self) -> float:
+        """How far the speed is from the profile's, as a share."""
+        if math.isinf(self.expected_bandwidth_bps):
+            return 0.0
+        return abs(self.bandwidth_bps / self.expected_bandwidth_bps - 1.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both are within :data:`TOLERANCE`."""
+        return self.latency_off <= TOLERANCE and self.bandwidth_off <= TOLERANCE
+
+
+def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
+    """Delay of a small packet and bits per second, of every ordered pair."""
+    wiring, nodes = Wiring(profile), range(profile.nodes or 0)
+
+    def of(path: Path) -> tuple[float, float]:
+        speeds = [capacity_at(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
+        bits = 8 * _PING_WIRE_NBYTES / WIRE_OVER_PAYLOAD
+        return path.latency_s + sum(bits / speed for speed in speeds), min(speeds, default=math.inf)
+
+    return {(src, dst): of(wiring.path(src, dst)) for src in nodes for dst in nodes if src != dst}
+
+
+def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
+    """The median one-way delay of every ordered pair, in seconds."""
+    nodes = len(namespaces)
+    ends = _all_listening(namespaces)
+    took: dict[Pair, list[float]] = {(a, b): [] for a in range(nodes) for b in range(nodes) if a != b}
+    try:
+        wanted = PINGS * len(took)
+        for _ in range(PINGS):
+            for away in range(1, nodes):
+                for src, end in enumerate(ends):
+                    dst = (src + away) % nodes
+                    end.sendto(_PING.pack(src, dst, time.time()), (address_of(dst), _PORT))
+                wanted -= _take_pings(ends, took, time.monotonic() + PING_GAP_S, math.inf)
+        _take_pings(ends, took, time.monotonic() + PATIENCE_S, wanted)
+    finally:
+        for end in ends:
+            end.close()
+    return {pair: statistics.median(times) if times else math.inf for pair, times in took.items()}
+
+
+def _all_listening(namespaces: Sequence[int]) -> list[socket.socket]:
+    ends = []
+    for node, namespace in enumerate(namespaces):
+        with inside(namespace):
+            ends.append(_listening(node))
+    return ends
+
+
+def _listening(node: int) -> socket.socket:
+    end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    end.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM_NBYTES)
+    end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _ROOM_NBYTES)
+    end.bind((address_of(node), _PORT))
+    end.setblocking(False)
+    return end
+
+
+def _take_pings(
+    ends: Sequence[socket.socket], took: dict[Pair, list[float]], until: float, wanted: float
+) -> int:
+    count = 0
+    with selectors.DefaultSelector() as selector:
+        for end in ends:
+            selector.register(end, selectors.EVENT_READ)
+        while count < wanted and (left := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                ping, notes, _, _ = key.fileobj.recvmsg(_PING.size, 64)
+                src, dst, sent = _PING.unpack(ping)
+                took[src, dst].append(_seconds(notes[0][2]) - sent)
+                count += 1
+    return count
+
+
+def measure_bandwidths(
+    namespaces: Sequence[int], profile: NetworkProfile, speeds: dict[Pair, float], largest_nbytes: int
+) -> dict[Pair, float]:
+    """Bits per second of every pair that has a limit: those at once that share nothing.
+
+    Args:
+      namespaces: of the nodes.
+      profile: what pairs share.
+      speeds: bits per second to expect.
+      largest_nbytes: the most in one packet.
+    """
+    found: dict[Pair, float] = {}
+    for group in _apart(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
+        found.update(_transfer(namespaces, {pair: speeds[pair] for pair in group}, largest_nbytes))
+    return {pair: found.get(pair, math.inf) for pair in speeds}
+
+
+def _apart(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Groups of pairs of which no two share a capacity or a node in the same part."""
+    wiring, left = Wiring(profile), list(pairs)
+    while left:
+        group, taken, rest = [], set[tuple[str, int]](), list[Pair]()
+        for src, dst in left:
+            uses = {("capacity", use.resource) for use in wiring.path(src, dst).uses}
+            uses |= {("src", src), ("dst", dst)}
+            if taken & uses:
+                rest.append((src, dst))
+            else:
+                taken |= uses
+                group.append((src, dst))
+        yield group
+        left = rest
+
+
+def _transfer(namespaces: Sequence[int], speeds: dict[Pair, float], largest_nbytes: int) -> dict[Pair, float]:
+    ends = _all_listening(namespaces)
+    seen: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in speeds}
+    count = {
+        p: round(min(max(s * TRAIN_S / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE) for p, s in speeds.items()
+    }
+    # The kernel cuts what is sent at once into datagrams, at the device where that can take it whole.
+    at_once = max(1, largest_nbytes // _WIRE)
+    try:
+        for (src, dst), packets in count.items():
+            ends[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM)
+            for left in range(packets, 0, -at_once):
+                ends[src].sendto(bytes(_DATAGRAM * min(at_once, left)), (address_of(dst), _PORT))
+        until = time.monotonic() + PATIENCE_S + max(8 * _WIRE * count[p] / speeds[p] for p in speeds)
+        for (_, dst), packets in count.items():
+            ends[dst].settimeout(PATIENCE_S)
+            with contextlib.suppress(TimeoutError):
+                while len(seen[dst]) < packets and time.monotonic() < until:
+                    datagram, notes, _, _ = ends[dst].recvmsg(_WIRE, 64)
+                    seen[dst].append((_seconds(notes[0][2]), len(datagram)))
+    finally:
+        for end in ends:
+            end.close()
+    return {pair: _speed(seen[pair[1]]) for pair in speeds}
+
+
+def _speed(seen: Sequence[tuple[float, int]]) -> float:
+    """Bits per second of payload, as if it were TCP's; what came at the first moment does not count."""
+    if not seen or seen[-1][0] == seen[0][0]:
+        return 0.0
+    counted = sum(1 for t, _ in seen if t > seen[0][0] + _SAME_S)
+    return 8 * counted * _WIRE / WIRE_OVER_PAYLOAD / (seen[-1][0] - seen[0][0])
+
+
+def _seconds(note: bytes) -> float:
+    """When the kernel got it, not when this process came to read it."""
+    seconds, nanoseconds = struct.unpack("qq", note)
+    return float(seconds + 1e-9 * nanoseconds)

@@ -1,0 +1,63 @@
+"""What a step and an exchange take, as one replica measures it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from farflung.replica.flights import Flight
+from farflung.types import Json
+
+__all__ = ["Times"]
+
+RECENT = 16
+"""Steps and exchanges that count."""
+
+
+class Times:
+    """Medians over recent steps and exchanges.
+
+    Args:
+      now: the run's clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._begin: float | None = None
+        self._waited = 0.0
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._exchanges: deque[float] = deque(maxlen=RECENT)
+        self._open: tuple[int, float, float] | None = None
+
+    def step_begins(self) -> None:
+        """Closes the step before."""
+        now = self._now()
+        if self._begin is not None:
+            self._steps.append(now - self._begin - self._waited)
+        self._begin, self._waited = now, 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What passes inside is no work of the step."""
+        begin = self._now()
+        yield
+        self._waited += self._now() - begin
+
+    def exchanged(self, flight: Flight) -> None:
+        """An exchange has ended; those of one step count from the first's beginning to the last's end."""
+        end = self._now() if flight.ended_s is None else flight.ended_s
+        step, began, ended = self._open or (flight.step, flight.began_s, end)
+        if step != flight.step:
+            self._exchanges.append(ended - began)
+            began, ended = flight.began_s, end
+        self._open = flight.step, min(began, flight.began_s), max(ended, end)
+
+    def to_json(self) -> Json:
+        """The clock and the medians, by the names of :class:`farflung.types.SharedStats`."""
+        return {
+            "elapsed_s": self._now(),
+            "step_s": statistics.median(self._steps) if self._steps else None,
+            "exchange_s": statistics.median(self._exchanges) if self._exchanges else None,
+        }

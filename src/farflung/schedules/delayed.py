@@ -1,0 +1,108 @@
+"""The schedule of delayed updates (DTS) and delayed gradient averaging (DGA)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from farflung.codecs.options import whole_option
+from farflung.errors import ConfigError
+from farflung.types import Bucket, SharedStats, State, Swap, Transfer
+
+__all__ = ["Delayed"]
+
+FIRST, EVERY = 4, 32
+"""The exchange that a delay is first chosen at, and how many pass between two choices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    r"""Each replica applies its own updates at once, and exchanges them for their mean when it arrives.
+
+    At the end of each block of K steps the sum of the block's applied updates starts on its way; ``delay`` steps
+    later it is swapped for the mean over the replicas:
+
+    .. math::
+        B_j = \sum_{n \in \text{block}} \Delta w_{n,j}, \qquad
+        w_j \leftarrow w_j + \Delta w_{n,j} + \bar B - B_j
+
+    Updates are what the optimizer made of the own gradient, after learning rate, momentum, weight decay or Adam, so
+    any optimizer and any change of the learning rate will do; the optimizer's state stays local, and a gradient is
+    clipped before its local step. Replicas differ by their own last updates alone. Each holds an anchor, the sum of
+    all exchanged means, which has the same bits on all, and its own pending blocks; parameters are computed anew as
+    their sum at each swap, so rounding cannot drift.
+
+    **Memory**: one copy of the parameters for the anchor, and one for each block under way,
+    :math:`\lceil \text{delay} / K \rceil` of them, beside what the reducer holds. A swap adds up the blocks.
+
+    A delay hides latency: it costs nothing as long as an exchange takes less than ``delay`` steps. It does not save
+    bytes; ``period`` and codecs do. With a lossy codec wrap it in error feedback; the residual is then one of updates.
+
+    With a delay of 0 and a period of 1 this is synchronous SGD up to rounding, with momentum too. With Adam it is
+    not: the mean of the updates is not the update of the mean.
+
+    Evaluation sees the mean of the replicas' parameters. At the end of a run all that is under way is swapped, and
+    the parameters are averaged where a block was unfinished.
+
+    Args:
+      delay: steps between the start of an exchange and its use; ``"auto"``: begins with 0, and is chosen by one
+        decider from its measured times, as the time of an exchange over that of a step, rounded up, first at the
+        fourth exchange and then at every 32nd (our choice).
+      period: K, steps in a block.
+      most: the largest delay that ``"auto"`` may choose.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Zhu et al. 2019 (DTS); Zhu et al. 2021 (DGA), Alg. 1. They exchange raw gradients of plain SGD, for
+    which both are the same; :class:`farflung.schedules.DelayedGradient` does so with any optimizer. Applied updates,
+    the anchor and ``"auto"`` are our choice.
+    """
+
+    delay: int | str = 4
+    period: int = 1
+    most: int = 64
+
+    steps_on: ClassVar[Literal["aggregate", "own"]] = "own"
+    what: ClassVar[Literal["gradient", "update", "parameters"]] = "update"
+    clips: ClassVar[bool] = True
+    predicts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.delay != "auto":
+            if isinstance(self.delay, str):
+                raise ConfigError(f"delayed: delay {self.delay!r} must be a whole number or 'auto'")
+            whole_option("delayed", "delay", self.delay, 0)
+        whole_option("delayed", "period", self.period, 1)
+        whole_option("delayed", "most", self.most, 1)
+
+    def init(self, buckets: Sequence[Bucket]) -> State:
+        """The buckets, the delay at the beginning, and the earliest step that a result may be due at."""
+        return {
+            "buckets": tuple(buckets),
+            "delay": 0 if isinstance(self.delay, str) else self.delay,
+            "not_before": 0,
+        }
+
+    def plan(self, state: State, step: int) -> list[Transfer]:
+        """At the end of a block, one transfer for each bucket."""
+        if (step + 1) % self.period:
+            return []
+        due = max(step + state["delay"], state["not_before"])
+        return [Transfer(bucket, "update", due, merge=Swap()) for bucket in state["buckets"]]
+
+    def asks(self, state: State, step: int) -> bool:
+        """At the exchanges at which a delay is chosen."""
+        del state
+        number, rest = divmod(step + 1, self.period)
+        return self.delay == "auto" and not rest and number >= FIRST and (number - FIRST) % EVERY == 0
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        """Chooses a delay, where the stats have times; results stay in order when it becomes shorter."""
+        if stats.step_s is None or stats.exchange_s is None:
+            return state
+        delay = math.ceil(stats.exchange_s / stats.step_s) if stats.step_s > 0 else self.most
+        under_way = max(state["not_before"], stats.step + 2 * int(state["delay"]))
+        return {**state, "delay": min(delay, self.most), "not_before": under_way}

@@ -1,0 +1,75 @@
+"""Delayed gradient averaging on raw gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from farflung.codecs.options import whole_option
+from farflung.types import Bucket, SharedStats, State, Swap, Transfer
+
+__all__ = ["DelayedGradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedGradient:
+    r"""Each replica steps on its own gradient, and later on what the mean would have added to it.
+
+    At the end of each block of K steps the sum m of the block's gradients starts on its way. ``delay`` steps later
+    the optimizer steps on
+
+    .. math:: g_{n,j} + \bar m - m_j
+
+    For plain SGD with a constant learning rate this is :class:`farflung.schedules.Delayed`. Otherwise it is not: what
+    a gradient did at its own step, at another learning rate or through Adam, is not what taking it away undoes, and
+    after a drop of the learning rate replicas stay apart for good. There is no anchor either, so rounding drifts.
+    It is here for comparison with the papers' algorithm as printed. At the end of a run the parameters are averaged;
+    what is under way is dropped, since swaps leave the mean of plain SGD as it is.
+
+    Holds, for each exchange under way, the block's sum, beside the sum of the block that fills.
+
+    Gradient clipping is refused: an exchange starts before the norm of the whole gradient is known.
+
+    Args:
+      delay: steps between the start of an exchange and its use.
+      period: K, steps in a block.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Zhu et al. 2019 (DTS), which has K = 1 and later the sum over a block; Zhu et al. 2021 (DGA), Alg. 1,
+    whose D is the delay.
+    """
+
+    delay: int = 4
+    period: int = 1
+
+    steps_on: ClassVar[Literal["aggregate", "own"]] = "own"
+    what: ClassVar[Literal["gradient", "update", "parameters"]] = "gradient"
+    clips: ClassVar[bool] = False
+    predicts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        whole_option("delayed_gradient", "delay", self.delay, 0)
+        whole_option("delayed_gradient", "period", self.period, 1)
+
+    def init(self, buckets: Sequence[Bucket]) -> State:
+        """The buckets themselves."""
+        return {"buckets": tuple(buckets)}
+
+    def plan(self, state: State, step: int) -> list[Transfer]:
+        """At the end of a block, one transfer for each bucket."""
+        if (step + 1) % self.period:
+            return []
+        return [Transfer(bucket, "gradient", step + self.delay, merge=Swap()) for bucket in state["buckets"]]
+
+    def asks(self, state: State, step: int) -> bool:
+        """Never."""
+        del state, step
+        return False
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        """Adapts to nothing."""
+        del stats
+        return state

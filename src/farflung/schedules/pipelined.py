@@ -1,0 +1,108 @@
+"""The schedule of Pipe-SGD: gradients take effect some steps late, and nobody waits for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from farflung.codecs.options import whole_option
+from farflung.errors import ConfigError
+from farflung.types import Bucket, Replace, SharedStats, State, Transfer
+
+__all__ = ["Pipelined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    r"""Every gradient is exchanged beside the next steps and applied ``width - 1`` steps late.
+
+    .. math:: w_{t+1} = w_t - \eta\, \bar g_{t-K+1}(w_{t-K+1})
+
+    All replicas apply the same means in the same order, so they never differ. With A the time of a step's
+    computation and C that of an exchange, a step takes :math:`\max(A, C, (A + C) / K)`: a width of 2 hides all that
+    can be hidden where C is bytes; a larger one helps where C is latency. Width 1 is synchronous SGD.
+
+    The first ``warmup`` steps are synchronous. After them, and at the very start without them, ``width - 1`` steps
+    apply nothing, since nothing is due. At the end of a run what is still under way is applied, in order.
+
+    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only: at
+    :math:`\tau = 1` for half of those of synchronous SGD, on a quadratic without momentum. Two remedies, one at a
+    time:
+
+    * ``predict``: each gradient is taken at :math:`w - \eta \sum g` with the own gradients g that are still under
+      way (through SGD's momentum and weight decay, where it has them), and applied at w;
+    * ``correction``: the mean, taken at :math:`w'`, is applied as
+      :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
+
+    Holds, for each exchange under way, the gradient and a copy of it for checkpoints, and with ``correction`` the
+    parameters that it was taken at.
+
+    Args:
+      width: K, the pipeline's width.
+      warmup: steps at the start that are synchronous.
+      predict: whether to predict weights.
+      correction: :math:`\lambda`; 0 corrects nothing.
+
+    Raises:
+      ConfigError: an option out of its range, or a remedy where there is no delay, or two.
+
+    References: Li et al. 2018 (Pipe-SGD), whose K is the width; Chen et al. 2022 (SAPipe) for warm-up and weight
+    prediction; Zheng et al. 2017 (DC-ASGD) for the correction. Momentum inside the prediction, and skipping
+    updates when the warm-up ends, are our choice.
+    """
+
+    width: int = 2
+    warmup: int = 0
+    predict: bool = False
+    correction: float = 0.0
+
+    steps_on: ClassVar[Literal["aggregate", "own"]] = "aggregate"
+    what: ClassVar[Literal["gradient", "update", "parameters"]] = "gradient"
+    clips: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        whole_option("pipelined", "width", self.width, 1)
+        whole_option("pipelined", "warmup", self.warmup, 0)
+        correction: object = self.correction
+        if isinstance(correction, bool) or not isinstance(correction, int | float):
+            raise ConfigError(f"pipelined: correction {correction!r} must be a number")
+        if not 0 <= correction < math.inf:
+            raise ConfigError(f"pipelined: correction {correction!r} must be 0 or more")
+        if self.predict not in (True, False):
+            raise ConfigError(f"pipelined: predict {self.predict!r} must be True or False")
+        if self.width == 1 and (self.predict or self.correction):
+            raise ConfigError(
+                "pipelined: width 1 delays nothing, so there is nothing to predict or correct: use width 2"
+            )
+        if self.predict and self.correction:
+            raise ConfigError(
+                "pipelined: predicted weights differ between replicas, so no correction by them would be alike on "
+                "all: give predict or correction, not both"
+            )
+
+    @property
+    def predicts(self) -> bool:
+        """As asked for."""
+        return self.predict
+
+    def init(self, buckets: Sequence[Bucket]) -> State:
+        """The buckets themselves."""
+        return {"buckets": tuple(buckets)}
+
+    def plan(self, state: State, step: int) -> list[Transfer]:
+        """One transfer for each bucket."""
+        late = 0 if step < self.warmup else self.width - 1
+        merge = Replace(self.correction if late else 0.0)
+        return [Transfer(bucket, "gradient", step + late, merge=merge) for bucket in state["buckets"]]
+
+    def asks(self, state: State, step: int) -> bool:
+        """Never."""
+        del state, step
+        return False
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        """Adapts to nothing."""
+        del stats
+        return state

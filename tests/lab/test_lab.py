@@ -1,0 +1,243 @@
+"""Labs on this machine: links as they should be, workers in their places, faults, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from farflung.errors import LabError
+from farflung.faults import FaultPlan
+from farflung.lab import Condition, Lab, abilities, run_job, why_not
+from farflung.lab.children import Child
+from farflung.lab.tun import address_of
+from farflung.network import Link, NetworkProfile, Site
+
+pytestmark = [pytest.mark.lab]
+
+LIMIT_S = 30.0
+"""An upper bound on what anything here may take; a test that passes is far below it."""
+MARK = "FARFLUNG_TEST_LAB"
+PROFILE = NetworkProfile("test", (Site("all", None, Link(0.01), up_bps=50e6, down_bps=50e6),))
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(PROFILE, 2) as made:
+        yield made
+
+
+# --- links and workers ------------------------------------------------------------------------------------------
+
+
+def test_this_machine_can() -> None:
+    assert why_not() is None
+    assert {one.what for one in abilities() if one.needed} > {"root", "TUN devices", "network namespaces"}
+
+
+def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
+    pairs = lab.check()
+    assert {(pair.src, pair.dst) for pair in pairs} == {(0, 1), (1, 0)}
+    assert all(pair.fits for pair in pairs)
+
+
+def test_a_link_that_is_off_is_refused(lab: Lab) -> None:
+    lab.change(0, 1, Condition(rate=0.5))
+    with pytest.raises(LabError, match=r"1 of 2 pairs.*from node 0 to node 1"):
+        lab.check()
+
+
+def test_a_crashed_line_is_noticed(lab: Lab) -> None:
+    line = next(lab.watched())
+    os.kill(line.pid, signal.SIGKILL)
+    with pytest.raises(LabError, match="delay line ended"):
+        run_job(lab, ["sleep", "1000"], dict(os.environ))
+
+
+def test_workers_are_told_who_they_are(lab: Lab, tmp_path: Path) -> None:
+    script = "import json, os; print(json.dumps([dict(os.environ), os.getpid(), os.listdir('/proc')]))"
+    files = [(tmp_path / f"{node}").open("w+") for node in range(2)]
+    result = run_job(lab, [sys.executable, "-c", script], {"A": "b"}, [file.fileno() for file in files])
+    assert result.exit_codes == (0, 0)
+    for node, file in enumerate(files):
+        file.seek(0)
+        variables, pid, processes = json.loads(file.read())
+        file.close()
+        assert variables["A"] == "b"
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(node), "2")
+        assert variables["MASTER_ADDR"] == address_of(0)
+        assert str(pid) in processes
+        assert str(os.getpid()) not in processes, "a worker sees only what it has started"
+
+
+def test_exit_codes_are_the_commands(lab: Lab) -> None:
+    script = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exit 3'
+    assert run_job(lab, ["sh", "-c", script], dict(os.environ)).exit_codes == (3, 137)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------
+
+TALK = """
+import os, socket, sys, time
+here, there = int(os.environ["RANK"]), 1 - int(os.environ["RANK"])
+address = os.environ["MASTER_ADDR"], 4000
+if here == 0:
+    with socket.create_server(address) as server:
+        talk, _ = server.accept()
+else:
+    while True:
+        try:
+            talk = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+for _ in range(int(sys.argv[1])):
+    talk.sendall(b"x")
+    if not talk.recv(1):
+        sys.exit(7)
+    time.sleep(0.02)
+"""
+"""Both ends send a byte and wait for the other's, so many times."""
+
+
+def talk(lab: Lab, plan: FaultPlan, times: int) -> tuple[int, ...]:
+    result = run_job(lab, [sys.executable, "-S", "-c", TALK, str(times)], dict(os.environ), plan=plan)
+    if not any(fault.kind == "hang" for fault in plan.faults):
+        assert bool(result.lost_packets) == any(fault.kind == "cut" for fault in plan.faults)
+    return result.exit_codes
+
+
+@pytest.mark.parametrize("kind", ["cut", "hang"])
+def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str) -> None:
+    plan = getattr(FaultPlan(), kind)(1, at_s=0.3).restore(1, at_s=0.8)
+    assert talk(lab, plan, 30) == (0, 0)
+
+
+def test_a_crash_closes_connections(lab: Lab) -> None:
+    assert talk(lab, FaultPlan().crash(1, at_s=0.4), 1_000_000) == (7, 137)
+
+
+# --- nothing is left --------------------------------------------------------------------------------------------
+
+LASTING = 'setsid sleep 1000 & echo up > "$UP"; exec sleep 1000'
+"""A worker that leaves something behind if it can."""
+
+
+def interrupted(parent: Child, line: int, guards: list[int]) -> None:
+    os.kill(parent.pid, signal.SIGUSR1)
+
+
+def killed(parent: Child, line: int, guards: list[int]) -> None:
+    os.kill(parent.pid, signal.SIGKILL)
+
+
+def line_killed(parent: Child, line: int, guards: list[int]) -> None:
+    os.kill(line, signal.SIGKILL)
+
+
+def guards_killed(parent: Child, line: int, guards: list[int]) -> None:
+    for guard in guards:
+        os.kill(guard, signal.SIGKILL)
+
+
+def workers_ended(parent: Child, line: int, guards: list[int]) -> None:
+    for pid in marked():
+        os.kill(pid, signal.SIGTERM)
+
+
+WAYS = (interrupted, killed, line_killed, guards_killed, workers_ended)
+
+
+def marked() -> list[int]:
+    """Processes that were started with the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if MARK.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def open_tuns() -> int:
+    """How many descriptors of TUN devices there are on this machine."""
+    count = 0
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            count += str(link.readlink()) == "/dev/net/tun"
+        except OSError:
+            continue
+    return count
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("time_", range(4))
+def test_nothing_is_left_however_it_ends(
+    way: Callable[[Child, int, list[int]], None], time_: int, tmp_path: Path
+) -> None:
+    assert not marked()
+    tuns = open_tuns()
+    up = tmp_path / "up"
+    os.mkfifo(up)
+    heard = os.open(up, os.O_RDWR)  # with an end for writing here, it never ends
+    ear, bell = os.pipe()
+
+    def run() -> None:
+        with Lab(PROFILE, 2) as lab:
+            stop, ring = os.pipe()
+            signal.signal(signal.SIGUSR1, lambda *_: os.write(ring, b"!!"))
+            real_start = lab.start
+
+            def start(*args, **kwargs) -> Child:
+                worker = real_start(*args, **kwargs)
+                line = next(lab.watched()).pid
+                os.write(bell, json.dumps({"line": line, "guard": worker.pid}).encode() + b"\n")
+                return worker
+
+            lab.start = start  # type: ignore[method-assign]
+            run_job(lab, ["sh", "-c", LASTING], {**os.environ, MARK: "1", "UP": str(up)}, bell=stop)
+
+    parent = Child(run, keep=[bell])
+    os.close(bell)
+    try:
+        said = [json.loads(line) for line in read_lines(ear, 2)]
+        assert read_lines(heard, 2) == ["up", "up"]
+        there = {pid: os.pidfd_open(pid) for pid in [*marked(), *lasting(said)]}
+        assert len(there) >= 7, "two commands, what each has started, two guards, and the line"
+        way(parent, said[0]["line"], [one["guard"] for one in said])
+        assert parent.wait(LIMIT_S) is not None
+        until = time.monotonic() + LIMIT_S
+        for pid, fd in there.items():
+            gone, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+            assert gone, f"process {pid} is still there"
+            os.close(fd)
+    finally:
+        parent.kill()
+        os.close(heard)
+        os.close(ear)
+    assert not marked()
+    assert open_tuns() == tuns
+
+
+def lasting(said: list[dict[str, int]]) -> list[int]:
+    return [said[0]["line"], *(one["guard"] for one in said)]
+
+
+def read_lines(fd: int, count: int) -> list[str]:
+    """So many lines, waited for."""
+    text, until = "", time.monotonic() + LIMIT_S
+    while text.count("\n") < count:
+        ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+        assert ready, f"heard only {text!r}"
+        piece = os.read(fd, 4096)
+        text += piece.decode()
+    return text.splitlines()

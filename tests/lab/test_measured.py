@@ -1,0 +1,104 @@
+"""When a pair fits its profile, what a packet's bytes are, and what the command line says."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+
+from farflung.cli.lab import with_dashes
+from farflung.cli.main import main
+from farflung.lab import Measured
+from farflung.lab.measure import expected
+from farflung.lab.tun import HEADER_NBYTES, address_of, node_of, wire_nbytes
+from farflung.network import network_profile
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bandwidth_bps", "fits"),
+    [
+        (0.05, 20e6, True),
+        (0.054, 21e6, True),
+        (0.056, 20e6, False),
+        (0.044, 20e6, False),
+        (0.05, 17e6, False),
+        (0.05, 23e6, False),
+        (math.inf, 20e6, False),
+        (0.05, 0.0, False),
+    ],
+)
+def test_a_pair_fits_within_a_tenth(latency_s: float, bandwidth_bps: float, fits: bool) -> None:
+    assert Measured(0, 1, latency_s, 0.05, bandwidth_bps, 20e6).fits is fits
+
+
+def test_very_short_delays_are_not_held_finely() -> None:
+    assert Measured(0, 1, 190e-6, 100e-6, 1e9, 1e9).fits
+    assert not Measured(0, 1, 290e-6, 100e-6, 1e9, 1e9).fits
+
+
+def test_what_to_expect_is_the_narrowest_capacity() -> None:
+    pairs = expected(network_profile("wifi-shared-100mbps").for_nodes(3))
+    assert len(pairs) == 6
+    latency, bandwidth = pairs[0, 1]
+    assert 0.002 < latency < 0.0021
+    assert bandwidth == 50e6
+
+
+def packet(dst: int, payload: int, segment: int = 0) -> bytes:
+    """A TCP packet with timestamps, cut into segments where told."""
+    virtio = bytes([0, 1 if segment else 0, 0, 0]) + segment.to_bytes(2, "little") + bytes(4)
+    address = bytes(int(part) for part in address_of(dst).split("."))
+    ip = bytes([0x45]) + bytes(8) + bytes([6]) + bytes(2) + address_of_bytes(0) + address
+    tcp = bytes(12) + bytes([8 << 4]) + bytes(19)
+    return virtio + ip + tcp + bytes(payload)
+
+
+def address_of_bytes(node: int) -> bytes:
+    return bytes(int(part) for part in address_of(node).split("."))
+
+
+def test_a_large_packet_counts_the_headers_of_its_segments() -> None:
+    assert wire_nbytes(packet(1, 1448)) == 1500
+    assert wire_nbytes(packet(1, 10 * 1448, 1448)) == 10 * 1500
+    assert wire_nbytes(packet(1, 10 * 1448 + 1, 1448)) == 10 * 1500 + 53
+    assert wire_nbytes(packet(1, 0)) == 52
+
+
+@pytest.mark.parametrize("node", [0, 1, 254, 255, 300])
+def test_a_packet_says_for_which_node_it_is(node: int) -> None:
+    assert node_of(packet(node, 0)) == node
+
+
+def test_what_is_for_nobody_is_seen() -> None:
+    assert node_of(bytes(HEADER_NBYTES) + bytes([0x60]) + bytes(39)) == -1
+
+
+def test_train_needs_no_dashes() -> None:
+    farflung = ["--", sys.executable, "-m", "farflung"]
+    assert with_dashes(["lab", "--nodes", "2", "train", "--steps", "3"]) == [
+        *("lab", "--nodes", "2", *farflung, "train", "--steps", "3")
+    ]
+    for untouched in (
+        ["train", "--steps", "3"],
+        ["lab", "--check"],
+        ["lab", "--", "python", "train"],
+    ):
+        assert with_dashes(untouched) == untouched
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "no command"),
+        (["--", "no-such-program-here"], "no such program"),
+        (["--nodes", "0", "--", "true"], "--nodes 0"),
+        (["--network", "nowhere", "--", "true"], "unknown network profile"),
+        (["--faults", "nowhere.toml", "--", "true"], "nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", *args]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

@@ -1,0 +1,135 @@
+"""Small runs in virtual time, for the tests of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.comm import LinkModel
+from farflung.config import Training
+from farflung.data.datasets import TensorDataset
+from farflung.recipes import recipe
+from farflung.replica import Checkpoints, Replica
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Batch, Dataset, SampleIds
+from farflung.workloads import Quadratic
+
+NO_LINK = LinkModel()
+
+
+class Valleys(Quadratic):
+    r"""One paraboloid for each sample, of a curvature of its own: :math:`f_i(w) = \tfrac12 \sum a_i (w - c_i)^2`."""
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Centres as inputs, curvatures as targets."""
+        centres, labels = self.centres()
+        random = torch.Generator().manual_seed(self.seed + 1)
+        curvatures = 0.2 + torch.rand(centres.shape, generator=random)
+        data = TensorDataset(centres, curvatures, labels, origin="test")
+        return data, data
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of each sample."""
+        offsets: Tensor = model(batch.inputs)
+        return (offsets.square() * batch.targets).sum(dim=1).mul(0.5)
+
+
+@dataclass
+class Run:
+    """Replicas on one clock.
+
+    Args:
+      schedule: as text.
+      size: number of replicas.
+      parts: other members of the recipe.
+      link: between any two.
+      seconds_per_sample: of a forward pass.
+      alike: whether all replicas draw the same batches.
+      shares: the samples of each replica.
+      workload: makes one.
+      settings: of the training.
+      folder: of checkpoints.
+    """
+
+    schedule: str
+    size: int = 2
+    parts: dict[str, str] = field(default_factory=dict)
+    link: LinkModel = NO_LINK
+    seconds_per_sample: float = 0.0
+    alike: bool = False
+    shares: list[SampleIds] | None = None
+    workload: Callable[[], Quadratic] = lambda: Quadratic(dim=12, samples=64)
+    settings: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = {"steps": 20, "batch_size": 4, "learning_rate": 0.05, "seed": 3, **self.settings}
+        self.training = Training(**given)
+        self.world = VirtualWorld(self.size, self.link, self.seconds_per_sample)
+        self.events: list[list[Event]] = [[] for _ in range(self.size)]
+        self.replicas = [self._replica(rank) for rank in range(self.size)]
+
+    def _replica(self, rank: int) -> Replica:
+        work = self.workload()
+        everything = torch.arange(work.samples)
+        share = everything if self.alike else None if self.shares is None else self.shares[rank]
+        order = 0 if self.alike else None if self.shares is None else rank
+        checkpoints = None
+        if self.folder is not None:
+            checkpoints = Checkpoints(self.folder, rank, self.size, leader=rank == 0, keep=99)
+        return Replica(
+            self.world.runtimes[rank],
+            work,
+            self.training,
+            recipe("synchronous").but(schedule=self.schedule, **self.parts).parts(self.training.seed, order),
+            Telemetry(rank, self.events[rank].append),
+            checkpoints,
+            share=share,
+            trace=True,
+        )
+
+    def whole(self) -> Run:
+        """To the end, with flush and evaluation."""
+        self.world.run([replica.run() for replica in self.replicas])
+        return self
+
+    def steps(self, count: int, before: Callable[[Replica, int], None] | None = None) -> Run:
+        """Some steps, and what to do before each."""
+
+        async def go(replica: Replica) -> None:
+            for _ in range(count):
+                if before is not None:
+                    before(replica, replica.step_done)
+                await replica.step()
+
+        self.world.run([go(replica) for replica in self.replicas])
+        return self
+
+    def flush(self) -> Run:
+        """What is under way."""
+        self.world.run([replica.flush() for replica in self.replicas])
+        return self
+
+    def weights(self, rank: int = 0) -> Tensor:
+        """A replica's parameters."""
+        parameters = [p.detach().reshape(-1) for p in self.replicas[rank].model.parameters()]
+        return torch.cat(parameters).clone()
+
+    def mean(self) -> Tensor:
+        """Of all replicas' parameters, in float64."""
+        return torch.stack([self.weights(rank).double() for rank in range(self.size)]).mean(dim=0)
+
+    def step_events(self, rank: int = 0) -> list[Event]:
+        """What it told of its steps."""
+        return [event for event in self.events[rank] if event["event"] == "step"]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative to ``b``."""
+    return float((a.double() - b.double()).norm() / b.double().norm())

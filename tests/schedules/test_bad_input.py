@@ -1,0 +1,130 @@
+"""What a schedule refuses, and with which words; and a loss that is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung.attach import carries
+from farflung.errors import ConfigError, NonFinite
+from farflung.recipes import recipe
+from farflung.types import Batch
+from farflung.workloads import Quadratic
+from tests.helpers import same_bits
+from tests.schedules.runs import Run, distance
+
+REFUSED = {
+    "pipelined(width=0)": "width 0 must be at least 1",
+    "pipelined(width=2.5)": "width 2.5 must be a whole number",
+    "pipelined(warmup=-1)": "warmup -1 must be at least 0",
+    "pipelined(correction=-0.1)": "correction -0.1 must be 0 or more",
+    "pipelined(correction='much')": "correction 'much' must be a number",
+    "pipelined(predict='yes')": "predict 'yes' must be True or False",
+    "pipelined(width=1, predict=True)": "width 1 delays nothing",
+    "pipelined(width=1, correction=1)": "width 1 delays nothing",
+    "pipelined(predict=True, correction=1)": "predict or correction, not both",
+    "pipelined(period=2)": "unexpected keyword argument 'period'",
+    "delayed(delay=-1)": "delay -1 must be at least 0",
+    "delayed(delay='soon')": "delay 'soon' must be a whole number or 'auto'",
+    "delayed(delay=1.5)": "delay 1.5 must be a whole number",
+    "delayed(period=0)": "period 0 must be at least 1",
+    "delayed(most=0)": "most 0 must be at least 1",
+    "delayed_gradient(delay=-1)": "delay -1 must be at least 0",
+    "delayed_gradient(delay='auto')": "delay 'auto' must be a whole number",
+    "delayed_gradient(period=0)": "period 0 must be at least 1",
+    "delayed(width=2)": "unexpected keyword argument 'width'",
+    "lazy": "unknown schedule 'lazy'",
+}
+
+
+@pytest.mark.parametrize("schedule", REFUSED)
+def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[schedule]):
+        recipe("synchronous").but(schedule=schedule).parts(0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "reason"),
+    [
+        ("delayed_gradient(2)", {"clip_norm": 1.0}, "sends gradients before their norm is known"),
+        ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    schedule: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Run(schedule, settings=settings)
+
+
+def test_attach_says_what_it_carries() -> None:
+    def said(schedule: str) -> str:
+        return carries(recipe("synchronous").but(schedule=schedule))
+
+    assert said("pipelined(correction=0.1)") == said("delayed('auto')") == "yes"
+    assert "forward pass" in said("pipelined(predict=True)")
+    assert "swapped gradients" in said("delayed_gradient")
+
+
+# --- losses that are not finite ---------------------------------------------------------------------------------
+
+
+class Spoilt(Quadratic):
+    """One whose loss becomes infinite at one step of the replica that spoils."""
+
+    forwards = 0
+    spoils = False
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.forwards += model.training
+        losses = super().loss(model, batch)
+        return losses * float("inf") if self.spoils and self.forwards == 6 else losses
+
+
+def spoilt(schedule: str, policy: str) -> Run:
+    run = Run(
+        schedule,
+        3,
+        workload=lambda: Spoilt(dim=6, samples=48),
+        settings={"on_nonfinite": policy, "steps": 16, "momentum": 0.9},
+    )
+    run.replicas[1].workload.spoils = True  # type: ignore[attr-defined]
+    return run
+
+
+LATE = {
+    "pipelined(3)": 5,
+    "delayed(4)": 5,
+    "delayed(4, 2)": 5,
+    "delayed(3, 4)": 7,
+    "delayed_gradient(3, 4)": 7,
+}
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_stop_names_exchange_and_replica(schedule: str) -> None:
+    with pytest.raises(NonFinite, match=f"at step {LATE[schedule]} on rank 1:"):
+        spoilt(schedule, "stop").whole()
+
+
+@pytest.mark.parametrize("schedule", LATE)
+@pytest.mark.parametrize("policy", ["skip", "exclude"])
+def test_others_go_on_and_end_alike(schedule: str, policy: str) -> None:
+    run = spoilt(schedule, policy).whole()
+    for rank in range(3):
+        assert torch.isfinite(run.weights(rank)).all()
+        assert same_bits(run.weights(rank), run.weights())
+    assert [event["nonfinite"] for event in run.step_events()].count(1) == 1
+
+
+@pytest.mark.parametrize("policy", ["skip", "exclude"])
+def test_without_delay_a_skip_is_as_in_synchronous_sgd(policy: str) -> None:
+    settings = {"momentum": 0.0}
+    one, other = (spoilt(schedule, policy) for schedule in ("delayed(0)", "synchronous"))
+    for run in (one, other):
+        for replica in run.replicas:
+            replica.optimizer.param_groups[0].update(settings)
+    assert distance(one.whole().weights(), other.whole().weights()) < 1e-6

@@ -1,0 +1,86 @@
+"""A run that goes on from a checkpoint is the run that was never stopped, with exchanges under way at the cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.comm import LinkModel
+from farflung.replica import load_tree
+from tests.helpers import same_bits, same_tree
+from tests.schedules.runs import Run
+
+SCHEDULES = [
+    "pipelined(4)",
+    "pipelined(3, warmup=6)",
+    "pipelined(3, predict=True)",
+    "pipelined(3, correction=0.1)",
+    "delayed(5)",
+    "delayed(7, 3)",
+    "delayed('auto')",
+    "delayed_gradient(5, 2)",
+]
+CODECS = ["identity", "error_feedback(topk(density=0.2))", "dgc(density=0.2, warmup_steps=4)", "qsgd"]
+LINK = LinkModel(0.05, 1e5)
+
+
+def run(folder: Path, schedule: str, codec: str, steps: int, **settings: Any) -> Run:
+    settings = {"momentum": 0.9, "steps": steps, "checkpoint_every": 4, **settings}
+    return Run(schedule, 2, {"codec": codec}, LINK, 0.002, settings=settings, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "codec"),
+    [(schedule, CODECS[at % len(CODECS)]) for at, schedule in enumerate(SCHEDULES)]
+    + [(schedule, CODECS[(at + 1) % len(CODECS)]) for at, schedule in enumerate(SCHEDULES)],
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(schedule: str, codec: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", schedule, codec, 16).whole()
+    run(tmp_path / "parts", schedule, codec, 8).whole()
+    for start in (4, 8):
+        resumed = run(tmp_path / "parts", schedule, codec, 16)
+        for replica in resumed.replicas:
+            replica.resume(start)
+        resumed.whole()
+        for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
+            assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
+            assert got._exchanges.sent_nbytes == wanted._exchanges.sent_nbytes
+            assert got._exchanges.most_nbytes == wanted._exchanges.most_nbytes
+            for slot, other in zip(got._exchanges._slots, wanted._exchanges._slots, strict=True):
+                assert same_tree(slot.state.shared, other.state.shared)
+                assert same_tree(slot.state.local, other.state.local)
+
+
+def test_a_resume_of_a_resume(tmp_path: Path) -> None:
+    """What starts again is under way at the next checkpoint as it was the first time."""
+    whole = run(tmp_path / "whole", "delayed(9)", "error_feedback(topk(density=0.2))", 16).whole()
+    for steps in (4, 8, 12, 16):
+        part = run(tmp_path / "parts", "delayed(9)", "error_feedback(topk(density=0.2))", steps)
+        if steps > 4:
+            for replica in part.replicas:
+                replica.resume(steps - 4)
+        part.whole()
+    assert same_bits(part.weights(), whole.weights())
+
+
+def test_checkpoints_change_nothing(tmp_path: Path) -> None:
+    often = run(tmp_path / "often", "delayed(5, 2)", "identity", 12, checkpoint_every=1).whole()
+    never = run(tmp_path / "never", "delayed(5, 2)", "identity", 12, checkpoint_every=0).whole()
+    assert same_bits(often.weights(), never.weights())
+
+
+def test_the_shared_part_has_what_replicas_have_in_common(tmp_path: Path) -> None:
+    half = run(tmp_path, "delayed(6, 2)", "identity", 8).whole()
+    shared = load_tree(tmp_path / "step-00000008" / "shared.safetensors")
+    own = [load_tree(tmp_path / "step-00000008" / f"rank-{rank}-of-2.safetensors") for rank in range(2)]
+    assert not same_bits(own[0]["parameters"]["w"], own[1]["parameters"]["w"])
+    assert [flight["step"] for flight in own[0]["exchanges"]["flights"].values()] == [3, 5, 7]
+    for tree in own:
+        blocks = [flight["own"] for flight in tree["exchanges"]["flights"].values()]
+        total = shared["model"]["w"].clone()
+        for block in blocks:
+            total += block
+        assert same_bits(total, tree["parameters"]["w"])
+    assert half.replicas[0].step_done == 8
