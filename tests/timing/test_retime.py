@@ -15,6 +15,7 @@ from farflung.cli.simulation import SimulatedConfig, retime, simulate
 from farflung.errors import DataError
 from farflung.replica import Replica
 from farflung.runtime import DecisionLog
+from farflung.schedules import SCHEDULES
 from farflung.types import Decision, Workload
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
@@ -59,6 +60,7 @@ def told(folder: RunFolder) -> dict[str, bytes]:
         {"collective": "all_gather"},
         {"collective": "direct"},
         {"reducer": "powersgd(rank=1)"},
+        *({"schedule": schedule} for schedule in SCHEDULES),
     ],
     ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
 )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from farflung.cli.counting import Counting
 from farflung.cli.run import RunFolder
-from farflung.cli.simulation import DEVICE, SimulatedConfig, asked_to_stop, retime, simulate
+from farflung.cli.simulation import DEVICE, SimulatedConfig, asked_to_stop, retime, simulate, timing_decisions
 from farflung.cli.variants import variant
 from farflung.errors import ConfigError
 from farflung.report import Course, compare_courses, comparison_picture, comparison_table
@@ -155,7 +155,7 @@ class Compare:
                 for config in configs:
                     folder = RunFolder(out / "runs" / _name(recipe, config))
                     if not _is_there(folder, config):
-                        if first is None:
+                        if first is None or timing_decisions(first):
                             folder.create(config)
                             simulate(config, folder, count, task, stop_asked=asked.is_set, checkpointed=False)
                             if asked.is_set():

@@ -30,9 +30,9 @@ from farflung.timing import (
     forward_flops,
     retimed_events,
 )
-from farflung.types import Json, Workload
+from farflung.types import Decision, Json, Workload
 
-__all__ = ["SimulatedConfig", "asked_to_stop", "retime", "simulate"]
+__all__ = ["SimulatedConfig", "asked_to_stop", "retime", "simulate", "timing_decisions"]
 
 NETWORK, DEVICE = "lan-1g", "cpu-core"
 
@@ -204,15 +204,21 @@ def retime(
     return _kept(config, folder, {**summary, "partition": split})
 
 
+def timing_decisions(stored: RunFolder) -> list[Decision]:
+    """The decisions of a run that might have been others on another network."""
+    if not stored.decisions.exists():
+        return []
+    return [decision for decision in read_decisions(stored.decisions) if decision.timing]
+
+
 def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, list[Event]], bool]:
     """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
-    if stored.decisions.exists():
-        timing = [decision for decision in read_decisions(stored.decisions) if decision.timing]
-        if timing:
-            raise ConfigError(
-                f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or "
-                f"arrival at step {timing[0].step}; simulate it anew instead"
-            )
+    timing = timing_decisions(stored)
+    if timing:
+        raise ConfigError(
+            f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
+            f"at step {timing[0].step}; simulate it anew instead"
+        )
     events = stored.events()
     told = [event["event"] for event in events.get(0, [])]
     if len(events) != config.workers or "end" not in told:
