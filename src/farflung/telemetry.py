@@ -12,7 +12,7 @@ from typing import Self, TypeAlias
 from farflung.errors import DataError
 from farflung.types import Json
 
-__all__ = ["TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
+__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
