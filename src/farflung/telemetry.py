@@ -12,7 +12,7 @@ from typing import Self, TypeAlias
 from farflung.errors import DataError
 from farflung.types import Json
 
-__all__ = ["TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
+__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
@@ -21,6 +21,8 @@ Sink: TypeAlias = "Callable[[Event], None]"
 
 TIMES = frozenset({"compute_s", "data_s", "duration_s", "exposed_s", "t", "time_s"})
 """The fields of events that hold seconds on the run's clock; all others do not depend on it."""
+BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica"})
+"""The fields that hold bytes sent; where a collective is chosen by the network, so are they."""
 
 _FLUSH_EVERY_S = 1.0
 

@@ -78,6 +78,16 @@ def test_one_training_for_all_networks_and_none_when_started_again(
     assert "holds a run with other settings" in capsys.readouterr().err
 
 
+def test_what_learns_by_the_network_trains_on_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = compared(capsys, tmp_path, "--recipes", "delayed", "--networks", "wifi-10mbps", "4g")
+    assert [row["network"] for row in found["rows"]] == ["wifi-10mbps", "4g"]
+    logs = [path.read_text() for path in (tmp_path / "runs").glob("*/decisions.jsonl")]
+    assert len(logs) == 2
+    assert all('"timing":true' in log for log in logs)
+
+
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["compare", *SMALL, "--recipes", "ring", "--target", "7", "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()

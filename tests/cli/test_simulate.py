@@ -124,23 +124,40 @@ def test_a_resumed_run_ends_with_the_same_bits(capsys: pytest.CaptureFixture[str
 # --- stopped and replayed ---------------------------------------------------------------------------------------
 
 
-def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined"])
+def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path, schedule: str) -> None:
     config = SimulatedConfig.resolve(
-        {"workload": "synthetic/quadratic", "steps": 30, "batch_size": 4, "network": "4g", "workers": 3}
-    )
+        {
+            "workload": "synthetic/quadratic", "steps": 30, "batch_size": 4, "network": "4g", "workers": 3,
+            "schedule": schedule,
+        }
+    )  # fmt: skip
     task = config.make_workload()
     folder = RunFolder(tmp_path / "stopped")
     folder.create(config)
     asked = iter([False] * 20 + [True] * 100)  # three replicas ask at each step
     summary = simulate(config, folder, lambda event: None, task, stop_asked=lambda: next(asked))
-    assert (summary["stopped"], summary["steps"]) == (True, 7)
+    steps = {"synchronous": 7, "pipelined": 8}[schedule]  # a vote comes with the exchange it rides on
+    assert (summary["stopped"], summary["steps"]) == (True, steps)
     assert read_decisions(folder.decisions) == [Decision("stop", 6, True, timing=False)]
 
     again = tmp_path / "again"
     options = ["--config", str(folder.config), "--network", "wifi-50mbps", "--out", str(again), "--quiet"]
     assert main(["simulate", *options, "--replay", str(folder.decisions)]) == 0
-    assert same_parameters(folder.path, again, 7)
+    assert same_parameters(folder.path, again, steps)
     assert RunFolder(again).decisions.read_bytes() == folder.decisions.read_bytes()
+
+
+def test_decisions_by_time_are_made_again_on_another_network(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    simulated(capsys, first, "--recipe", "delayed", "--network", "4g")
+    log = RunFolder(first).decisions
+    assert any(decision.timing for decision in read_decisions(log))
+    simulated(capsys, again, "--recipe", "delayed", "--network", "lan-1g", "--replay", str(log))
+    assert same_parameters(first, again, 8)
+    assert RunFolder(again).decisions.read_bytes() == log.read_bytes()
 
 
 def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from farflung.cli.counting import Counting
 from farflung.cli.run import RunFolder
-from farflung.cli.simulation import DEVICE, SimulatedConfig, asked_to_stop, retime, simulate
+from farflung.cli.simulation import DEVICE, SimulatedConfig, asked_to_stop, retime, simulate, timing_decisions
 from farflung.cli.variants import variant
 from farflung.errors import ConfigError
 from farflung.report import Course, compare_courses, comparison_picture, comparison_table
@@ -143,22 +143,19 @@ class Compare:
     ) -> list[Course] | None:
         """Makes all runs that are not there yet; ``None`` where somebody asked to stop."""
         task = rows[0][1][0].make_workload()
-        costs = [
-            sum(c.steps for c in (configs if configs[0].chooses_by_network else configs[:1]))
-            for _, configs in rows
-        ]
+        total = sum(configs[0].steps for _, configs in rows)
         courses = []
         with (
-            Counting(sum(costs), len(rows), quiet=self.quiet or self.json) as count,
+            Counting(total, len(rows), quiet=self.quiet or self.json) as count,
             asked_to_stop() as asked,
         ):
-            for (recipe, configs), cost in zip(rows, costs, strict=True):
-                count.begin(f"{recipe}, seed {configs[0].seed}", cost)
+            for recipe, configs in rows:
+                count.begin(f"{recipe}, seed {configs[0].seed}", configs[0].steps)
                 first: RunFolder | None = None
                 for config in configs:
                     folder = RunFolder(out / "runs" / _name(recipe, config))
                     if not _is_there(folder, config):
-                        if first is None or config.chooses_by_network:
+                        if first is None or timing_decisions(first):
                             folder.create(config)
                             simulate(config, folder, count, task, stop_asked=asked.is_set, checkpointed=False)
                             if asked.is_set():

@@ -30,9 +30,9 @@ from farflung.timing import (
     forward_flops,
     retimed_events,
 )
-from farflung.types import Json, Workload
+from farflung.types import Decision, Json, Workload
 
-__all__ = ["SimulatedConfig", "asked_to_stop", "retime", "simulate"]
+__all__ = ["SimulatedConfig", "asked_to_stop", "retime", "simulate", "timing_decisions"]
 
 NETWORK, DEVICE = "lan-1g", "cpu-core"
 
@@ -55,11 +55,6 @@ class SimulatedConfig(RunConfig):
     def title(self) -> str:
         """For people."""
         return f"{self.workload}, {self.recipe}, {self.network}"
-
-    @property
-    def chooses_by_network(self) -> bool:
-        """Whether what is learned depends on the network even without a decision in the log."""
-        return self.collective == "auto"
 
     @classmethod
     def lacks(cls, stored: Mapping[str, Json]) -> bool:
@@ -209,19 +204,21 @@ def retime(
     return _kept(config, folder, {**summary, "partition": split})
 
 
+def timing_decisions(stored: RunFolder) -> list[Decision]:
+    """The decisions of a run that might have been others on another network."""
+    if not stored.decisions.exists():
+        return []
+    return [decision for decision in read_decisions(stored.decisions) if decision.timing]
+
+
 def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, list[Event]], bool]:
     """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
-    if config.chooses_by_network:
+    timing = timing_decisions(stored)
+    if timing:
         raise ConfigError(
-            f"{stored.path}: its collective (auto) is another on another network; simulate it anew instead"
+            f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
+            f"at step {timing[0].step}; simulate it anew instead"
         )
-    if stored.decisions.exists():
-        timing = [decision for decision in read_decisions(stored.decisions) if decision.timing]
-        if timing:
-            raise ConfigError(
-                f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or "
-                f"arrival at step {timing[0].step}; simulate it anew instead"
-            )
     events = stored.events()
     told = [event["event"] for event in events.get(0, [])]
     if len(events) != config.workers or "end" not in told:

@@ -28,6 +28,8 @@ __all__ = ["Compared", "Course", "compare_courses", "comparison_picture", "compa
 # Okabe and Ito's palette.
 COLOURS = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
+WIDE = 8.0
+"""Where the longest run is so many times the shortest, axes of time and bytes are logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,8 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
 def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, target: float) -> None:
     """Draws accuracy over time and over bytes sent, a row for each network, a line for each recipe.
 
-    With several seeds a line is their mean, and a band reaches from the least to the greatest.
+    Axes are logarithmic where runs differ widely. With several seeds a line is their mean, and a band reaches from the
+    least to the greatest.
 
     Args:
       courses: of all runs.
@@ -226,8 +229,10 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
                 group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
                 _draw(over_time, group, number, 0, 1.0)
                 _draw(over_bytes, group, number, 1, 1e6)
-            for axes in (over_time, over_bytes):
-                _finish(axes, target)
+            here = [course for course in courses if course.network == network]
+            for column, axes in enumerate((over_time, over_bytes)):
+                ends = [course.scores[-1][column] for course in here]
+                _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
         panels[0][0].legend(loc="lower right", fontsize=9.5)
         write_figure(figure, path, title, simulated=True)
 
@@ -249,12 +254,17 @@ def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: f
         )
 
 
-def _finish(axes: Axes, target: float) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def _finish(axes: Axes, target: float, *, wide: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.axhline(target, color="#777777", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
+    if wide:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     low, high = axes.get_ylim()
     if low >= -0.1 and high <= 1.1 and math.isfinite(target):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
+import torch
 from torch import Tensor
 
 from farflung.errors import Unsupported
@@ -146,8 +147,8 @@ class _RecordingReducer:
 class _WatchedChannel:
     """A channel that keeps what it is asked for.
 
-    A collective without a codec is kept as a whole, even where it goes hop by hop: that it does may depend on the
-    network and on when the ranks join.
+    A collective without a codec is kept as a whole, even where it goes hop by hop, and ``auto`` by that name: what
+    they do may depend on the network and on when the ranks join.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -158,6 +159,8 @@ class _WatchedChannel:
         self._channel = channel
         self._whole_begins = False
         self._of_wholes: set[int] = set()
+        self._chosen: tuple[int, int] | None = None
+        """Bytes of tensor and side of a collective that ``auto`` has chosen and that has not been kept yet."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -165,7 +168,7 @@ class _WatchedChannel:
 
     def hops(self, count: int) -> int:
         first = self._channel.hops(count)
-        if self._whole_begins:
+        if self._whole_begins or self._chosen is not None:
             self._whole_begins = False
             self._of_wholes.update(range(first, first + count))
         else:
@@ -173,6 +176,8 @@ class _WatchedChannel:
         return first
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        if self._chosen is not None:  # by a collective that is never computed in one
+            self._keep_chosen(next(payload.tensors()).dtype)
         if hop not in self._of_wholes:
             self.ops.append(("send", dst, hop, payload.nbytes))
         return self._channel.send(payload, dst, hop)
@@ -186,18 +191,32 @@ class _WatchedChannel:
             self.ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
+    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
+        self._chosen = nbytes, side_nbytes
+        return self._channel.fastest(collectives, nbytes, side_nbytes)
+
     def in_one(
         self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
     ) -> Pending[tuple[Tensor, Tensor]] | None:
         whole = self._channel.in_one(collective, tensor, side, encoded=encoded)
         if not encoded:
             self._whole_begins = whole is None  # then the next hops are the collective's own
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.ops.append(("whole", collective, dtype, tensor.numel(), side.numel()))
+            if self._chosen is not None:
+                self._keep_chosen(tensor.dtype)
+            else:
+                self.ops.append(("whole", collective, _name(tensor.dtype), tensor.numel(), side.numel()))
         return whole
-
-    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
-        return self._channel.fastest(collectives, nbytes, side_nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         return self._channel.all_reduce(tensor)
+
+    def _keep_chosen(self, dtype: torch.dtype) -> None:
+        assert self._chosen is not None
+        nbytes, side_nbytes = self._chosen
+        self._chosen = None
+        sides = side_nbytes // torch.float64.itemsize
+        self.ops.append(("whole", "auto", _name(dtype), nbytes // dtype.itemsize, sides))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farflung.comm import COLLECTIVES
 from farflung.errors import DataError
 from farflung.replica import Checkpoints, Replica, Vote
-from farflung.telemetry import TIMES, Event, Sink
+from farflung.telemetry import BYTES, TIMES, Event, Sink
 from farflung.timing.traffic import Traffic
 from farflung.types import (
     Batch,
@@ -69,7 +69,7 @@ class Retimed(Replica):
 
 
 def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
-    """A sink for one retimed replica: what does not depend on the clock is as it was.
+    """A sink for one retimed replica: what depends on neither clock nor network is as it was.
 
     Args:
       stored: the events of the same replica in the run.
@@ -87,7 +87,7 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"
             )
-        timed: Event = {key: event[key] if key in TIMES else value for key, value in was.items()}
+        timed: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in was.items()}
         for each in sinks:
             each(timed)
 
