@@ -67,7 +67,7 @@ class Train:
     codec: str | None = None
     """Instead of the recipe's, e.g. truncate16."""
     collective: str | None = None
-    """Instead of the recipe's: direct, ring, parameter_server, multi_parameter_server, native."""
+    """Instead of the recipe's: direct, all_gather, ring, parameter_server, multi_parameter_server, auto, native."""
     schedule: str | None = None
     """Instead of the recipe's."""
     data: str | None = None
