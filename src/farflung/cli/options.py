@@ -66,7 +66,7 @@ class RunOptions:
     """Instead of the recipe's: codec, or codec(phases='two') or codec(phases='hops') for another way of the codec's
     payloads; or, without a codec, powersgd(rank=2) or shared_scale_qsgd(bits=4)."""
     collective: str | None = None
-    """Instead of the recipe's: direct, ring, parameter_server, multi_parameter_server, native."""
+    """Instead of the recipe's: direct, all_gather, ring, parameter_server, multi_parameter_server, auto, native."""
     schedule: str | None = None
     """Instead of the recipe's."""
     data: str | None = None
