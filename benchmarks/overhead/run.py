@@ -19,8 +19,8 @@ ROWS = {
     "attach, 2 processes, MLP 784-256-10, batch 32": (2, "attach:mlp"),
     "attach, 4 processes, MLP 784-256-10, batch 32": (4, "attach:mlp"),
     "attach, 4 processes, resnet20, batch 32, encrypted": (4, "attach:resnet20+encrypted"),
-    "all-reduce of 4 kB, 4 processes, loopback": (4, "all_reduce:direct:4096"),
-    "all-reduce of 44 MB, 4 processes, loopback": (4, "all_reduce:direct:44000000"),
+    "all-reduce of 4 kB, 4 processes, loopback": (4, "all_reduce:auto:4096"),
+    "all-reduce of 44 MB, 4 processes, loopback": (4, "all_reduce:auto:44000000"),
 }
 
 

@@ -127,7 +127,7 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
             "recipe 'ring(workers=3)': cannot change 'workers'; it can change: ",
         ),
         (["--recipes", "ring(steps=many)"], "recipe 'ring(steps=many)': steps = many: must be of type int"),
-        (["--recipes", "native"], "run on real machines alone"),
+        (["--recipes", "ddp"], "run on real machines alone"),
         (["--networks", "wifi"], "unknown network profile 'wifi'"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
         (["--steps", "0"], "--steps 0: must be 1 or more"),
