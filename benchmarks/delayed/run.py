@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Measured, Simulated, Trial, Trials, main
 from benchmarks.common.trials import WORLD
-from farflung.network import Link, NetworkProfile
+from farflung.network import Link, NetworkProfile, cost_s
 from farflung.timing import delayed_s, fedavg_s, scalability, synchronous_s
 
 FOLDER = Path(__file__).parent
@@ -79,10 +79,11 @@ def _predicted(latency_s: float) -> dict[str, float]:
 EXCHANGES = {"vision": 11.0, "language": 9.0}
 """Steps that an exchange takes: what the published speed-ups of FedAvg with K = 5 and K = 10 amount to."""
 NODES = (2, 4, 8)
+SMALL_NBYTES = 40_000
 AVERAGED = {
-    "FedAvg K=5": {"schedule": "delayed(delay=0, period=5)"},
-    "FedAvg K=10": {"schedule": "delayed(delay=0, period=10)"},
-    "DGA K=5 D=20": {"schedule": "delayed(delay=20, period=5)"},
+    "FedAvg K=5": {"collective": "ring", "schedule": "delayed(delay=0, period=5)"},
+    "FedAvg K=10": {"collective": "ring", "schedule": "delayed(delay=0, period=10)"},
+    "DGA K=5 D=20": {"collective": "ring", "schedule": "delayed(delay=20, period=5)"},
 }
 
 
@@ -97,12 +98,9 @@ def speed_ups(quick: bool) -> Mapping[str, Measured]:
     rows = {}
     for task, exchange in EXCHANGES.items():
         for nodes in NODES[:1] if quick else NODES:
-            nbytes = 4000
-            # One step's time for the bytes of an exchange, the rest is latency, half of it each way.
-            bandwidth = 8 * nbytes * 2 / nodes
-            network = NetworkProfile.uniform(Link((exchange - 1) / 2, bandwidth), nodes)
+            network = _taking(exchange, nodes)
             gains = {
-                name: nodes * steps / Simulated(parts, network, 1.0, nbytes).run(steps)
+                name: nodes * steps / Simulated(parts, network, 1.0, SMALL_NBYTES).run(steps)
                 for name, parts in AVERAGED.items()
             }
             ours = gains["DGA K=5 D=20"]
@@ -119,6 +117,18 @@ def speed_ups(quick: bool) -> Mapping[str, Measured]:
             }
             rows[speed_up_row(nodes, task)] = Measured(ours, (ours, ours), config, simulated=True)
     return rows
+
+
+def _taking(exchange_s: float, nodes: int) -> NetworkProfile:
+    """Links on which an exchange takes so long: one second for bytes, the rest latency."""
+
+    def cost(latency_s: float, bandwidth_bps: float) -> float:
+        network = NetworkProfile.uniform(Link(latency_s, bandwidth_bps), nodes)
+        return cost_s(network, "ring", SMALL_NBYTES)
+
+    bandwidth = 1e6 * cost(0.0, 1e6)
+    latency = (exchange_s - 1) / (cost(1.0, bandwidth) - 1)
+    return NetworkProfile.uniform(Link(latency, bandwidth), nodes)
 
 
 # --- accuracy -----------------------------------------------------------------------------------------------------
