@@ -24,10 +24,12 @@ STEP_S, NBYTES = 0.3, round(97.5 * 2**20)
 SCALE = 1000
 """Bytes and bandwidth are divided by it, so that times stay as they are."""
 BANDWIDTH_BPS = 25e9
+COLLECTIVE = "multi_parameter_server"
+"""In two delays; direct would carry what is left of the gradient after scaling in one."""
 METHODS = {
-    "SSGD": {"schedule": "synchronous"},
-    "FedAvg": {"schedule": "delayed(delay=0, period=20)"},
-    "DTS": {"schedule": "delayed(delay=20, period=4)"},
+    "SSGD": {"collective": COLLECTIVE, "schedule": "synchronous"},
+    "FedAvg": {"collective": COLLECTIVE, "schedule": "delayed(delay=0, period=20)"},
+    "DTS": {"collective": COLLECTIVE, "schedule": "delayed(delay=20, period=4)"},
 }
 
 
@@ -66,7 +68,7 @@ def latencies(quick: bool) -> Mapping[str, Measured]:
 
 
 def _predicted(latency_s: float) -> dict[str, float]:
-    busy = 8 * NBYTES * 2 / 4 / BANDWIDTH_BPS
+    busy = cost_s(NetworkProfile.uniform(Link(0.0, BANDWIDTH_BPS), 4), COLLECTIVE, NBYTES)
     return {
         "SSGD": synchronous_s(STEP_S, 2 * latency_s, busy),
         "FedAvg": fedavg_s(STEP_S, 2 * latency_s, busy, period=20),
