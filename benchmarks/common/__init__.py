@@ -2,12 +2,17 @@
 
 from benchmarks.common.command import Measured, main
 from benchmarks.common.rows import Expected, Stored, Verdict, load_expected, source_hash, verdict
+from benchmarks.common.simulated import Simulated
+from benchmarks.common.trials import Trial, Trials
 from benchmarks.common.workers import torchrun
 
 __all__ = [
     "Expected",
     "Measured",
+    "Simulated",
     "Stored",
+    "Trial",
+    "Trials",
     "Verdict",
     "load_expected",
     "main",

@@ -1,0 +1,70 @@
+"""What steps take in virtual time: a quadratic as large as the gradient in question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from farflung.config import Training
+from farflung.network import NetworkProfile
+from farflung.recipes import recipe
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.workloads import Quadratic
+
+__all__ = ["Simulated"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Replicas whose steps take no time but what is modelled.
+
+    Args:
+      parts: members of the recipe.
+      network: between the replicas; as many as it has nodes.
+      compute_s: of a step, a third of it forward.
+      nbytes: of a gradient, in one bucket.
+    """
+
+    parts: Mapping[str, str]
+    network: NetworkProfile
+    compute_s: float
+    nbytes: int
+    ends_s: list[float] = field(default_factory=list, init=False)
+
+    def run(self, steps: int) -> float:
+        """Seconds for all steps and what is under way after them."""
+        torch.set_num_threads(1)
+        nodes = self.network.nodes
+        assert nodes is not None
+        world = VirtualWorld(nodes, seconds_per_sample=self.compute_s / 3, network=self.network)
+        training = Training(steps=steps, batch_size=1, learning_rate=0.01)
+        task = Quadratic(dim=self.nbytes // 4, samples=max(2, nodes), groups=1)
+        events: list[Event] = []
+        replicas = [
+            Replica(
+                runtime,
+                task,
+                training,
+                recipe("synchronous").but(**self.parts).parts(0),
+                Telemetry(rank, *([events.append] if rank == 0 else [])),
+            )
+            for rank, runtime in enumerate(world.runtimes)
+        ]
+
+        async def train(replica: Replica) -> None:
+            for _ in range(steps):
+                await replica.step()
+            await replica.flush()
+
+        world.run([train(replica) for replica in replicas])
+        self.ends_s[:] = [float(event["t"]) for event in events if event["event"] == "step"]  # type: ignore[arg-type]
+        return world.clock.now()
+
+    def period_s(self, steps: int, *, after: int) -> float:
+        """Seconds for each of ``steps`` steps, once ``after`` have passed."""
+        self.run(after + steps)
+        return (self.ends_s[-1] - self.ends_s[after - 1]) / steps

@@ -1,0 +1,231 @@
+"""Delayed updates and delayed gradient averaging: what latency costs, and what delay and sparsity cost in accuracy."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common import Measured, Simulated, Trial, Trials, main
+from benchmarks.common.trials import WORLD
+from farflung.network import Link, NetworkProfile, cost_s
+from farflung.timing import delayed_s, fedavg_s, scalability, synchronous_s
+
+FOLDER = Path(__file__).parent
+
+# --- scalability against latency ---------------------------------------------------------------------------------
+
+LATENCIES_MS = (0, 1, 5, 10, 50, 100, 500, 1000)
+STEP_S, NBYTES = 0.3, round(97.5 * 2**20)
+SCALE = 1000
+"""Bytes and bandwidth are divided by it, so that times stay as they are."""
+BANDWIDTH_BPS = 25e9
+COLLECTIVE = "multi_parameter_server"
+"""In two delays; direct would carry what is left of the gradient after scaling in one."""
+METHODS = {
+    "SSGD": {"collective": COLLECTIVE, "schedule": "synchronous"},
+    "FedAvg": {"collective": COLLECTIVE, "schedule": "delayed(delay=0, period=20)"},
+    "DTS": {"collective": COLLECTIVE, "schedule": "delayed(delay=20, period=4)"},
+}
+
+
+def scalability_row(latency_ms: int) -> str:
+    """Its name in ``expected.toml``."""
+    return f"scalability at {latency_ms} ms over that at 0 ms"
+
+
+def latencies(quick: bool) -> Mapping[str, Measured]:
+    """Scalability at each latency over that at none, of whole runs with what is under way at their end."""
+    steps = 10 if quick else 1000
+    counts = {name: steps if name == "DTS" else min(steps, 40) for name in METHODS}
+    found: dict[str, dict[int, float]] = {name: {} for name in METHODS}
+    for latency_ms in LATENCIES_MS[:1] if quick else LATENCIES_MS:
+        network = NetworkProfile.uniform(Link(latency_ms / 1e3, BANDWIDTH_BPS / SCALE), 4)
+        for name, parts in METHODS.items():
+            run = Simulated(parts, network, STEP_S, NBYTES // SCALE)
+            seconds = run.run(counts[name]) / counts[name]
+            found[name][latency_ms] = scalability(STEP_S, seconds)
+    config = {
+        "nodes": 4,
+        "step_s": STEP_S,
+        "gradient_bytes": NBYTES,
+        "bandwidth_bps": BANDWIDTH_BPS,
+        "steps": steps,
+        "methods": METHODS,
+        "scalability": found,
+        "predicted_s": {latency_ms: _predicted(latency_ms / 1e3) for latency_ms in found["DTS"]},
+        "reduced": f"bytes and bandwidth divided by {SCALE}; 40 steps of SSGD and FedAvg",
+    }
+    rows = {}
+    for latency_ms, ours in found["DTS"].items():
+        ratio = ours / found["DTS"][0]
+        rows[scalability_row(latency_ms)] = Measured(ratio, (ratio, ratio), config, simulated=True)
+    return rows
+
+
+def _predicted(latency_s: float) -> dict[str, float]:
+    busy = cost_s(NetworkProfile.uniform(Link(0.0, BANDWIDTH_BPS), 4), COLLECTIVE, NBYTES)
+    return {
+        "SSGD": synchronous_s(STEP_S, 2 * latency_s, busy),
+        "FedAvg": fedavg_s(STEP_S, 2 * latency_s, busy, period=20),
+        "DTS": delayed_s(STEP_S, 2 * latency_s, busy, delay=20, period=4),
+    }
+
+
+# --- delayed gradient averaging on slow devices -------------------------------------------------------------------
+
+EXCHANGES = {"vision": 11.0, "language": 9.0}
+"""Steps that an exchange takes: what the published speed-ups of FedAvg with K = 5 and K = 10 amount to."""
+NODES = (2, 4, 8)
+SMALL_NBYTES = 40_000
+AVERAGED = {
+    "FedAvg K=5": {"collective": "ring", "schedule": "delayed(delay=0, period=5)"},
+    "FedAvg K=10": {"collective": "ring", "schedule": "delayed(delay=0, period=10)"},
+    "DGA K=5 D=20": {"collective": "ring", "schedule": "delayed(delay=20, period=5)"},
+}
+
+
+def speed_up_row(nodes: int, task: str) -> str:
+    """Its name in ``expected.toml``."""
+    return f"DGA K=5 D=20, {nodes} nodes, {task}"
+
+
+def speed_ups(quick: bool) -> Mapping[str, Measured]:
+    """Throughput of several nodes over that of one, with links on which FedAvg takes as long as published."""
+    steps = 10 if quick else 400
+    rows = {}
+    for task, exchange in EXCHANGES.items():
+        for nodes in NODES[:1] if quick else NODES:
+            network = _taking(exchange, nodes)
+            gains = {
+                name: nodes * steps / Simulated(parts, network, 1.0, SMALL_NBYTES).run(steps)
+                for name, parts in AVERAGED.items()
+            }
+            ours = gains["DGA K=5 D=20"]
+            config = {
+                "nodes": nodes,
+                "exchange_in_steps": exchange,
+                "steps": steps,
+                "times_one_node": gains,
+                "predicted": {
+                    "FedAvg K=5": nodes / fedavg_s(1.0, exchange - 1, 1.0, period=5),
+                    "FedAvg K=10": nodes / fedavg_s(1.0, exchange - 1, 1.0, period=10),
+                    "DGA K=5 D=20": nodes / delayed_s(1.0, exchange - 1, 1.0, delay=20, period=5),
+                },
+            }
+            rows[speed_up_row(nodes, task)] = Measured(ours, (ours, ours), config, simulated=True)
+    return rows
+
+
+def _taking(exchange_s: float, nodes: int) -> NetworkProfile:
+    """Links on which an exchange takes so long: one second for bytes, the rest latency."""
+
+    def cost(latency_s: float, bandwidth_bps: float) -> float:
+        network = NetworkProfile.uniform(Link(latency_s, bandwidth_bps), nodes)
+        return cost_s(network, "ring", SMALL_NBYTES)
+
+    bandwidth = 1e6 * cost(0.0, 1e6)
+    latency = (exchange_s - 1) / (cost(1.0, bandwidth) - 1)
+    return NetworkProfile.uniform(Link(latency, bandwidth), nodes)
+
+
+# --- accuracy -----------------------------------------------------------------------------------------------------
+
+LAGS = (4, 8, 12, 16, 20)
+DELAYS = (5, 10, 15, 20)
+RATES, SEEDS = (0.02, 0.06), (0,)
+Points = tuple[float, tuple[float, float]]
+
+
+class Accuracies:
+    """The best accuracy of each schedule over the learning rates.
+
+    Args:
+      quick: a few steps of something small.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self._trials, self._seeds = Trials(FOLDER, quick=quick), SEEDS
+        self.rates: dict[str, float] = {}
+
+    def of(self, schedule: str) -> list[float]:
+        """Of each seed, in percent."""
+        found, self.rates[schedule] = self._trials.best(Trial({"schedule": schedule}), RATES, self._seeds)
+        return found
+
+    def difference(self, schedule: str, other: str) -> Measured:
+        """Points by which one is better than the other."""
+        points = [one - two for one, two in zip(self.of(schedule), self.of(other), strict=True)]
+        trial = Trial()
+        config = {
+            "workload": trial.workload,
+            "reduced": "resnet8 for ResNet-18 and ResNet-50",
+            "replicas": trial.replicas,
+            "steps": trial.steps,
+            "seeds": list(self._seeds),
+            "rates": list(RATES),
+            "best_rate": dict(self.rates),
+            "accuracy": {name: self.of(name) for name in (schedule, other)},
+        }
+        return Measured(statistics.fmean(points), (min(points), max(points)), config)
+
+
+def compensation(delay: int, quick: bool) -> Mapping[str, Measured]:
+    """Delayed gradient averaging against no delay, and against stale means alone."""
+    found = Accuracies(quick)
+    ours, stale = f"delayed(delay={delay})", f"pipelined(width={delay + 1})"
+    return {
+        f"accuracy lost at D={delay}, compensated": found.difference("delayed(delay=0)", ours),
+        f"compensation gain at D={delay}": found.difference(ours, stale),
+    }
+
+
+def lag(number: int, quick: bool) -> Mapping[str, Measured]:
+    """A delay alone and a period alone against synchronous SGD."""
+    found = Accuracies(quick)
+    return {
+        f"accuracy lost at delay t={number}": found.difference("synchronous", f"delayed(delay={number})"),
+        f"accuracy lost at period d={number}": found.difference(
+            "synchronous", f"delayed(delay=0, period={number})"
+        ),
+    }
+
+
+def regions(quick: bool) -> Mapping[str, Measured]:
+    """The schedule that hides the four regions' latency against synchronous SGD."""
+    found = Accuracies(quick)
+    return {"four regions, accuracy lost": found.difference("synchronous", "delayed(delay=20, period=4)")}
+
+
+Measure = Callable[[bool], Mapping[str, Measured]]
+MEASURES: dict[tuple[str, ...], Measure] = {
+    tuple(scalability_row(ms) for ms in LATENCIES_MS): latencies,
+    tuple(speed_up_row(nodes, task) for task in EXCHANGES for nodes in NODES): speed_ups,
+    **{
+        (f"accuracy lost at D={delay}, compensated", f"compensation gain at D={delay}"): partial(
+            compensation, delay
+        )
+        for delay in DELAYS
+    },
+    **{
+        (f"accuracy lost at delay t={number}", f"accuracy lost at period d={number}"): partial(lag, number)
+        for number in LAGS
+    },
+    ("four regions, accuracy lost",): regions,
+}
+MINUTES = {group: 2.0 if index < 2 else 14.0 for index, group in enumerate(MEASURES)}
+
+
+if __name__ == "__main__":
+    sys.exit(
+        main(
+            FOLDER,
+            MEASURES,
+            sources=WORLD,
+            minutes=MINUTES,
+        )
+    )
