@@ -49,7 +49,7 @@ def main() -> None:
     """Prints a line for each algorithm and size."""
     options = tyro.cli(Options)
     bps = 1e6 * options.mbps
-    site = Site("all", None, Link(options.latency), up_bps=bps)
+    site = Site("all", None, Link(options.latency), up_bps=bps, down_bps=bps)
     profile = NetworkProfile(f"{options.latency * 1e3:g} ms, {options.mbps:g} Mbit/s", (site,))
     runs = []
     for nbytes in options.nbytes:

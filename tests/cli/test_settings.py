@@ -15,8 +15,7 @@ from farflung.cli.settings import option_types, read_settings
 from farflung.cli.train import Train
 from farflung.types import Json
 
-OPTIONS_ALONE = {"config", "device", "network", "resume"}
-KNOWN = option_types(Train, without=OPTIONS_ALONE)
+KNOWN = option_types(Train, without=("config", "resume", *Train.elsewhere))
 DOCUMENTED = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
@@ -29,7 +28,9 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(config: RunConfig, folder: RunFolder, show: object, replay: Path | None, **_: object) -> None:
+    def instead(
+        config: RunConfig, folder: RunFolder, show: object, replay: Path | None, **how: object
+    ) -> None:
         seen.update(config.to_json(), folder=folder.path, replay=replay)
         raise Started
 
@@ -51,7 +52,7 @@ def written(folder: Path, text: str, name: str = "run.toml") -> str:
 
 
 def test_options_have_the_types_that_files_are_checked_against() -> None:
-    assert KNOWN.keys() == {field.name for field in fields(Train)} - OPTIONS_ALONE
+    assert KNOWN.keys() == {field.name for field in fields(Train)} - {"config", "resume"} - Train.elsewhere
     assert set(RunConfig.fields()) <= KNOWN.keys()
     assert (KNOWN["steps"], KNOWN["learning_rate"], KNOWN["codec"], KNOWN["out"], KNOWN["json"]) == (
         int, float, str, Path, bool,

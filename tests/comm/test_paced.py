@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ def test_messages_arrive_when_the_model_says(tmp_path: Path) -> None:
 
         def ask() -> None:
             for hop in range(3):
-                got = other.recv(0, Tag(1, 0, hop))
-                got.on_done(lambda got_it, hop=hop: note(hop, got_it))  # type: ignore[misc]
+                other.recv(0, Tag(1, 0, hop)).on_done(partial(note, hop))
 
         def note(hop: int, got_it: Pending[Payload]) -> None:
             assert got_it.error is None

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from farflung.errors import LabError
 from farflung.faults import FaultPlan
-from farflung.lab import Condition, Lab, abilities, run_job, why_not
+from farflung.lab import Condition, JobResult, Lab, abilities, run_job, why_not
 from farflung.lab.children import Child
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Site
@@ -85,12 +86,14 @@ def test_exit_codes_are_the_commands(lab: Lab) -> None:
 # --- faults -----------------------------------------------------------------------------------------------------
 
 TALK = """
-import os, socket, sys, time
-here, there = int(os.environ["RANK"]), 1 - int(os.environ["RANK"])
-address = os.environ["MASTER_ADDR"], 4000
-if here == 0:
+import json, os, socket, sys, time
+rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], 4000)
+tell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+tell.connect(sys.argv[1])
+if rank == 0:
     with socket.create_server(address) as server:
         talk, _ = server.accept()
+    tell.send(json.dumps({"event": "begin", "rank": 0, "step": 0, "t": 0.0}).encode())
 else:
     while True:
         try:
@@ -98,30 +101,39 @@ else:
             break
         except ConnectionRefusedError:
             time.sleep(0.01)
-for _ in range(int(sys.argv[1])):
-    talk.sendall(b"x")
-    if not talk.recv(1):
+step = 0
+while step != int(sys.argv[2]):
+    try:
+        talk.sendall(b"x")
+        here = talk.recv(1)
+    except OSError:
+        here = b""
+    if not here:
         sys.exit(7)
+    tell.send(json.dumps({"event": "step", "rank": rank, "step": step}).encode())
+    step += 1
     time.sleep(0.02)
 """
-"""Both ends send a byte and wait for the other's, so many times."""
+"""Both ends send a byte and wait for the other's, so many times, and tell of it; 7 where the connection ends."""
 
 
-def talk(lab: Lab, plan: FaultPlan, times: int) -> tuple[int, ...]:
-    result = run_job(lab, [sys.executable, "-S", "-c", TALK, str(times)], dict(os.environ), plan=plan)
-    if not any(fault.kind == "hang" for fault in plan.faults):
-        assert bool(result.lost_packets) == any(fault.kind == "cut" for fault in plan.faults)
-    return result.exit_codes
+def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(folder / "told"))
+        command = [sys.executable, "-S", "-c", TALK, told.getsockname(), str(times)]
+        return run_job(lab, command, dict(os.environ), plan=plan, told=told)
 
 
 @pytest.mark.parametrize("kind", ["cut", "hang"])
-def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str) -> None:
-    plan = getattr(FaultPlan(), kind)(1, at_s=0.3).restore(1, at_s=0.8)
-    assert talk(lab, plan, 30) == (0, 0)
+def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: Path) -> None:
+    plan = getattr(FaultPlan(), kind)(1, at_s=0.2).restore(1, at_s=0.5)
+    result = talk(lab, plan, 30, tmp_path)
+    assert result.exit_codes == (0, 0)
+    assert (result.lost_packets > 0) == (kind == "cut")
 
 
-def test_a_crash_closes_connections(lab: Lab) -> None:
-    assert talk(lab, FaultPlan().crash(1, at_s=0.4), 1_000_000) == (7, 137)
+def test_a_crash_closes_connections(lab: Lab, tmp_path: Path) -> None:
+    assert talk(lab, FaultPlan().crash(1, at_step=5), -1, tmp_path).exit_codes == (7, 137)
 
 
 # --- nothing is left --------------------------------------------------------------------------------------------

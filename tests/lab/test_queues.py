@@ -68,6 +68,14 @@ def test_a_packet_passes_the_sender_and_the_receiver() -> None:
     assert arrivals(queues)[0][0] == pytest.approx(1.5 * FULL_S)
 
 
+def test_a_large_packet_is_passed_on_segment_by_segment() -> None:
+    queues = queues_of(Site("all", None, Link(0.0), up_bps=1e6, down_bps=1e6))
+    queues.arrive(0.0, 0, 1, 10 * FULL, b"")
+    queues.arrive(0.0, 0, 1, 10 * FULL, b"")
+    seen = arrivals(queues)
+    assert [t for t, _, _ in seen] == pytest.approx([11 * FULL_S, 21 * FULL_S])
+
+
 def test_a_relayed_medium_is_crossed_twice_and_shared_by_all() -> None:
     site = Site("air", None, Link(0.0), medium="channel")
     queues = queues_of(site, 3, Medium("channel", 1e6, relayed=True))

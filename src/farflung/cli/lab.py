@@ -52,7 +52,8 @@ class RunInLab:
     report: Path | None = None
     """A JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, restore; at steps where farflung train runs."""
+    """A TOML file that says what goes wrong: crash, hang, cut, restore. With train, times are those of rank 0's run;
+    of another program there are no steps, and times count from its start."""
     seed: int = 0
     """Of jitter and loss."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -86,13 +87,20 @@ class RunInLab:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
             environment[EVENTS] = told.getsockname()
-            result = run_job(lab, command, environment, outputs, plan=plan, told=told, bell=bell)
+            result = run_job(
+                lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
+            )
         if self.report is not None:
             self._report(self.report, measured, result)
         for rank, code in enumerate(result.exit_codes):
             if code:
                 self._say(f"rank {rank} ended with exit code {code}")
         return INTERRUPTED if result.stopped else max(result.exit_codes)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether the program is one whose workers tell of their events."""
+        return list(self.command[1:4]) == ["-m", "farflung", "train"]
 
     def _check(self) -> int:
         found = abilities()

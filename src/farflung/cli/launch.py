@@ -123,6 +123,8 @@ class _Watch:
             self._end_by = self._end_by or time.monotonic() + GRACE_S
         elif kind == "end" and rank == 0:
             self._summary = event
+        elif kind == "pace" and rank == 0 and self._summary is not None:
+            self._summary = {**self._summary, "pace": {k: event[k] for k in ("device", "steps", "overran")}}
         self._show(event)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -60,7 +60,8 @@ def run_job(
       environment: for all; each node's own variables are added.
       outputs: a descriptor for each node that takes what its worker says.
       plan: what goes wrong.
-      told: a datagram socket on which workers tell of their events; without it, nothing happens at a step.
+      told: a datagram socket on which workers tell of their events; without it, nothing happens at a step, and times
+        of the plan are counted from the workers' start.
       bell: a descriptor from which a byte comes for every request to stop: the first is passed on to the workers as
         SIGINT, the second kills them.
 
@@ -68,7 +69,7 @@ def run_job(
       ConfigError: the plan cannot be carried.
       LabError: the delay line ended.
     """
-    stage = LabStage(lab, plan or FaultPlan())
+    stage = LabStage(lab, plan or FaultPlan(), told=told is not None)
     before = [lab.counters(node) for node in range(lab.nodes)]
     lab.begin()
     begun = time.monotonic()

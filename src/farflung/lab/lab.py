@@ -30,7 +30,7 @@ __all__ = ["Counters", "Lab"]
 
 PORT = 29500
 """Where rank 0's store listens, at its own node."""
-PACKET_S = 250e-6
+PACKET_S = 500e-6
 """How long the largest packet takes on the fastest link: packets share links in pieces of this size."""
 SMALLEST, LARGEST = 1500, 65536
 ATTEMPTS = 3

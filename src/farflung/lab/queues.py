@@ -18,6 +18,7 @@ WIRE_OVER_PAYLOAD = 1500 / 1448
 
 BUFFER_S = 1.0
 """How much of one way a queue holds, in seconds of its capacity; what comes to a full queue is lost."""
+SEGMENT_BITS = 8.0 * 1500
 BURST_S = 0.01
 """Packets of a way that follow one another within this time have the same jitter, as those of one message have in
 virtual time; drawn for each by itself and kept in order, the delay would always be near its largest."""
@@ -63,6 +64,8 @@ class _Packet:
     way: _Way
     bits: float
     data: bytes
+    first_s: float
+    """When its first segment came to where it is."""
     hop: int = 0
 
 
@@ -75,11 +78,13 @@ class _Queue:
     References: Goyal, Vin & Cheng 1996. RFC 8290 (fq_codel) shares a link alike on today's Linux and its Wi-Fi.
     """
 
-    __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "serving")
+    __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
 
     def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.capacity = capacity
         self.serving: _Packet | None = None
+        self.free_s = -math.inf
+        """When the packet in service is through."""
         largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
         self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
         self._waiting: list[tuple[float, int, _Packet]] = []
@@ -176,7 +181,7 @@ class Queues:
         ):
             self.lost += 1
             return
-        self._go_on(now, _Packet(way, 8.0 * wire_nbytes / condition.rate, data))
+        self._go_on(now, _Packet(way, 8.0 * wire_nbytes / condition.rate, data, now))
 
     def due(self) -> float:
         """When :meth:`leave` is to be called next; infinity where nothing is on its way."""
@@ -214,18 +219,23 @@ class Queues:
         self._push(way.last_arrival, way.dst, packet)
 
     def _serve(self, t: float, number: int, queue: _Queue) -> None:
+        """A large packet's segments are passed on one by one: while its last ones arrive, its first are through."""
         packet = queue.next()
         if packet is None:
             return
         bits = packet.bits * packet.way.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
-        capacity = queue.capacity
+        begin = max(packet.first_s, queue.free_s)
+        takes, share = self._takes_s(queue.capacity, begin, bits), min(1.0, SEGMENT_BITS / packet.bits)
+        packet.first_s = begin + share * takes
+        queue.free_s = max(begin + takes, t + share * takes)
+        self._push(queue.free_s, number, None)
+
+    def _takes_s(self, capacity: Capacity, begin: float, bits: float) -> float:
         if not isinstance(capacity, Trace):
-            ends = t + bits / capacity
-        elif t < self.begin_s:
-            ends = t + bits / (capacity.at(0.0) or math.inf)
-        else:
-            ends = self.begin_s + finish_s(capacity, t - self.begin_s, bits)
-        self._push(ends, number, None)
+            return bits / capacity
+        if begin < self.begin_s:
+            return bits / (capacity.at(0.0) or math.inf)
+        return self.begin_s + finish_s(capacity, begin - self.begin_s, bits) - begin
 
     def _served(self, t: float, number: int) -> None:
         queue = self._queues[number]

@@ -27,17 +27,18 @@ class LabStage:
 
     Args:
       lab: where.
-      plan: what goes wrong. Its times are counted from the moment this is made; where workers tell of their events,
-        from when rank 0's run began.
+      plan: what goes wrong.
+      told: whether workers tell of their events; then times are counted from when rank 0's run began, otherwise from
+        the moment this is made.
 
     Raises:
       ConfigError: a rank that there is not, or a kind of fault that a lab does not carry.
     """
 
-    def __init__(self, lab: Lab, plan: FaultPlan) -> None:
+    def __init__(self, lab: Lab, plan: FaultPlan, *, told: bool) -> None:
         plan.check(lab.nodes, CARRIED, "a lab")
         self._lab = lab
-        self._origin = time.monotonic()
+        self._origin = math.inf if told else time.monotonic()
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
         self._injector = FaultInjector(plan, self)
 

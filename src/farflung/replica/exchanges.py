@@ -239,7 +239,9 @@ class Exchanges:
             self._anchor.load_state_dict(state["anchor"], blocks)
         for slot, kept in zip(self._slots, state["slots"].values(), strict=True):
             if self._in_flight:
-                self._runtime.launch(_put(slot, _codec_state(kept)))  # after what starting again has changed in it
+                self._runtime.launch(
+                    _put(slot, _codec_state(kept))
+                )  # after what starting again has changed in it
             else:
                 slot.state = _codec_state(kept)
 

@@ -1,0 +1,56 @@
+"""``farflung lab train``: a whole run on shaped links, its bytes against the interfaces' counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.cli.main import main
+from farflung.telemetry import read_events
+
+STEPS, BATCH = 6, 16
+FORWARD_S = 0.004
+HEADERS_NBYTES = 52
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+def test_a_run_in_the_lab(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    device = tmp_path / "device.toml"
+    device.write_text(f"forward_s = {FORWARD_S}\n", encoding="utf-8")
+    out, report = tmp_path / "run", tmp_path / "report.json"
+    network = tmp_path / "network.toml"
+    network.write_text(
+        '[[site]]\nname = "all"\ninside = { latency_s = 0.01 }\nup_bps = 20e6\ndown_bps = 20e6\n',
+        encoding="utf-8",
+    )
+    code = main(
+        [
+            *("lab", "--network", str(network), "--nodes", "2", "--report", str(report)),
+            *("--logs", str(tmp_path / "logs")),
+            *("train", "--workload", "fashion-mnist/cnn", "--data", "packaged", "--steps", str(STEPS)),
+            *("--batch-size", str(BATCH), "--evaluate-every", "0", "--device", str(device)),
+            *("--out", str(out), "--json"),
+        ]
+    )
+    assert code == 0, (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "2 pairs measured" in capfd.readouterr().err
+
+    events: dict[int, list[Any]] = {
+        rank: list(read_events(out / "telemetry" / f"rank-{rank}.jsonl")) for rank in range(2)
+    }
+    said = 0
+    for rank in range(2):
+        (end,) = (event for event in events[rank] if event["event"] == "end")
+        said += end["bytes_sent_per_replica"]
+        (pace,) = (event for event in events[rank] if event["event"] == "pace")
+        assert pace["steps"] == STEPS
+        begin, *steps = (e["t"] for e in events[rank] if e["event"] in ("begin", "step"))
+        # A step computes forward and backward, and waits for two delays.
+        assert min(b - a for a, b in zip([begin, *steps], steps, strict=False)) > 3 * BATCH * FORWARD_S + 0.02
+    counters = json.loads(report.read_text())["counters"]
+    counted = sum(c["sent_nbytes"] - HEADERS_NBYTES * c["sent_packets"] for c in counters)
+    assert counted == pytest.approx(said, rel=0.03)
