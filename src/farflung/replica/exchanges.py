@@ -238,12 +238,11 @@ class Exchanges:
             blocks = {(f.index, f.step): f.own for f in self._in_flight if f.own is not None}
             self._anchor.load_state_dict(state["anchor"], blocks)
         for slot, kept in zip(self._slots, state["slots"].values(), strict=True):
+            now = _codec_state(kept)
             if self._in_flight:
-                self._runtime.launch(
-                    _put(slot, _codec_state(kept))
-                )  # after what starting again has changed in it
+                self._runtime.launch(_put(slot, now))  # behind what starts again
             else:
-                slot.state = _codec_state(kept)
+                slot.state = now
 
     async def _snapshot(self) -> State:
         return {
