@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -76,3 +77,20 @@ def test_altered_images(folder: Path) -> None:
     found = locate(fashion_mnist.SOURCE)
     with pytest.raises(DataError, match="wrong checksum"):
         fashion_mnist.read(found, counts=(10_000, 2_000), sha256=("0" * 64, "", "", ""))
+
+
+def test_the_subset_is_what_its_script_chooses() -> None:
+    try:
+        full = fashion_mnist.load("full")
+    except DataError as error:
+        pytest.skip(str(error))
+    script = Path(__file__).parents[2] / "scripts" / "make_fashion_subset.py"
+    spec = importlib.util.spec_from_file_location("make_fashion_subset", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for split, whole, part in zip(("train", "t10k"), full, fashion_mnist.load("packaged"), strict=True):
+        ids = module.chosen(whole.targets, split)
+        assert torch.equal(whole.inputs[ids], part.inputs)
+        assert torch.equal(whole.targets[ids], part.targets)

@@ -84,6 +84,14 @@ def test_a_higher_tone_lies_in_a_higher_band() -> None:
     assert not bool(pictures[3].any()), "silence is the floor"
 
 
+def test_the_window_is_periodic() -> None:
+    """A tone on a multiple of 40 Hz then reaches no other frequency than its two neighbours."""
+    clip = 0.5 * torch.sin(2 * math.pi * 2000.0 * torch.arange(RATE, dtype=torch.float64) / RATE)
+    column = log_mel(clip.to(torch.float32)[None])[0, :, 50]
+    assert int(column.max()) > 200
+    assert int((column > 60).sum()) < 6
+
+
 WORDS = ("no", "up", "yes")
 
 

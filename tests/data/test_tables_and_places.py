@@ -74,6 +74,7 @@ def test_aid(tmp_path: Path) -> None:
     assert (len(train), len(test)) == (8, 2)
     assert train.inputs.shape == (8, 3, 64, 64)
     assert torch.bincount(torch.cat([train.targets, test.targets])).tolist() == [5, 5]
+    assert bool((train.targets.diff() >= 0).all()), "by name, whatever the order in the archive"
     again, _ = aid.read(found, count=10, classes=2)
     assert torch.equal(train.inputs, again.inputs)
     reds = sorted(torch.cat([train.inputs, test.inputs])[:, 0].float().mean(dim=(1, 2)).tolist())
