@@ -160,7 +160,7 @@ def guards_killed(parent: Child, line: int, guards: list[int]) -> None:
 
 
 def workers_ended(parent: Child, line: int, guards: list[int]) -> None:
-    for pid in marked():
+    for pid in all_marked(4):
         os.kill(pid, signal.SIGTERM)
 
 
