@@ -24,14 +24,14 @@ class Elsewhere:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies = 0
         self.wait: Callable[[], None] = lambda: None
-        self._here: set[int] = set()
+        self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
         monkeypatch.setattr(zeromq, "on_host", lambda payload: id(payload) in self._here)
         monkeypatch.setattr(wall, "to_host", self.to_host)
 
     def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], None]]:
         self.copies += 1
         host = Payload(payload.parts)
-        self._here.add(id(host))
+        self._here[id(host)] = host
         return host, self.wait
 
 

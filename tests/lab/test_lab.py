@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -160,8 +161,9 @@ def guards_killed(parent: Child, line: int, guards: list[int]) -> None:
 
 
 def workers_ended(parent: Child, line: int, guards: list[int]) -> None:
-    for pid in marked():
-        os.kill(pid, signal.SIGTERM)
+    for pid in all_marked(4):
+        with suppress(ProcessLookupError):  # a guard may be faster
+            os.kill(pid, signal.SIGTERM)
 
 
 WAYS = (interrupted, killed, line_killed, guards_killed, workers_ended)
@@ -177,6 +179,15 @@ def marked() -> list[int]:
                     found.append(int(entry.name))
             except OSError:
                 continue
+    return found
+
+
+def all_marked(count: int) -> list[int]:
+    """They, once there are so many: one that is becoming another program shows no environment for a moment."""
+    until = time.monotonic() + LIMIT_S
+    while len(found := marked()) < count:
+        assert time.monotonic() < until, f"{len(found)} processes of {count}"
+        time.sleep(0.01)
     return found
 
 
@@ -223,8 +234,9 @@ def test_nothing_is_left_however_it_ends(
     try:
         said = [json.loads(line) for line in read_lines(ear, 2)]
         assert read_lines(heard, 2) == ["up", "up"]
-        there = {pid: os.pidfd_open(pid) for pid in [*marked(), *lasting(said)]}
-        assert len(there) >= 7, "two commands, what each has started, two guards, and the line"
+        # Two commands and what each has started; two guards and the line.
+        there = {pid: os.pidfd_open(pid) for pid in [*all_marked(4), *lasting(said)]}
+        assert len(there) >= 7
         way(parent, said[0]["line"], [one["guard"] for one in said])
         assert parent.wait(LIMIT_S) is not None
         until = time.monotonic() + LIMIT_S
