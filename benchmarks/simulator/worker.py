@@ -43,7 +43,7 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
             runtime,
             work,
             training,
-            recipe("synchronous").parts(training.seed),
+            recipe("synchronous").but(collective="direct").parts(training.seed),
             Telemetry(runtime.comm.rank),
             share=torch.arange(SAMPLES_EACH) + SAMPLES_EACH * runtime.comm.rank if own_samples else None,
         )

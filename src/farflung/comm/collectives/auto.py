@@ -30,7 +30,8 @@ async def auto(
     In virtual time the latency-bandwidth model is asked about the profile: :func:`farflung.network.choose`. Real
     processes have no profile, and every rank must choose alike: they take ``all_gather`` where it costs little
     traffic, so always between two, and ``direct`` for the rest, since no other takes fewer delays, and it sends no
-    more than a ring. Others are faster only where replicas share a medium or a way out of their site. So parameters
+    more than a ring. Others are faster only where replicas share a medium or a way out of their site; ``all_gather``
+    is not asked about where it costs more, for every rank adds everybody's whole tensor. So parameters
     never depend on the choice, but the bytes of a simulation may differ from those of the real run, unless the
     collective is named. With a codec inside, whose errors depend on the way, it is always ``direct``.
     """
@@ -39,5 +40,5 @@ async def auto(
     size = channel.size
     more = (size - 1) * (size - 2) * tensor.nbytes // size
     usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
-    names = (usual, *(name for name in CHOICES if name != usual))
+    names = (usual, *(name for name in CHOICES if name not in (usual, "all_gather")))
     return await CHOICES[channel.fastest(names, tensor.nbytes, side.nbytes)](channel, tensor, side)
