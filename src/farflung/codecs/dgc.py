@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable, share_option, whole_option
 from farflung.codecs.routed import join, take
 from farflung.codecs.selection import entries, kept, largest
@@ -19,7 +20,7 @@ STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class DGC:
+class DGC(Fixed):
     r"""Accumulates momentum on each replica, and sends the largest of what has accumulated.
 
     .. math::
@@ -128,11 +129,6 @@ class DGC:
         whole = entries(values, indices, TensorSpec((spec.numel,), spec.dtype))
         _put(whole, state.shared["dense"], dense)
         return whole.view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica names entries of its own."""

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from farflung.codecs.fixed import Fixed
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Identity"]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Fixed):
     """Sends the dense tensor.
 
     .. math:: C(g) = g
@@ -40,11 +41,6 @@ class Identity:
         del state, spec, step, count
         (grad,) = payload.tensors()
         return grad
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Always."""

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import floating
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
@@ -19,7 +20,7 @@ LEVELS = 127
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Fixed):
     r"""Scales by the largest magnitude and rounds to 8 bits: a quarter of the bytes.
 
     .. math:: s = \max_i |g_i|, \quad q_i = \operatorname{round}(127\, g_i / s), \quad C(g)_i = q_i\, s / 127
@@ -86,11 +87,6 @@ class Int8:
         del state, step, count
         found, scale = payload.tensors()
         return from_levels(found, scale, LEVELS, max(spec.numel, 1), spec.dtype).view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica has a scale of its own."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
@@ -34,7 +35,7 @@ def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, 
 
 
 @dataclass(frozen=True, slots=True)
-class QSGD:
+class QSGD(Fixed):
     r"""Rounds each number at random to one of ``2 s + 1`` levels of its bucket's norm, without bias.
 
     .. math::
@@ -103,11 +104,6 @@ class QSGD:
         packed, norms = payload.tensors()
         found = unpack(packed, bits, spec.numel)
         return from_levels(found, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica has norms of its own."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
 from farflung.seeding import derive
@@ -19,7 +20,7 @@ __all__ = ["RandomK"]
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK:
+class RandomK(Fixed):
     r"""Sends a random ``density`` fraction of the entries; which ones, a shared seed says.
 
     .. math:: [C(g)]_i = \frac{n}{k}\, g_i \text{ if } i \in S_t, \text{ else } 0
@@ -79,11 +80,6 @@ class RandomK:
         (values,) = payload.tensors()
         indices = self._indices(state, spec.numel, step, values.device)
         return values.new_zeros(spec.numel).index_copy_(0, indices, values).view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Always."""

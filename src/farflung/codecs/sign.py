@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.stochastic import from_levels
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
@@ -18,7 +19,7 @@ __all__ = ["Sign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(Fixed):
     r"""Sends the sign of each number, and the mean magnitude.
 
     .. math:: C(g) = \frac{\|g\|_1}{n} \operatorname{sign}(g)
@@ -74,11 +75,6 @@ class Sign:
         signs = unpack(packed, 1, spec.numel).mul_(2)
         size = self.bucket_size or max(spec.numel, 1)
         return from_levels(signs, means, 1, size, spec.dtype).view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica has a mean magnitude of its own."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import entries, kept, largest
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
@@ -16,7 +17,7 @@ __all__ = ["TopK"]
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Fixed):
     r"""Keeps the ``density`` fraction of entries with the largest magnitude.
 
     .. math:: [C(g)]_i = g_i \text{ if } i \in \mathrm{top}_k(|g|), \text{ else } 0
@@ -73,11 +74,6 @@ class TopK:
         del state, step, count
         values, *indices = payload.tensors()
         return entries(values, indices[0], spec) if indices else values.view(spec.shape)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica names entries of its own."""

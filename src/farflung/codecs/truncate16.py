@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.codecs.fixed import Fixed
 from farflung.errors import Unsupported
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -15,7 +16,7 @@ __all__ = ["Truncate16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate16:
+class Truncate16(Fixed):
     r"""Keeps sign, exponent and the first 7 bits of the mantissa: half the bytes.
 
     .. math:: C(g)_i = \operatorname{sign}(g_i)\, 2^{e_i} \lfloor 2^7 m_i \rfloor / 2^7
@@ -61,11 +62,6 @@ class Truncate16:
         del state, step, count
         (high,) = payload.tensors()
         return high.view(torch.bfloat16).to(torch.float32).view(spec.shape)  # bfloat16 is just these bits
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
-        del aggregate, step
-        return state
 
     def linear(self, state: CodecState) -> bool:
         """Never."""

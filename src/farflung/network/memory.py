@@ -9,12 +9,12 @@ from torch import Tensor
 
 from farflung.errors import ConfigError, UnknownName
 
-__all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
+__all__ = ["BUCKET_NBYTES", "OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
 
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors as large as the parameters that an optimizer keeps."""
 BUCKET_NBYTES = 25 << 20
-"""Of a replica's gradient buckets, the first aside."""
+"""Of a replica's gradient buckets, the first aside; DistributedDataParallel's choice too."""
 
 
 def training_nbytes(

@@ -17,6 +17,7 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import inner_state, with_residual
 from farflung.codecs.trees import apart, only_seeds, rebuilt
 from farflung.comm import COLLECTIVES, Coding
+from farflung.comm.collectives.segments import others
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
 from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
@@ -43,11 +44,6 @@ class Exchange:
     async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
         """The sums of a flat tensor, given away, and of the side."""
         return await COLLECTIVES[self.collective](self.channel, tensor, self.side, coding=coding)
-
-    def others(self) -> Iterator[int]:
-        """The other ranks, each rank's next neighbour first, so that not all send to the same one."""
-        rank, size = self.channel.rank, self.channel.size
-        return ((rank + offset) % size for offset in range(1, size))
 
 
 class Journey(Protocol):
@@ -165,7 +161,7 @@ class Gathered:
         # Nobody says when all have read it, and the sum is written where the tensor was.
         self._own = apart(payload, tensor)
         self._hop = exchange.channel.hops(1)
-        for peer in exchange.others():
+        for peer in others(exchange.channel):
             exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)
 
     async def finish(self) -> tuple[Tensor, Tensor]:

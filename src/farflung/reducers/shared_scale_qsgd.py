@@ -12,6 +12,7 @@ from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.options import floating, whole_option
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.comm.collectives.segments import others
 from farflung.comm.staging import on_device
 from farflung.reducers.journeys import Exchange
 from farflung.reducers.rounds import check_rounds
@@ -99,10 +100,10 @@ async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
     """The largest of all ranks, number by number; NaN where any has one."""
     channel = exchange.channel
     hop = channel.hops(1)
-    for peer in exchange.others():
+    for peer in others(channel):
         channel.send(Payload((own,)), peer, hop)
     largest = own
-    for peer in exchange.others():
+    for peer in others(channel):
         received = await channel.recv(peer, hop, (TensorSpec.of(own),))
         (theirs,) = on_device(received, own.device).tensors()
         largest = torch.maximum(largest, theirs)

@@ -9,7 +9,7 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import left_over, with_residual
 from farflung.codecs.trees import apart
 from farflung.comm import Coding
-from farflung.comm.collectives.segments import Segment, cut, sum_in_order
+from farflung.comm.collectives.segments import Segment, cut, others, sum_in_order
 from farflung.comm.staging import on_device
 from farflung.reducers.journeys import Exchange, both, unwrapped
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
@@ -44,7 +44,7 @@ class TwoPhases:
         ]
         self._own = payloads[channel.rank]
         self._hop = channel.hops(2)
-        for owner in exchange.others():
+        for owner in others(channel):
             channel.send(Payload((payloads[owner], exchange.side)), owner, self._hop)
         self.state = state
         if self._keeps:
@@ -68,7 +68,7 @@ class TwoPhases:
             sides.append(side)
         total = sum_in_order(parts)
         packed = self._coding.encode(total, own, size)
-        for peer in self._exchange.others():
+        for peer in others(channel):
             channel.send(packed, peer, self._hop + 1)
         for owner, segment in enumerate(self._segments):
             payload = packed

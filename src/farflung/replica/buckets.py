@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import ConfigError
+from farflung.network.memory import BUCKET_NBYTES
 from farflung.types import Bucket, Placed, TensorSpec
 
 __all__ = ["Filling", "GradientBuckets", "fillings"]
 
 FIRST_NBYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early; DistributedDataParallel's choice too."""
-BUCKET_NBYTES = 25 << 20
 
 
 @dataclass(slots=True)

@@ -215,7 +215,7 @@ class Replica:
         for step in self._exchanges.due_steps():
             if await self._exchanges.drain(step):
                 await self.runtime.compute(Cost("optimizer", 0), self.update)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._buckets.clear()
         if self._exchanges.apart:
             parameters = [p.detach() for p in self.model.parameters()]
             await average(self.runtime, parameters, self.step_done, Purpose.FLUSH)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from farflung.codecs.options import whole_option
-from farflung.types import Bucket, SharedStats, State, Swap, Transfer
+from farflung.schedules.fixed import Fixed
+from farflung.types import State, Swap, Transfer
 
 __all__ = ["DelayedGradient"]
 
 
 @dataclass(frozen=True, slots=True)
-class DelayedGradient:
+class DelayedGradient(Fixed):
     r"""Each replica steps on its own gradient, and later on what the mean would have added to it.
 
     At the end of each block of K steps the sum m of the block's gradients starts on its way. ``delay`` steps later
@@ -54,22 +54,8 @@ class DelayedGradient:
         whole_option("delayed_gradient", "delay", self.delay, 0)
         whole_option("delayed_gradient", "period", self.period, 1)
 
-    def init(self, buckets: Sequence[Bucket]) -> State:
-        """The buckets themselves."""
-        return {"buckets": tuple(buckets)}
-
     def plan(self, state: State, step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         if (step + 1) % self.period:
             return []
         return [Transfer(bucket, "gradient", step + self.delay, merge=Swap()) for bucket in state["buckets"]]
-
-    def asks(self, state: State, step: int) -> bool:
-        """Never."""
-        del state, step
-        return False
-
-    def observe(self, state: State, stats: SharedStats) -> State:
-        """Adapts to nothing."""
-        del stats
-        return state

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
-from farflung.types import Bucket, Replace, SharedStats, State, Transfer
+from farflung.schedules.fixed import Fixed
+from farflung.types import Replace, State, Transfer
 
 __all__ = ["Pipelined"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelined:
+class Pipelined(Fixed):
     r"""Every gradient is exchanged beside the next steps and applied ``width - 1`` steps late.
 
     .. math:: w_{t+1} = w_t - \eta\, \bar g_{t-K+1}(w_{t-K+1})
@@ -87,22 +87,8 @@ class Pipelined:
         """As asked for."""
         return self.predict
 
-    def init(self, buckets: Sequence[Bucket]) -> State:
-        """The buckets themselves."""
-        return {"buckets": tuple(buckets)}
-
     def plan(self, state: State, step: int) -> list[Transfer]:
         """One transfer for each bucket."""
         late = 0 if step < self.warmup else self.width - 1
         merge = Replace(self.correction if late else 0.0)
         return [Transfer(bucket, "gradient", step + late, merge=merge) for bucket in state["buckets"]]
-
-    def asks(self, state: State, step: int) -> bool:
-        """Never."""
-        del state, step
-        return False
-
-    def observe(self, state: State, stats: SharedStats) -> State:
-        """Adapts to nothing."""
-        del stats
-        return state

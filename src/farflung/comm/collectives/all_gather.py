@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from farflung.codecs.trees import apart
 from farflung.comm.collectives.coding import Coding, Wire
-from farflung.comm.collectives.segments import cut, sum_in_order
+from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
 from farflung.types import Channel, Payload
 
@@ -24,8 +23,7 @@ async def all_gather(
 
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`.
     """
-    rank, size = channel.rank, channel.size
-    if size == 1:
+    if channel.size == 1:
         return tensor, side
     wire = Wire(channel, coding)
     # Nobody says when all have read it, and the sum is written where the tensor was.
@@ -36,20 +34,14 @@ async def all_gather(
     for index, segment in enumerate(segments):
         piece = wire.pack(segment.of(own), segment, 1)
         packed.append(apart(piece, tensor) if isinstance(piece, Payload) else piece)
-        for offset in range(1, size):
-            wire.send(packed[index], (rank + offset) % size, hop + index, side if index == 0 else None)
+        for peer in others(channel):
+            wire.send(packed[index], peer, hop + index, side if index == 0 else None)
 
-    sides = []
+    total_side = side
     for index, segment in enumerate(segments):
-        total, parts = segment.of(tensor), []
-        for peer in range(size):
-            came, riding = packed[index], side if index == 0 else None
-            if peer != rank:
-                came, riding = await wire.recv(peer, hop + index, total)
-            parts.append(wire.unpack(came, total, segment, 1))
-            if riding is not None:
-                sides.append(riding)
-        torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total += part
-    return tensor, sum_in_order(sides)
+        total = segment.of(tensor)
+        mine = wire.unpack(packed[index], total, segment, 1)
+        _, sides = await wire.sum(mine, segment, hop + index, side if index == 0 else None, total)
+        if index == 0:
+            total_side = sum_in_order(sides)
+    return tensor, total_side

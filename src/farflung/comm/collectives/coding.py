@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment
+from farflung.comm.collectives.segments import Segment, sum_in_order
 from farflung.comm.staging import on_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive
@@ -92,3 +92,30 @@ class Wire:
         raise ProtocolError(
             f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
         )
+
+    async def sum(
+        self, own: Tensor, where: Segment, hop: int, side: Tensor | None, out: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Everybody's segment, each of one rank, added in rank order whoever was first.
+
+        Args:
+          own: this rank's, dense.
+          where: the segment.
+          hop: at which the others' come.
+          side: this rank's side vector, where one rides along.
+          out: takes the sum; a fresh tensor does when not given.
+
+        Returns:
+          The sum, and the side vectors in rank order.
+        """
+        parts, sides = [], []
+        for peer in range(self._channel.size):
+            if peer == self._channel.rank:
+                part, riding = own, side
+            else:
+                packed, riding = await self.recv(peer, hop, own)
+                part = self.unpack(packed, own, where, 1)
+            parts.append(part)
+            if riding is not None:
+                sides.append(riding)
+        return sum_in_order(parts, out), sides

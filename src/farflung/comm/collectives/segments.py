@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["Segment", "cut", "sum_in_order"]
+from farflung.types import Channel
+
+__all__ = ["Segment", "cut", "others", "sum_in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,16 @@ def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
     return segments
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, first to last, in a fresh tensor."""
+def others(channel: Channel) -> list[int]:
+    """The other ranks, each rank's next neighbour first, so that not all send to the same one."""
+    return [(channel.rank + offset) % channel.size for offset in range(1, channel.size)]
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum, first to last, in ``out``, which is none of the parts, or in a fresh tensor."""
     if len(parts) == 1:
-        return parts[0].clone()
-    total = parts[0] + parts[1]
+        return parts[0].clone() if out is None else out.copy_(parts[0])
+    total = torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         total += part
     return total

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from farflung.comm.collectives.coding import Coding, Wire
-from farflung.comm.collectives.segments import Segment, cut, sum_in_order
+from farflung.comm.collectives.segments import Segment, cut, others, sum_in_order
 from farflung.network import pieces_of
 from farflung.types import Channel
 
@@ -88,11 +88,10 @@ async def _by_owners(
     pieces = len(owned[0])
     hop = channel.hops(2 * pieces)
     everyone_owns = owners == size
-    # Each rank starts with its next neighbour, so that not all send to the same one first.
-    others = [(rank + offset) % size for offset in range(1, size)]
+    peers = others(channel)
 
     for piece in range(pieces):
-        for owner in others:
+        for owner in peers:
             if owner < owners:
                 packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
                 wire.send(packed, owner, hop + 2 * piece, side if piece == 0 else None)
@@ -100,37 +99,20 @@ async def _by_owners(
     total_side = side
     if rank < owners:
         for piece, (own, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, sides = await _sum_here(channel, wire, own, place, side, hop + 2 * piece)
+            total, sides = await wire.sum(own, place, hop + 2 * piece, side)
             if piece == 0:
                 total_side = sum_in_order(sides)
             packed = wire.pack(total, place, size)
             riding = total_side if piece == 0 and not everyone_owns else None
-            for peer in others:
+            for peer in peers:
                 wire.send(packed, peer, hop + 2 * piece + 1, riding)
             own.copy_(wire.unpack(packed, total, place, size))
 
     for piece in range(pieces):
-        for owner in others:
+        for owner in peers:
             if owner < owners:
                 target = views[owner][piece]
                 packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
                 target.copy_(wire.unpack(packed, target, owned[owner][piece], size))
                 total_side = total_side if riding is None else riding
     return tensor, total_side
-
-
-async def _sum_here(
-    channel: Channel, wire: Wire, own: Tensor, place: Segment, side: Tensor, hop: int
-) -> tuple[Tensor, list[Tensor]]:
-    """The owner's half: everybody's segment, summed in rank order whoever was first."""
-    parts, sides = [], []
-    for peer in range(channel.size):
-        if peer == channel.rank:
-            parts.append(own)
-            sides.append(side)
-            continue
-        packed, riding = await wire.recv(peer, hop, own)
-        parts.append(wire.unpack(packed, own, place, 1))
-        if riding is not None:
-            sides.append(riding)
-    return sum_in_order(parts), sides
