@@ -28,7 +28,8 @@ from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
 from farflung.workloads import workload
 
-Timed = tuple[float, float]
+Timed = tuple[float, float, float]
+"""Wall and processor seconds for each repetition, and those of the communication thread."""
 BATCH = 32
 
 
@@ -40,20 +41,20 @@ def main() -> None:
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
     kind, _, detail = what.partition(":")
-    theirs, ours, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
+    theirs, ours, thread_s, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
         detail, rank, size, store
     )
-    timed(theirs)
-    timed(ours)
+    timed(theirs, thread_s)
+    timed(ours, thread_s)
     pairs = []
     for round_ in range(rounds):
         # Taking turns in going first evens out a drift of the machine.
         if round_ % 2:
-            own = timed(ours)
-            pairs.append((timed(theirs), own))
+            own = timed(ours, thread_s)
+            pairs.append((timed(theirs, thread_s), own))
         else:
-            other = timed(theirs)
-            pairs.append((other, timed(ours)))
+            other = timed(theirs, thread_s)
+            pairs.append((other, timed(ours, thread_s)))
     close()
     dist.barrier()
     if rank == 0:
@@ -69,22 +70,28 @@ def main() -> None:
                     "cpu_ratio": statistics.median(o[1] / t[1] for t, o in pairs),
                     "theirs_cpu_ms": 1e3 * statistics.median(t[1] for t, _ in pairs),
                     "ours_cpu_ms": 1e3 * statistics.median(o[1] for _, o in pairs),
+                    "communication_thread_cpu_ms": 1e3 * statistics.median(o[2] for _, o in pairs),
                 }
             ),
             flush=True,
         )
 
 
-def timed(run: Callable[[], int]) -> Timed:
-    """Wall and processor seconds for each repetition."""
+def timed(run: Callable[[], int], thread_s: Callable[[], float]) -> Timed:
+    """Runs it, once all are there."""
     dist.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
+    thread, cpu, wall = thread_s(), time.process_time(), time.perf_counter()
     count = run()
     dist.barrier()
-    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+    return (
+        (time.perf_counter() - wall) / count,
+        (time.process_time() - cpu) / count,
+        (thread_s() - thread) / count,
+    )
 
 
-Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], None]]
+Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], float], Callable[[], None]]
+"""Theirs and ours, each giving how often it did what is timed; the communication thread's clock; what ends it all."""
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -117,6 +124,7 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     return (
         lambda: loop(their_model, their_optimizer),
         lambda: loop(our_model, our_optimizer),
+        lambda: handle.communication_cpu_s,
         handle.finish,
     )
 
@@ -164,7 +172,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         runtime.close()
         folder.cleanup()
 
-    return theirs, lambda: runtime.run(steps()), close
+    return theirs, lambda: runtime.run(steps()), lambda: runtime.communication_cpu_s, close
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -193,7 +201,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         tensor.fill_(1)
         return count
 
-    return theirs, ours, runtime.close
+    return theirs, ours, lambda: runtime.communication_cpu_s, runtime.close
 
 
 if __name__ == "__main__":

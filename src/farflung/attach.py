@@ -164,6 +164,11 @@ class Handle:
         """Number of replicas."""
         return self._runtime.comm.size
 
+    @property
+    def communication_cpu_s(self) -> float:
+        """Processor seconds that the communication thread has taken so far, without ZeroMQ's own."""
+        return self._runtime.communication_cpu_s
+
     def start(self) -> None:
         """Begins from rank 0's parameters and buffers."""
         atexit.register(self._abandon)

@@ -56,7 +56,12 @@ class CommunicationThread(threading.Thread):
         self._bell, self._ear = socket.socketpair()
         self._ear.setblocking(False)
         comm.watch(self._ear.fileno())
-        self.cpu_s = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds that it has taken so far; for a thread that runs."""
+        assert self.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
     def soon(self, fn: Callable[[], None]) -> None:
         """Runs ``fn`` on this thread; callable from any."""
@@ -105,7 +110,6 @@ class CommunicationThread(threading.Thread):
                 task.fail(lost)
         finally:
             self._sleeping = False
-            self.cpu_s = time.thread_time()
             self._comm.close()
 
     def _turn(self) -> None:
@@ -185,7 +189,6 @@ class WallRuntime:
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
-        self._store = store
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
             dist.init_process_group(
@@ -222,6 +225,11 @@ class WallRuntime:
     def now(self) -> float:
         """Seconds since this runtime began."""
         return time.monotonic() - self._begin
+
+    @property
+    def communication_cpu_s(self) -> float:
+        """Processor seconds that the communication thread has taken so far, without ZeroMQ's own."""
+        return self._thread.cpu_s
 
     def sleep_until(self, t: float) -> Pending[None]:
         """Done when the clock shows ``t``."""
