@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import platform
@@ -75,12 +76,30 @@ def store(folder: Path, row: Stored) -> None:
 
 
 def source_hash(patterns: Iterable[str]) -> str:
-    """A hash of the files that a measurement depends on; patterns are relative to the repository."""
+    """A hash of the Python files that a measurement depends on; patterns are relative to the repository.
+
+    Comments, docstrings and layout do not count.
+    """
     whole = hashlib.sha256()
     for file in sorted({file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}):
         whole.update(str(file.relative_to(ROOT)).encode())
-        whole.update(file.read_bytes())
+        whole.update(_code(file.read_text(encoding="utf-8")).encode())
     return whole.hexdigest()[:16]
+
+
+def _code(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.AST) -> bool:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return False
+    return isinstance(statement.value.value, str)
 
 
 def versions() -> dict[str, str]:

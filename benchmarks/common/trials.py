@@ -77,7 +77,7 @@ class Trial:
 
     def run(self) -> list[float]:
         """Test accuracy at 90 % and 95 % of the steps and at the end; of the mean parameters where they differ."""
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)
         task = workload(self.workload)
         training = Training(
             steps=self.steps,
