@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
-from farflung.faults import FAULTS, Fault, FaultInjector, FaultPlan, load_faults
+from farflung.faults import FAULTS, Condition, Fault, FaultInjector, FaultPlan, load_faults
 
 
 def test_methods_make_the_faults_of_their_names() -> None:
     plan = FaultPlan()
     for kind in FAULTS:
-        more = {"factor": 2.0} if kind == "slow" else {}
+        more = {"slow": {"factor": 2.0}, "throttle": {"bandwidth_bps": 1e6}, "lose": {"loss": 0.1}}.get(
+            kind, {}
+        )
         plan = getattr(plan, kind)(1, at_step=3, **more)
     assert [fault.kind for fault in plan.faults] == list(FAULTS)
     assert {(fault.rank, fault.at_step, fault.at_s) for fault in plan.faults} == {(1, 3, None)}
@@ -35,7 +37,13 @@ def test_methods_make_the_faults_of_their_names() -> None:
         ({"factor": 2.0}, "factor = 2.0: slow needs one, and nothing else has one"),
         ({"kind": "slow"}, "factor = None: slow needs one"),
         ({"kind": "slow", "factor": 0.0}, "factor = 0.0: must be above 0"),
-        ({"peer": 2}, "peer = 2: only cut and restore have one"),
+        ({"kind": "throttle"}, "bandwidth_bps = None: throttle needs one"),
+        ({"kind": "throttle", "bandwidth_bps": 0.0}, "bandwidth_bps = 0.0: must be above 0"),
+        ({"kind": "throttle", "bandwidth_bps": float("nan")}, "bandwidth_bps = nan: must be above 0"),
+        ({"loss": 0.1}, "loss = 0.1: lose needs one, and nothing else has one"),
+        ({"kind": "lose"}, "loss = None: lose needs one"),
+        ({"kind": "lose", "loss": 1.0}, "loss = 1.0: must be a share of packets"),
+        ({"peer": 2}, "peer = 2: only cut, throttle, lose, restore have one"),
         ({"kind": "cut", "peer": 1}, "peer = 1: must be another rank"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -57,6 +65,20 @@ def test_a_world_refuses_what_it_cannot_carry_by_name() -> None:
         FaultPlan().cut(0, 9, at_step=1).check(4, {"cut"}, "this world")
 
 
+def test_faults_of_a_connection_concern_both_ways() -> None:
+    assert set(FaultPlan().cut(1, at_s=0.0).faults[0].ways(3)) == {(1, 0), (0, 1), (1, 2), (2, 1)}
+    assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].ways(3)) == {(1, 2), (2, 1)}
+
+
+def test_a_condition_adds_up_until_it_is_restored() -> None:
+    plan = FaultPlan().throttle(1, bandwidth_bps=5.0, at_s=0.0).lose(1, loss=0.5, at_s=1.0).cut(1, at_s=2.0)
+    condition = Condition()
+    for fault in plan.faults:
+        condition = condition.after(fault)
+    assert condition == Condition(cut=True, loss=0.5, bandwidth_bps=5.0)
+    assert condition.after(FaultPlan().restore(1, at_s=3.0).faults[0]) == Condition()
+
+
 # --- files ------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +89,13 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         '[[fault]]\nkind = "cut"\nrank = 2\nat_step = 100\npeer = 0\n'
     )
     assert load_faults(path) == FaultPlan().slow(1, factor=4.0, at_s=30.0).cut(2, 0, at_step=100)
+    path.write_text(
+        '[[fault]]\nkind = "throttle"\nrank = 1\nat_s = 30\nbandwidth_bps = 1e6\n'
+        '[[fault]]\nkind = "lose"\nrank = 2\nat_step = 100\npeer = 0\nloss = 0.02\n'
+    )
+    assert load_faults(path) == FaultPlan().throttle(1, bandwidth_bps=1e6, at_s=30.0).lose(
+        2, 0, loss=0.02, at_step=100
+    )
 
 
 @pytest.mark.parametrize(

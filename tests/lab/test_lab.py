@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from farflung.errors import LabError
-from farflung.faults import FaultPlan
-from farflung.lab import Condition, JobResult, Lab, abilities, run_job, why_not
+from farflung.faults import Condition, FaultPlan
+from farflung.lab import JobResult, Lab, abilities, run_job, why_not
 from farflung.lab.children import Child
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Site
@@ -51,7 +51,7 @@ def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
 
 
 def test_a_link_that_is_off_is_refused(lab: Lab) -> None:
-    lab.change(0, 1, Condition(rate=0.5))
+    lab.change(0, 1, Condition(bandwidth_bps=25e6))
     with pytest.raises(LabError, match=r"1 of 2 pairs.*from node 0 to node 1"):
         lab.check()
 
@@ -131,6 +131,14 @@ def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: P
     result = talk(lab, plan, 30, tmp_path)
     assert result.exit_codes == (0, 0)
     assert (result.lost_packets > 0) == (kind == "cut")
+
+
+def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Path) -> None:
+    plan = FaultPlan().lose(0, loss=0.3, at_step=2).throttle(0, 1, bandwidth_bps=1e5, at_step=2)
+    result = talk(lab, plan.restore(0, at_s=1.0), 60, tmp_path)
+    assert result.exit_codes == (0, 0)
+    assert result.lost_packets > 0
+    assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
 
 
 def test_a_crash_closes_connections(lab: Lab, tmp_path: Path) -> None:

@@ -69,6 +69,24 @@ def test_a_cut_link_holds_messages_up_for_exactly_as_long(plan: FaultPlan, times
     assert came == [(float(number), t) for number, t in enumerate(times, start=1)]
 
 
+@pytest.mark.parametrize(
+    ("plan", "times"),
+    [
+        # Half of the first is left at 0.5 and takes 2 s; the delay is what it was.
+        (FaultPlan().throttle(0, bandwidth_bps=8.0, at_s=0.5), [3.0, 7.0, 11.0]),
+        (FaultPlan().throttle(1, 0, bandwidth_bps=8.0, at_s=0.5).restore(0, 1, at_s=2.5), [3.0, 4.0, 6.5]),
+        (FaultPlan().throttle(0, bandwidth_bps=64.0, at_s=0.5), [1.5, 2.5, 6.5]),
+        # A lost half of the packets takes half of the bandwidth.
+        (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5), [2.0, 4.0, 7.5]),
+        (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5).restore(0, 1, at_s=3.5), [2.0, 4.0, 6.5]),
+    ],
+    ids=["throttled", "for a while", "above what there is", "lossy", "lossy for a while"],
+)
+def test_less_bandwidth_counts_from_the_middle_of_a_message(plan: FaultPlan, times: list[float]) -> None:
+    came = driven(2, plan, passes)[1]
+    assert came == [(float(number), t) for number, t in enumerate(times, start=1)]
+
+
 def test_a_cut_between_two_leaves_others_alone() -> None:
     async def body(runtime: Runtime) -> float:
         if runtime.comm.rank == 0:
@@ -158,8 +176,9 @@ def test_a_cut_that_lasts_is_noticed_by_the_deadline() -> None:
         FaultPlan().hang(1, at_step=2).restore(1, at_s=20.0),
         FaultPlan().cut(0, 2, at_step=2).restore(0, at_s=20.0),
         FaultPlan().slow(1, factor=50.0, at_step=1),
+        FaultPlan().throttle(1, bandwidth_bps=1e3, at_step=1).restore(1, at_s=20.0),
     ],
-    ids=["hang", "cut", "slow"],
+    ids=["hang", "cut", "slow", "throttle"],
 )
 def test_what_passes_changes_the_time_and_nothing_else(plan: FaultPlan) -> None:
     undisturbed, _ = trained(FaultPlan())

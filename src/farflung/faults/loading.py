@@ -3,7 +3,7 @@
 .. code-block:: toml
 
     [[fault]]
-    kind = "slow"    # crash, hang, leave, join, slow, cut, restore, corrupt
+    kind = "slow"    # crash, hang, leave, join, slow, cut, throttle, lose, restore, corrupt
     rank = 1
     at_s = 30.0      # seconds on the run's clock
     factor = 4       # of slow alone
@@ -12,7 +12,19 @@
     kind = "cut"
     rank = 2
     at_step = 100    # once rank 2 has done so many steps
-    peer = 0         # of cut and restore alone; everybody when left out
+    peer = 0         # of cut, throttle, lose and restore alone; everybody when left out
+
+    [[fault]]
+    kind = "throttle"
+    rank = 2
+    at_s = 60.0
+    bandwidth_bps = 1e6
+
+    [[fault]]
+    kind = "lose"
+    rank = 2
+    at_s = 90.0
+    loss = 0.02      # share of packets
 """
 
 from __future__ import annotations
@@ -42,6 +54,7 @@ def _fault(table: Table) -> Fault:
     if rank is None:
         raise ConfigError(f"{table.where}: rank is missing")
     at_step, peer = table.whole("at_step"), table.whole("peer")
-    at_s = table.number("at_s") if "at_s" in table else None
-    factor = table.number("factor") if "factor" in table else None
-    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer))
+    at_s, factor, bandwidth_bps, loss = (
+        table.number(key) if key in table else None for key in ("at_s", "factor", "bandwidth_bps", "loss")
+    )
+    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
@@ -17,10 +17,16 @@ FAULTS: dict[str, str] = {
     "join": "a replica of this rank comes in",
     "slow": "all that the replica computes takes a factor longer",
     "cut": "nothing passes between the replica and its peer, or anybody; what is on its way waits",
-    "restore": "what slow, hang and cut have done to the replica is undone; with a peer, that cut alone",
+    "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
+    "lose": "of the packets between the replica and its peer, or anybody, this share is lost",
+    "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
     "corrupt": "the next message of the replica arrives damaged",
 }
 """What can happen, by kind."""
+PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
+"""What a kind needs, and no other kind has."""
+BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
+"""The kinds that may have a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,9 @@ class Fault:
       at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
       at_s: at this time instead, in seconds on the run's clock.
       factor: of ``slow``: how many times as long computations take.
-      peer: of ``cut`` and ``restore``: the other end; ``None``: all others.
+      peer: of ``cut``, ``throttle``, ``lose`` and ``restore``: the other end; ``None``: all others.
+      bandwidth_bps: of ``throttle``: bits per second.
+      loss: of ``lose``: share of packets, besides what the network itself loses.
 
     Raises:
       UnknownName: no such kind.
@@ -46,6 +54,8 @@ class Fault:
     at_s: float | None = None
     factor: float | None = None
     peer: int | None = None
+    bandwidth_bps: float | None = None
+    loss: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -58,14 +68,28 @@ class Fault:
             raise ConfigError(f"at_step = {self.at_step}: must be 0 or more")
         if self.at_s is not None and not (self.at_s >= 0 and math.isfinite(self.at_s)):
             raise ConfigError(f"at_s = {self.at_s}: must be a number of seconds, 0 or more")
-        if (self.factor is None) == (self.kind == "slow"):
-            raise ConfigError(f"factor = {self.factor}: slow needs one, and nothing else has one")
+        for kind, name in PARAMETERS.items():
+            value = getattr(self, name)
+            if (value is None) == (self.kind == kind):
+                raise ConfigError(f"{name} = {value}: {kind} needs one, and nothing else has one")
         if self.factor is not None and not (self.factor > 0 and math.isfinite(self.factor)):
             raise ConfigError(f"factor = {self.factor}: must be above 0; 2 takes twice as long")
-        if self.peer is not None and self.kind not in ("cut", "restore"):
-            raise ConfigError(f"peer = {self.peer}: only cut and restore have one")
+        if self.bandwidth_bps is not None and not self.bandwidth_bps > 0:
+            raise ConfigError(
+                f"bandwidth_bps = {self.bandwidth_bps}: must be above 0, in bits per second; cut lets nothing pass"
+            )
+        if self.loss is not None and not 0 <= self.loss < 1:
+            raise ConfigError(f"loss = {self.loss}: must be a share of packets, at least 0 and below 1")
+        if self.peer is not None and self.kind not in BETWEEN_TWO:
+            raise ConfigError(f"peer = {self.peer}: only {', '.join(BETWEEN_TWO)} have one")
         if self.peer is not None and (self.peer < 0 or self.peer == self.rank):
             raise ConfigError(f"peer = {self.peer}: must be another rank")
+
+    def ways(self, size: int) -> Iterator[tuple[int, int]]:
+        """The ways of messages that it concerns among so many replicas, as pairs of sender and receiver."""
+        for peer in range(size) if self.peer is None else (self.peer,):
+            if peer != self.rank:
+                yield from ((self.rank, peer), (peer, self.rank))
 
     def __str__(self) -> str:
         """For messages.
@@ -120,10 +144,34 @@ class FaultPlan:
         """Nothing passes between the replica and its peer, or anybody."""
         return self._with(Fault("cut", rank, at_step, at_s, peer=peer))
 
+    def throttle(
+        self,
+        rank: int,
+        peer: int | None = None,
+        *,
+        bandwidth_bps: float,
+        at_step: int | None = None,
+        at_s: float | None = None,
+    ) -> FaultPlan:
+        """Between the replica and its peer, or each other replica, no more bandwidth each way."""
+        return self._with(Fault("throttle", rank, at_step, at_s, peer=peer, bandwidth_bps=bandwidth_bps))
+
+    def lose(
+        self,
+        rank: int,
+        peer: int | None = None,
+        *,
+        loss: float,
+        at_step: int | None = None,
+        at_s: float | None = None,
+    ) -> FaultPlan:
+        """Of the packets between the replica and its peer, or anybody, this share is lost."""
+        return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss))
+
     def restore(
         self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None
     ) -> FaultPlan:
-        """Undoes ``slow``, ``hang`` and ``cut``; with a peer, that cut alone."""
+        """Undoes what was done to the replica; with a peer, to the connection of the two alone."""
         return self._with(Fault("restore", rank, at_step, at_s, peer=peer))
 
     def corrupt(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:

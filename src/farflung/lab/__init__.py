@@ -4,12 +4,10 @@ from farflung.lab.abilities import Ability, abilities, why_not
 from farflung.lab.job import JobResult, run_job
 from farflung.lab.lab import Counters, Lab
 from farflung.lab.measure import TOLERANCE, Measured
-from farflung.lab.queues import Condition
 
 __all__ = [
     "TOLERANCE",
     "Ability",
-    "Condition",
     "Counters",
     "JobResult",
     "Lab",

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Self
 
 from farflung.errors import LabError
+from farflung.faults import Condition
 from farflung.lab.children import Child
 from farflung.lab.kernel import inside
 from farflung.lab.line import run_line
 from farflung.lab.measure import Measured, expected, measure_bandwidths, measure_latencies
-from farflung.lab.queues import Condition, Queues
+from farflung.lab.queues import Queues
 from farflung.lab.tun import INTERFACE, address_of
 from farflung.lab.worker import members, start_worker
 from farflung.network import NetworkProfile, Trace, Wiring

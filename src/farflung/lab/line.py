@@ -13,8 +13,9 @@ import socket
 import time
 from collections.abc import Mapping
 
+from farflung.faults import Condition
 from farflung.lab.kernel import CLONE_NEWNET, die_with_parent, enter_network, unshare
-from farflung.lab.queues import Condition, Queues
+from farflung.lab.queues import Queues
 from farflung.lab.tun import (
     LARGEST_PACKET,
     configure,

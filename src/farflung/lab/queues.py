@@ -5,13 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from farflung.faults import Condition
 from farflung.network import Connection, Link, NetworkProfile, Trace, Wiring
+from farflung.network.link import both_lose
 from farflung.network.noise import uniform
 from farflung.network.trace import Capacity
 
-__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Condition", "Queues", "finish_s"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
@@ -26,21 +28,6 @@ LEAST_BUFFER_NBYTES = 256 * 1024
 """How much of one way any queue holds at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What has happened to the way from one node to another.
-
-    Args:
-      cut: nothing arrives, and nobody is told.
-      loss: share of packets that are lost, in the place of the profile's.
-      rate: its packets go at this many times the speed.
-    """
-
-    cut: bool = False
-    loss: float | None = None
-    rate: float = 1.0
-
-
 @dataclass(slots=True)
 class _Way:
     """From one node to another."""
@@ -51,7 +38,9 @@ class _Way:
     latency_s: float
     jitter_s: float
     loss: float
-    condition: Condition = Condition()
+    condition: Condition = field(default_factory=Condition)
+    ceiling: int | None = None
+    """The queue of its condition's bandwidth, the last in ``uses``, once it has had one."""
     sent: int = 0
     bursts: int = 0
     swing: float = 0.0
@@ -81,17 +70,21 @@ class _Queue:
     __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
 
     def __init__(self, capacity: Capacity, *, fair: bool) -> None:
-        self.capacity = capacity
         self.serving: _Packet | None = None
         self.free_s = -math.inf
         """When the packet in service is through."""
-        largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
-        self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
+        self.set_capacity(capacity)
         self._waiting: list[tuple[float, int, _Packet]] = []
         self._held: dict[tuple[int, int], float] = {}
         self._ends: dict[tuple[int, int], float] | None = {} if fair else None
         self._tag = 0.0
         self._sequence = 0
+
+    def set_capacity(self, capacity: Capacity) -> None:
+        """From the next packet on; the one in service goes on as it began."""
+        self.capacity = capacity
+        largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
+        self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
 
     def add(self, packet: _Packet, bits: float) -> bool:
         """Whether there was room for it."""
@@ -136,6 +129,7 @@ class Queues:
     def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
         assert profile.nodes is not None
         wiring, self.nodes, self._seed = Wiring(_without_loss(profile)), profile.nodes, seed
+        self._fair = fair
         self._ways: dict[tuple[int, int], _Way] = {}
         for src in range(self.nodes):
             for dst in range(self.nodes):
@@ -156,7 +150,14 @@ class Queues:
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
         """What happens to a way from here on; packets that wait in a queue meet it too."""
-        self._ways[src, dst].condition = condition
+        way = self._ways[src, dst]
+        way.condition = condition
+        if way.ceiling is not None:
+            self._queues[way.ceiling].set_capacity(condition.bandwidth_bps)
+        elif condition.bandwidth_bps < math.inf:
+            way.ceiling = len(self._queues)
+            way.uses = (*way.uses, (way.ceiling, 1))
+            self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
 
     def condition(self, src: int, dst: int) -> Condition:
         """What has happened to a way."""
@@ -175,13 +176,13 @@ class Queues:
         way = self._ways[src, dst]
         way.sent += 1
         condition = way.condition
-        loss = way.loss if condition.loss is None else condition.loss
+        loss = both_lose(way.loss, condition.loss)
         if condition.cut or (
             loss and now >= self.begin_s and uniform(self._seed, 1, src, dst, way.sent) < loss
         ):
             self.lost += 1
             return
-        self._go_on(now, _Packet(way, 8.0 * wire_nbytes / condition.rate, data, now))
+        self._go_on(now, _Packet(way, 8.0 * wire_nbytes, data, now))
 
     def due(self) -> float:
         """When :meth:`leave` is to be called next; infinity where nothing is on its way."""

@@ -7,7 +7,6 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from farflung.faults import Fault, FaultInjector, FaultPlan
 from farflung.lab.lab import Lab
@@ -15,7 +14,7 @@ from farflung.telemetry import Event
 
 __all__ = ["CARRIED", "LabStage"]
 
-CARRIED = frozenset({"crash", "hang", "cut", "restore"})
+CARRIED = frozenset({"crash", "hang", "cut", "throttle", "lose", "restore"})
 """The kinds of faults that a lab carries."""
 
 
@@ -23,7 +22,8 @@ class LabStage:
     """Makes a plan come true in a lab.
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
-    connections open; ``cut`` loses every packet, without a word to either end; ``restore`` undoes both.
+    connections open; ``cut`` loses every packet and ``lose`` a share of them, without a word to either end;
+    ``throttle`` has packets wait; ``restore`` undoes all but a crash.
 
     Args:
       lab: where.
@@ -68,13 +68,7 @@ class LabStage:
         elif fault.kind == "hang":
             self._lab.signal(fault.rank, signal.SIGSTOP)
         else:
-            self._cut(fault, fault.kind == "cut")
+            for way in fault.ways(self._lab.nodes):
+                self._lab.change(*way, self._lab.condition(*way).after(fault))
             if fault.kind == "restore" and fault.peer is None:
                 self._lab.signal(fault.rank, signal.SIGCONT)
-
-    def _cut(self, fault: Fault, cut: bool) -> None:
-        peers = range(self._lab.nodes) if fault.peer is None else [fault.peer]
-        for peer in peers:
-            if peer != fault.rank:
-                for way in ((fault.rank, peer), (peer, fault.rank)):
-                    self._lab.change(*way, replace(self._lab.condition(*way), cut=cut))

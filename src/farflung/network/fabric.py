@@ -76,6 +76,20 @@ class Fabric:
         self.in_flight += 1
         return flow
 
+    def use(self, flow: Flow, use: Use) -> None:
+        """From the next :meth:`settle` on a flow uses one more resource."""
+        flow.uses = (*flow.uses, (use.resource, use.times))
+        while len(self._users) < len(self._capacities):
+            self._users.append({})
+        self._users[use.resource][flow.number] = flow
+        self._touched[use.resource] = None
+
+    def set_capacity(self, resource: int, capacity: Capacity) -> None:
+        """From the next :meth:`settle` on a resource has another capacity."""
+        self._capacities[resource] = capacity
+        if resource < len(self._users):
+            self._touched[resource] = None
+
     def settle(self, now: float) -> None:
         """Works out the rates anew where flows began or ended, or a capacity changed.
 

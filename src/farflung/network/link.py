@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from farflung.errors import ConfigError
 from farflung.network.trace import Capacity, Trace, check_capacity, map_capacity
 
-__all__ = ["Link"]
+__all__ = ["Link", "both_lose"]
 
 SEGMENT_NBYTES = 1448
 """Payload of one TCP segment on Ethernet: 1500 bytes less IP and TCP headers and the timestamp option."""
+
+
+def both_lose(one: float, other: float) -> float:
+    """The share of packets that is lost where two causes lose these shares independently."""
+    return 1.0 - (1.0 - one) * (1.0 - other) if other else one
 
 
 @dataclass(frozen=True, slots=True)

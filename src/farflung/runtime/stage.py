@@ -9,12 +9,12 @@ from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.pauses import Pauses, pair
 from farflung.errors import DeadlinePassed, PeerLost
-from farflung.faults import Fault, FaultPlan
+from farflung.faults import Condition, Fault, FaultPlan
 from farflung.tasks import Pending
 
 __all__ = ["CARRIED", "VirtualStage"]
 
-CARRIED = frozenset({"crash", "cut", "hang", "restore", "slow"})
+CARRIED = frozenset({"crash", "cut", "hang", "lose", "restore", "slow", "throttle"})
 """The kinds of faults that virtual time carries."""
 
 
@@ -41,6 +41,7 @@ class VirtualStage:
         plan.check(len(network.mailboxes), CARRIED, "virtual time")
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
         self._factors: dict[int, float] = {}
+        self._conditions: dict[tuple[int, int], Condition] = {}
         self._crashed: set[int] = set()
         self._pauses: Pauses | None = None
         if plan.faults:
@@ -59,9 +60,6 @@ class VirtualStage:
         """See :class:`farflung.faults.Stage`."""
         assert self._pauses is not None
         rank, pauses = fault.rank, self._pauses
-        peers = [other for other in range(len(self._network.mailboxes)) if other != rank]
-        if fault.peer is not None:
-            peers = [fault.peer]
         if fault.kind == "crash":
             self._crash(rank)
         elif fault.kind == "hang":
@@ -69,15 +67,21 @@ class VirtualStage:
         elif fault.kind == "slow":
             assert fault.factor is not None
             self._factors[rank] = fault.factor
-        elif fault.kind == "cut":
-            for peer in peers:
-                pauses.stop(pair(rank, peer))
         else:
-            for peer in peers:
-                pauses.go_on(pair(rank, peer))
-            if fault.peer is None:
+            for way in fault.ways(len(self._network.mailboxes)):
+                self._change(way, fault)
+            if fault.kind == "restore" and fault.peer is None:
                 self._factors.pop(rank, None)
                 pauses.go_on(rank)
+
+    def _change(self, way: tuple[int, int], fault: Fault) -> None:
+        assert self._pauses is not None
+        before = self._conditions.get(way, Condition())
+        after = self._conditions[way] = before.after(fault)
+        if after.cut != before.cut:
+            (self._pauses.stop if after.cut else self._pauses.go_on)(pair(*way))
+        if (after.bandwidth_bps, after.loss) != (before.bandwidth_bps, before.loss):
+            self._network.limit(*way, bandwidth_bps=after.bandwidth_bps, loss=after.loss)
 
     def _crash(self, rank: int) -> None:
         self._crashed.add(rank)

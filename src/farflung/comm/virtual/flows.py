@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
-from farflung.network import Fabric, Path
+from farflung.network import Fabric, Flow, Path, Use
 from farflung.network.noise import uniform
-from farflung.network.trace import Capacity
+from farflung.network.trace import Capacity, map_capacity
 from farflung.tasks import Pending
 
 __all__ = ["Flows", "Paths"]
 
+UNLIMITED_BPS = 1e21
+"""At which a message takes less time than the clock can tell, in the place of a limit that was lifted."""
 AFTER_ALL_ELSE = 1
 """Priority on the clock: rates are worked out once all that begins or ends at one time has done so."""
 
@@ -68,7 +70,8 @@ class Flows:
         self._fabric = Fabric(paths.capacities)
         self._under_way = 0
         self._lines: dict[tuple[int, int, int], _Line] = {}
-        self._flying: dict[int, _Line] = {}
+        self._flying: dict[Flow, _Line] = {}
+        self._ceilings: dict[tuple[int, int], Use] = {}
         self._settling = False
         self._wakes_at = math.inf
 
@@ -79,13 +82,33 @@ class Flows:
         key = (src, dst, priority)
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = _Line(self._paths.path(src, dst), src, dst, priority, deque())
+            path = self._paths.path(src, dst)
+            if (src, dst) in self._ceilings:
+                path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
+            line = self._lines[key] = _Line(path, src, dst, priority, deque())
         message = _Message(bits, arrived, Pending())
         self._under_way += 1
         line.queue.append(message)
         if len(line.queue) == 1:
             self._start(line)
         return message.left
+
+    def limit(self, src: int, dst: int, capacity: Capacity) -> None:
+        """From now on all messages of one rank to another together get no more bandwidth than this."""
+        capacity = map_capacity(capacity, lambda bps: min(bps, UNLIMITED_BPS))
+        ceiling = self._ceilings.get((src, dst))
+        if ceiling is not None:
+            self._fabric.set_capacity(ceiling.resource, capacity)
+        else:
+            ceiling = self._ceilings[src, dst] = Use(len(self._paths.capacities))
+            self._paths.capacities.append(capacity)
+            for line in self._lines.values():
+                if (line.src, line.dst) == (src, dst):
+                    line.path = replace(line.path, uses=(*line.path.uses, ceiling))
+            for flow, line in self._flying.items():
+                if (line.src, line.dst) == (src, dst):
+                    self._fabric.use(flow, ceiling)
+        self._settle_soon()
 
     @property
     def idle(self) -> bool:
@@ -98,7 +121,7 @@ class Flows:
             bits = line.queue[0].bits
             if bits and line.path.uses:
                 flow = self._fabric.start(bits, line.path.uses, line.priority)
-                self._flying[flow.number] = line
+                self._flying[flow] = line
                 self._settle_soon()
                 return
             self._leave(line)
@@ -138,7 +161,7 @@ class Flows:
             return  # an earlier moment has been set since, and has had its turn
         self._wakes_at = math.inf
         for flow in self._fabric.ended(now):
-            line = self._flying.pop(flow.number)
+            line = self._flying.pop(flow)
             self._leave(line)
             self._start(line)
         self._settle_soon()

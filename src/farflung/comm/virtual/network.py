@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, choose, is_dedicated
+from farflung.network.link import both_lose
+from farflung.network.trace import map_capacity
 from farflung.tasks import Pending, failed
 from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
 
@@ -88,6 +92,20 @@ class VirtualNetwork:
 
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
         return self._carrier.send(src, dst, 8 * payload.nbytes, priority, heard)
+
+    def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
+        """From now on there is less bandwidth from one rank to another, in a world without closed forms.
+
+        Args:
+          src: the sender.
+          dst: the receiver.
+          bandwidth_bps: no more than this, in bits per second.
+          loss: share of packets that are lost besides the profile's; see :meth:`farflung.network.Link.goodput_bps`.
+        """
+        link, back = self.profile.link(src, dst), self.profile.link(dst, src)
+        lossy = replace(link, loss=both_lose(link.loss, loss))
+        goodput = lossy.goodput_bps(link.latency_s + back.latency_s)
+        self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def recv(
         self, rank: int, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None
