@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
-import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from farflung.lab import Lab, run_job  # noqa: E402
+from benchmarks.common.shaped import in_lab  # noqa: E402
 from farflung.network import Link, NetworkProfile, Site  # noqa: E402
 
 
@@ -79,29 +76,20 @@ def limit_s(options: Options, nbytes: int) -> float:
 
 def run(profile: NetworkProfile, options: Options, runs: list[Any]) -> list[dict[str, Any]]:
     """For each run, what its slowest node took."""
-    command = [sys.executable, "-m", "benchmarks.fidelity.all_reduce_worker", json.dumps(runs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(options.nodes)]
-        lab = stack.enter_context(
-            Lab(profile, options.nodes, congestion_control=options.congestion_control, fair=not options.fifo)
-        )
-        lab.check()
-        result = run_job(lab, command, environment, [output.fileno() for output in outputs])
-        said = []
-        for output in outputs:
-            output.seek(0)
-            said.append(output.read())
-    if any(result.exit_codes):
-        raise SystemExit(f"exit codes {result.exit_codes}\n{said[0][-3000:]}")
-    rows = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
+    rows = in_lab(
+        profile,
+        options.nodes,
+        "benchmarks.fidelity.all_reduce_worker",
+        json.dumps(runs),
+        fair=not options.fifo,
+        congestion_control=options.congestion_control,
+    )
     answers = []
     for of_all in zip(*rows, strict=True):
         slowest = [max(times) for times in zip(*(row["seconds"] for row in of_all), strict=True)]
         answers.append(
             {**of_all[0], "median": statistics.median(slowest), "least": min(slowest), "most": max(slowest)}
         )
-    print(f"packets lost: {result.lost_packets}")
     return answers
 
 
