@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import wire
-from farflung.comm.wire import INLINE, Kind, WireError, decode, encode
+from farflung.comm.wire import INLINE, PIECE, Kind, WireError, decode, encode
 from farflung.types import Payload, Tag
 from tests.helpers import raw, same_bits, same_payload
 
@@ -103,6 +103,34 @@ def test_small_tensors_ride_in_the_header_and_large_ones_are_not_copied() -> Non
     assert raw(back) == bytes(frames[1]) != raw(big)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, PIECE], ids=["less", "two whole", "more", "three"])
+def test_large_tensors_may_come_in_pieces(more: int) -> None:
+    big, little = filled([2 * PIECE + more], torch.uint8), filled([3], torch.float64)
+    payload = Payload((big, little, Payload((big,))))
+    frames = encode(Kind.DATA, 0, TAG, payload, in_pieces=True)
+    assert len(frames) == 1 + 2 * -(-big.nbytes // PIECE)
+    assert max(map(len, frames[1:])) == PIECE
+    assert same_payload(decode(received(frames), max_nbytes=2 * ROOM).payload, payload)
+
+
+def test_pieces_of_other_sizes_are_refused() -> None:
+    head, *pieces = received(
+        encode(Kind.DATA, 0, TAG, Payload((filled([3 * PIECE], torch.uint8),)), in_pieces=True)
+    )
+    whole = bytearray().join(pieces)
+    at = 2 * PIECE - 1
+    for frames in (
+        pieces[:2],
+        [*pieces, bytearray()],
+        [*pieces, bytearray(1)],
+        [pieces[0], whole[PIECE:at], whole[at:]],
+        [whole[:at], whole[at:]],
+        [pieces[0], whole[PIECE:]],
+    ):
+        with pytest.raises(WireError):
+            decode([head, *frames], max_nbytes=ROOM)
+
+
 @pytest.mark.parametrize("offset", range(8))
 def test_a_frame_may_begin_at_any_address(offset: int) -> None:
     tensor = filled([INLINE], torch.float64)
@@ -124,7 +152,7 @@ def harmless(frames: Sequence[Any], room: int = ROOM) -> Payload | None:
         return None
     assert payload.nbytes <= min(room, sum(len(frame) for frame in frames))
     for tensor in payload.tensors():
-        assert tensor.untyped_storage().nbytes() <= max(map(len, frames))
+        assert tensor.untyped_storage().nbytes() <= sum(map(len, frames))
     return payload
 
 

@@ -180,7 +180,8 @@ class ZmqCommunicator:
             self._stage(payload, lambda host: self.send(host, dst, tag))
             return done(None)
         try:
-            self._send(dst, encode(Kind.DATA, self.view, tag, payload))
+            in_pieces = self._gate is not None
+            self._send(dst, encode(Kind.DATA, self.view, tag, payload, in_pieces=in_pieces))
         except PeerLost as error:
             return failed(error)
         return _SENT
