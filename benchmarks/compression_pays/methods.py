@@ -1,7 +1,15 @@
-"""The ways of sending a gradient that are compared."""
+"""The ways of sending a gradient that are compared, as communication hooks of DDP."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import farflung
 from farflung.codecs import (
     DGC,
     QSGD,
@@ -18,13 +26,16 @@ from farflung.codecs import (
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.types import Reducer
 
-__all__ = ["DDP", "FP16_HOOK", "METHODS", "MODELLED", "POWERSGD_HOOK"]
+__all__ = ["AUTO", "DDP", "FP16_HOOK", "METHODS", "POWERSGD_HOOK", "TORCH", "wrapped"]
 
 DDP = "DDP"
 FP16_HOOK = "PyTorch's fp16 hook"
 POWERSGD_HOOK = "PyTorch's PowerSGD hook, rank 2"
+TORCH = (DDP, FP16_HOOK, POWERSGD_HOOK)
+AUTO = "identity, auto"
 
 METHODS: dict[str, Reducer] = {
+    AUTO: CodecReducer(collective="auto"),
     "identity": CodecReducer(),
     "truncate16": CodecReducer(Truncate16()),
     "int8": CodecReducer(Int8()),
@@ -38,18 +49,30 @@ METHODS: dict[str, Reducer] = {
     "randomk, 1%, error feedback": CodecReducer(error_feedback(RandomK(0.01, unbiased=False))),
     "sign, error feedback, gathered": CodecReducer(error_feedback(Sign())),
     "sign, error feedback, in two phases": CodecReducer(error_feedback(Sign()), phases="two"),
+    "topk, 0.1%, error feedback, gathered": CodecReducer(error_feedback(TopK(0.001))),
     "dgc, 0.1%": CodecReducer(DGC(0.001, warmup_steps=0)),
     "by_role, convolutions topk 1%": CodecReducer(by_role(error_feedback(TopK(0.01)))),
     "by_size, large ones int8": CodecReducer(by_size(large=Int8())),
+    "powersgd, rank 1": PowerSGD(rank=1),
     "powersgd, rank 2": PowerSGD(rank=2),
     "powersgd, rank 4": PowerSGD(rank=4),
     "shared_scale_qsgd, 4 bits": SharedScaleQSGD(bits=4),
 }
 """farflung's, by what they are called in tables; every codec and reducer has a row."""
 
-MODELLED: dict[str, Reducer] = {
-    DDP: CodecReducer(collective="ring"),
-    FP16_HOOK: CodecReducer(Truncate16(), "ring"),
-    POWERSGD_HOOK: PowerSGD(rank=2, collective="ring"),
-}
-"""What stands for PyTorch's own in virtual time: as many bytes, over rings as gloo's."""
+
+def wrapped(method: str, model: nn.Module) -> tuple[DistributedDataParallel, Callable[[], None]]:
+    """The model with a method as its hook, and what to call at the end."""
+    # PyTorch's PowerSGD takes several all-reduces for a bucket; with two buckets gloo mixes them up and aborts.
+    one_bucket = {"bucket_cap_mb": 25} if method == POWERSGD_HOOK else {}
+    ddp = DistributedDataParallel(model, **one_bucket)  # type: ignore[arg-type]
+    if method == FP16_HOOK:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method == POWERSGD_HOOK:
+        state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif method != DDP:
+        ours, hook = farflung.ddp_hook(METHODS[method])
+        ddp.register_comm_hook(ours, hook)
+        return ddp, ours.close
+    return ddp, lambda: None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Measured, main, source_hash  # noqa: E402
-from farflung.telemetry import read_events  # noqa: E402
+from benchmarks.common.runs import farflung, last_event, step_s  # noqa: E402
 
 FOLDER = Path(__file__).parent
 NODES, WORKLOAD, BATCH_SIZE = 4, "fashion-mnist/cnn", 16
@@ -102,16 +100,16 @@ def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any
     ]  # fmt: skip
     report = scratch / "report.json"
     lab, simulated = scratch / "lab", scratch / "simulated"
-    _farflung("simulate", "--network", network, *run, "--out", str(simulated))
-    _farflung(
+    farflung("simulate", "--network", network, *run, "--out", str(simulated))
+    farflung(
         "lab", "--network", network, "--nodes", str(NODES), "--report", str(report), "--logs", str(scratch / "logs"),
         "train", *run, "--out", str(lab),
     )  # fmt: skip
-    real_s, virtual_s = _step_s(lab), _step_s(simulated)
+    real_s, virtual_s = step_s(lab, WARM_UP_STEPS), step_s(simulated, WARM_UP_STEPS)
     counters = json.loads(report.read_text(encoding="utf-8"))["counters"]
     counted = sum(c["sent_nbytes"] - HEADER_NBYTES * c["sent_packets"] for c in counters)
-    ends = [_last(lab, rank, "end") for rank in range(NODES)]
-    paces = [_last(lab, rank, "pace") for rank in range(NODES)]
+    ends = [last_event(lab, rank, "end") for rank in range(NODES)]
+    paces = [last_event(lab, rank, "pace") for rank in range(NODES)]
     said = sum(end["bytes_sent"] if "bytes_sent" in end else end["bytes_sent_per_replica"] for end in ends)
     return {
         "network": network,
@@ -125,34 +123,6 @@ def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any
         "bytes_error": abs(counted / said - 1.0),
         "overran": sum(pace["overran"] for pace in paces) / sum(pace["steps"] for pace in paces),
     }
-
-
-def _farflung(*args: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, "-m", "farflung", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"farflung {' '.join(args)}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-
-
-def _step_s(run: Path) -> float:
-    """The mean time of a step after the first few, from the end of one to the end of another."""
-    ends = [float(event["t"]) for event in _events(run, 0) if event["event"] == "step"]
-    return (ends[-1] - ends[WARM_UP_STEPS - 1]) / (len(ends) - WARM_UP_STEPS)
-
-
-def _last(run: Path, rank: int, kind: str) -> dict[str, Any]:
-    return [event for event in _events(run, rank) if event["event"] == kind][-1]
-
-
-def _events(run: Path, rank: int) -> list[dict[str, Any]]:
-    return list(read_events(run / "telemetry" / f"rank-{rank}.jsonl"))
 
 
 if __name__ == "__main__":
