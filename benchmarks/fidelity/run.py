@@ -27,7 +27,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "ring, truncate16": ("--recipe", "ring", "--codec", "truncate16"),
     "direct, topk": ("--recipe", "synchronous", "--codec", "topk(density=0.1)"),
 }
-WARM_UP_STEPS, STEPS, QUICK_STEPS = 5, 45, 12
+WARM_UP_STEPS, STEPS, QUICK_STEPS = 5, 30, 12
 OVERRAN_AT_MOST = 0.01
 CELLS_AT_LEAST = 12
 HEADER_NBYTES = 52
@@ -131,6 +131,6 @@ if __name__ == "__main__":
             FOLDER,
             {(MEDIAN, WORST, BYTES): measure},
             sources=SOURCES,
-            minutes={(MEDIAN, WORST, BYTES): 20.0},
+            minutes={(MEDIAN, WORST, BYTES): 14.0},
         )
     )

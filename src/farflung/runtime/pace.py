@@ -14,9 +14,8 @@ __all__ = ["Pace"]
 class Pace:
     """Makes computations end when they would on a device: never before, and no later unless this machine is slower.
 
-    A computation that nobody has waited for anything before begins, as the model has it, when the one before it
-    ended; so what lies between two computations (fetching samples, a wake-up that came late) is made up for in the
-    idle time of the next. After a wait it begins when it does.
+    A computation begins, as the model has it, when the one before it or the wait since then has ended; so what lies
+    between (fetching samples, updating parameters, a wake-up that came late) is made up for in its idle time.
 
     Args:
       device: whose pace.
@@ -73,8 +72,8 @@ class Pace:
         return self._device.ready_at(order, numels)
 
     def waited(self) -> None:
-        """The replica has waited for something that is not its own computation."""
-        self._free_at = None
+        """The replica has waited for something that is not its own computation, until now."""
+        self._free_at = self._now()
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry."""

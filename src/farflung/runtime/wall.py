@@ -293,9 +293,10 @@ class WallRuntime:
         try:
             while True:
                 awaited = coroutine.send(None)
-                if self.pace is not None and not awaited.done:
-                    self.pace.waited()
+                waits = not awaited.done
                 awaited.block()
+                if waits and self.pace is not None:
+                    self.pace.waited()
         except StopIteration as stop:
             value: T = stop.value
             return value
