@@ -199,18 +199,17 @@ REMEDIES = {
     "prediction": "pipelined(width=2, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
-RATES, SEEDS = (0.02, 0.06), (0, 1)
+RATES, SEEDS = (0.02, 0.06), (0,)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
     """Points lost to synchronous SGD by the best remedy, at the same steps, and by all."""
     trials = Trials(FOLDER, quick=quick)
-    seeds = SEEDS[:1] if quick else SEEDS
-    reference, rate = trials.best(Trial({"schedule": "synchronous"}), RATES, seeds)
+    reference, rate = trials.best(Trial({"schedule": "synchronous"}), RATES, SEEDS)
     rates = {"synchronous": rate}
     lost = {}
     for name, schedule in REMEDIES.items():
-        found, rates[name] = trials.best(Trial({"schedule": schedule}), RATES, seeds)
+        found, rates[name] = trials.best(Trial({"schedule": schedule}), RATES, SEEDS)
         lost[name] = [ours - theirs for ours, theirs in zip(reference, found, strict=True)]
     least = min(lost, key=lambda name: statistics.fmean(lost[name]))
     config = {
@@ -218,7 +217,7 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         "reduced": "resnet8 for the source's ResNet-50",
         "replicas": Trial().replicas,
         "steps": Trial().steps,
-        "seeds": list(seeds),
+        "seeds": list(SEEDS),
         "rates": list(RATES),
         "best_rate": rates,
         "synchronous": reference,

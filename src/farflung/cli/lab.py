@@ -52,8 +52,8 @@ class RunInLab:
     report: Path | None = None
     """A JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times are those of rank 0's run;
-    of another program there are no steps, and times count from its start."""
+    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times are those of
+    rank 0's run; of another program there are no steps, and times count from its start."""
     seed: int = 0
     """Of jitter and loss."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
