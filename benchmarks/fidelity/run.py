@@ -63,8 +63,8 @@ def measure(quick: bool) -> Mapping[str, Measured]:
     counted = [one for one in cells if one["overran"] < OVERRAN_AT_MOST]
     if len(counted) < (1 if quick else CELLS_AT_LEAST):
         raise SystemExit(
-            f"only {len(counted)} of {len(cells)} cells count, in the others steps overran the pace, and the lab refused "
-            f"{', '.join(refused) or 'no network'}: this machine is too slow or too busy"
+            f"only {len(counted)} of {len(cells)} cells count, in the others steps overran the pace, and the lab "
+            f"refused {', '.join(refused) or 'no network'}: this machine is too slow or too busy"
         )
     errors = [one["error"] for one in counted]
     differences = [one["bytes_error"] for one in counted]
