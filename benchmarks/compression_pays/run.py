@@ -26,7 +26,7 @@ NETWORKS = {"10 Mbit/s": "wifi-10mbps", "100 Mbit/s": "wifi-100mbps", "1 Gbit/s"
 BEST = {"best codec at 10 Mbit/s": "10 Mbit/s", "best codec at 100 Mbit/s": "100 Mbit/s"}
 OVER_POWERSGD = "best farflung codec over the PowerSGD hook at 10 Mbit/s, equal accuracy"
 NEVER_SLOWER = "auto never slower than DDP, any of the three networks"
-ROUNDS, STEPS = 3, 5
+ROUNDS, STEPS = 3, 3
 SEEDS, TRAINING_STEPS = (0, 1), 200
 EQUAL_POINTS = 0.5
 """How much less accurate a method may be on average to count as equal."""
