@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.network import NetworkProfile
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.telemetry import Event, Telemetry
+from farflung.telemetry import Event
 from farflung.workloads import Quadratic
 
 __all__ = ["Simulated"]
@@ -44,16 +44,7 @@ class Simulated:
         training = Training(steps=steps, batch_size=1, learning_rate=0.01)
         task = Quadratic(dim=self.nbytes // 4, samples=max(2, nodes), groups=1)
         events: list[Event] = []
-        replicas = [
-            Replica(
-                runtime,
-                task,
-                training,
-                recipe("synchronous").but(**self.parts).parts(0),
-                Telemetry(rank, *([events.append] if rank == 0 else [])),
-            )
-            for rank, runtime in enumerate(world.runtimes)
-        ]
+        replicas = replicas_in(world, task, training, self.parts, events.append)
 
         async def train(replica: Replica) -> None:
             for _ in range(steps):

@@ -14,11 +14,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.common.rows import source_hash
+from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.telemetry import Telemetry
 from farflung.workloads import workload
 
 __all__ = ["SOURCES", "WORLD", "Trial", "Trials"]
@@ -89,16 +88,6 @@ class Trial:
             seed=self.seed,
         )
         world = VirtualWorld(self.replicas)
-        replicas = [
-            Replica(
-                runtime,
-                task,
-                training,
-                recipe("synchronous").but(**self.parts).parts(self.seed),
-                Telemetry(runtime.comm.rank),
-            )
-            for runtime in world.runtimes
-        ]
         early = {round(0.9 * self.steps), round(0.95 * self.steps)} - {self.steps}
 
         async def train(replica: Replica) -> list[float]:
@@ -110,7 +99,7 @@ class Trial:
             await replica.flush()
             return [*scores, (await replica.evaluate()).metric]
 
-        return world.run([train(replica) for replica in replicas])[0]
+        return world.run([train(replica) for replica in replicas_in(world, task, training, self.parts)])[0]
 
 
 class Trials:

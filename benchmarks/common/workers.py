@@ -9,9 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["torchrun"]
+__all__ = ["ROOT", "environment", "torchrun"]
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """Of workers that run this repository's modules, on one thread each."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def torchrun(processes: int, module: str, *args: str, timeout_s: float = 1800) -> list[dict[str, Any]]:
@@ -24,9 +29,8 @@ def torchrun(processes: int, module: str, *args: str, timeout_s: float = 1800) -
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
         "-m", module, *args,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=ROOT, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"{module} failed:\n{done.stderr[:4000]}")

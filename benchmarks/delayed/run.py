@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import Measured, Simulated, Trial, Trials, main
-from benchmarks.common.runs import step_s
-from benchmarks.common.shaped import in_lab
+from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import WORLD
+from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.network import Link, NetworkProfile, cost_s, network_profile
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.telemetry import Telemetry
 from farflung.timing import delayed_s, fedavg_s, scalability, synchronous_s
 from farflung.workloads import workload
 
@@ -110,7 +107,17 @@ def in_regions(quick: bool) -> Mapping[str, Measured]:
     )
     rows = {}
     for name, (parts, warm_up, steps) in list(IN_REGIONS.items())[: 1 if quick else None]:
-        found = _in_lab_s(network, parts, warm_up, 8 if quick else steps)
+        found = paced_step_s(
+            network,
+            4,
+            REGIONS_WORKLOAD,
+            *("--recipe", "synchronous", "--deadline", "600"),
+            *(text for part, value in parts.items() for text in (f"--{part}", value)),
+            batch=REGIONS_BATCH,
+            forward_s=STEP_S / 3 / REGIONS_BATCH,
+            warm_up=warm_up,
+            steps=8 if quick else steps,
+        )
         ratio = scalability(STEP_S, found)
         config = {
             "workload": REGIONS_WORKLOAD,
@@ -123,21 +130,6 @@ def in_regions(quick: bool) -> Mapping[str, Measured]:
         }
         rows[name] = Measured(ratio, (ratio, ratio), config)
     return rows
-
-
-def _in_lab_s(network: NetworkProfile, parts: Mapping[str, str], warm_up: int, steps: int) -> float:
-    with tempfile.TemporaryDirectory() as scratch:
-        device = Path(scratch) / "device.toml"
-        forward_s = STEP_S / 3 / REGIONS_BATCH
-        device.write_text(f'name = "paced"\nforward_s = {forward_s}\n', encoding="utf-8")
-        run = [
-            "--workload", REGIONS_WORKLOAD, "--data", "packaged", "--workers", "4", "--recipe", "synchronous",
-            *(text for name, value in parts.items() for text in (f"--{name}", value)),
-            "--steps", str(warm_up + steps), "--batch-size", str(REGIONS_BATCH), "--checkpoint-every", "0",
-            "--evaluate-every", "0", "--device", str(device), "--quiet", "--deadline", "600", "--out", f"{scratch}/run",
-        ]  # fmt: skip
-        in_lab(network, 4, "farflung", "train", *run)
-        return step_s(Path(scratch) / "run", warm_up)
 
 
 # --- delayed gradient averaging on slow devices -------------------------------------------------------------------
@@ -219,12 +211,6 @@ def _averaged(
     network = None if nodes == 1 else _taking(task.exchange_steps, nodes, nbytes)
     world = VirtualWorld(nodes, seconds_per_sample=1 / (3 * DGA_BATCH), network=network)
     training = Training(steps=steps, batch_size=DGA_BATCH, learning_rate=task.learning_rate, momentum=0.9)
-    replicas = [
-        Replica(
-            runtime, work, training, recipe("synchronous").but(**parts).parts(0), Telemetry(runtime.comm.rank)
-        )
-        for runtime in world.runtimes
-    ]
 
     async def train(replica: Replica) -> tuple[float, float]:
         for _ in range(steps):
@@ -233,7 +219,7 @@ def _averaged(
         seconds = replica.runtime.now()
         return seconds, (await replica.evaluate()).metric if scored else 0.0
 
-    found = world.run([train(replica) for replica in replicas])
+    found = world.run([train(replica) for replica in replicas_in(world, work, training, parts)])
     return max(seconds for seconds, _ in found), found[0][1]
 
 

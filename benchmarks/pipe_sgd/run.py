@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Measured, Simulated, Trial, Trials, main
-from benchmarks.common.runs import step_s
-from benchmarks.common.shaped import in_lab
+from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import WORLD
 from farflung.network import Link, NetworkProfile, Site, cost_s, network_profile
 from farflung.seeding import generator
@@ -151,7 +149,16 @@ def lab_period(quick: bool) -> Mapping[str, Measured]:
     """The largest relative error of the equations against real processes on shaped links."""
     cells = {}
     for network, width, codec in LAB_CELLS[-1:] if quick else LAB_CELLS:
-        found = _lab_period_s(network, width, codec, LAB_WARM_UP + (4 if quick else LAB_STEPS))
+        found = paced_step_s(
+            network_profile(network),
+            NODES,
+            LAB_WORKLOAD,
+            *("--recipe", "ring", "--codec", codec, "--schedule", f"pipelined(width={width})"),
+            batch=LAB_BATCH,
+            forward_s=LAB_FORWARD_S,
+            warm_up=LAB_WARM_UP,
+            steps=4 if quick else LAB_STEPS,
+        )
         wanted = _model_period_s(network, width, codec)
         cells[f"{network}, K={width}, {codec}"] = {
             "lab_s": found,
@@ -167,20 +174,6 @@ def lab_period(quick: bool) -> Mapping[str, Measured]:
         "steps": LAB_STEPS,
     }
     return {LAB_PERIOD: Measured(max(errors), (min(errors), max(errors)), config)}
-
-
-def _lab_period_s(network: str, width: int, codec: str, steps: int) -> float:
-    with tempfile.TemporaryDirectory() as scratch:
-        device = Path(scratch) / "device.toml"
-        device.write_text(f'name = "paced"\nforward_s = {LAB_FORWARD_S}\n', encoding="utf-8")
-        run = [
-            "--workload", LAB_WORKLOAD, "--data", "packaged", "--recipe", "ring", "--codec", codec,
-            "--schedule", f"pipelined(width={width})", "--workers", str(NODES), "--steps", str(steps),
-            "--batch-size", str(LAB_BATCH), "--checkpoint-every", "0", "--evaluate-every", "0",
-            "--device", str(device), "--quiet", "--out", f"{scratch}/run",
-        ]  # fmt: skip
-        in_lab(network_profile(network), NODES, "farflung", "train", *run)
-        return step_s(Path(scratch) / "run", LAB_WARM_UP)
 
 
 def _model_period_s(network: str, width: int, codec: str) -> float:

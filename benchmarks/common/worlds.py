@@ -1,0 +1,42 @@
+"""Replicas in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from farflung.config import Training
+from farflung.recipes import recipe
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Workload
+
+__all__ = ["replicas_in"]
+
+
+def replicas_in(
+    world: VirtualWorld,
+    task: Workload,
+    training: Training,
+    parts: Mapping[str, str],
+    sink: Callable[[Event], None] | None = None,
+) -> list[Replica]:
+    """One for each of the world's runtimes.
+
+    Args:
+      world: where.
+      task: what they train.
+      training: how.
+      parts: members of the recipe; the others are those of ``synchronous``.
+      sink: takes the events of rank 0.
+    """
+    return [
+        Replica(
+            runtime,
+            task,
+            training,
+            recipe("synchronous").but(**parts).parts(training.seed),
+            Telemetry(rank, *([sink] if sink is not None and rank == 0 else [])),
+        )
+        for rank, runtime in enumerate(world.runtimes)
+    ]
