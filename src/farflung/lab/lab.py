@@ -19,7 +19,7 @@ from farflung.faults import Condition
 from farflung.lab.children import Child
 from farflung.lab.kernel import inside
 from farflung.lab.line import run_line
-from farflung.lab.measure import Measured, expected, measure_bandwidths, measure_latencies
+from farflung.lab.measure import Measured, Pair, expected, measure_bandwidths, measure_latencies
 from farflung.lab.queues import Queues
 from farflung.lab.tun import INTERFACE, address_of
 from farflung.lab.worker import members, start_worker
@@ -148,29 +148,43 @@ class Lab:
         early = statistics.median(over) if over else 0.0
         if math.isfinite(early):
             self._tell({"do": "early", "seconds": max(0.0, early)})
+        return self._measured(wanted)
+
+    def _measured(self, wanted: Mapping[Pair, tuple[float, float]]) -> list[Measured]:
+        if not wanted:
+            return []
         speeds = measure_bandwidths(
             self._namespaces,
             self.profile,
             {pair: speed for pair, (_, speed) in wanted.items()},
             self._largest_packet,
         )
+        latencies = measure_latencies(self._namespaces)
         return [
-            Measured(*pair, latency, wanted[pair][0], speeds[pair], wanted[pair][1])
-            for pair, latency in measure_latencies(self._namespaces).items()
+            Measured(*pair, latencies[pair], latency, speeds[pair], speed)
+            for pair, (latency, speed) in wanted.items()
         ]
 
     def check(self) -> list[Measured]:
-        """Measures every pair, anew where something else on this machine may have disturbed it.
+        """Measures every pair, and those anew that something else on this machine may have disturbed.
 
         Raises:
-          LabError: one of them is further from the profile than :data:`farflung.lab.TOLERANCE`; says which.
+          LabError: one of them is further from the profile than :data:`farflung.lab.TOLERANCE`, however often it is
+            measured; says which.
         """
+        wanted = expected(self.profile)
         for _ in range(ATTEMPTS):
-            found = self.measure()
-            wrong = [pair for pair in found if not pair.fits]
-            if not wrong:
-                return found
-        worst = max(wrong, key=lambda pair: max(pair.latency_off, pair.bandwidth_off))
+            found = {(pair.src, pair.dst): pair for pair in self.measure()}
+            for _ in range(ATTEMPTS - 1):
+                for again in self._measured(
+                    {(one.src, one.dst): wanted[one.src, one.dst] for one in _wrong(found)}
+                ):
+                    of = again.src, again.dst
+                    found[of] = min(found[of], again, key=_off)
+            if not _wrong(found):
+                return list(found.values())
+        wrong = _wrong(found)
+        worst = max(wrong, key=_off)
         raise LabError(
             f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
@@ -285,6 +299,14 @@ class Lab:
             said += piece
         answer: Mapping[str, Json] = json.loads(said)
         return answer
+
+
+def _off(pair: Measured) -> float:
+    return pair.off
+
+
+def _wrong(found: Mapping[Pair, Measured]) -> list[Measured]:
+    return [pair for pair in found.values() if not pair.fits]
 
 
 def _largest_packet(profile: NetworkProfile) -> int:

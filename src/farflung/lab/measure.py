@@ -18,7 +18,7 @@ from farflung.lab.tun import address_of
 from farflung.network import NetworkProfile, Path, Wiring
 from farflung.network.trace import capacity_at
 
-__all__ = ["TOLERANCE", "Measured", "expected", "measure_bandwidths", "measure_latencies"]
+__all__ = ["TOLERANCE", "Measured", "Pair", "expected", "measure_bandwidths", "measure_latencies"]
 
 TOLERANCE = 0.1
 """How far a pair may be from its profile, as a share of it."""
@@ -41,6 +41,7 @@ _SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _SO_TIMESTAMPNS, _UDP_SEGMENT = 33, 32, 35, 10
 _ROOM_NBYTES = 1 << 24
 
 Pair = tuple[int, int]
+"""Who sends, and who receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,14 @@ class Measured:
         return abs(self.bandwidth_bps / self.expected_bandwidth_bps - 1.0)
 
     @property
+    def off(self) -> float:
+        """The larger of both."""
+        return max(self.latency_off, self.bandwidth_off)
+
+    @property
     def fits(self) -> bool:
         """Whether both are within :data:`TOLERANCE`."""
-        return self.latency_off <= TOLERANCE and self.bandwidth_off <= TOLERANCE
+        return self.off <= TOLERANCE
 
 
 def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
