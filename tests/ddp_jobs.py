@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,47 @@ def resumes(rank: int, size: int, store: dist.Store, *, how: str, folder: str) -
             state.close()
             del ddp
     return {"whole": whole, "resumed": digest(dict(model.named_parameters()))}
+
+
+def falls_back(rank: int, size: int, store: dist.Store, *, slower: bool) -> dict[str, Any]:
+    """Who carried each step, and what came of it beside DDP alone, where the clock has the hook slower or faster.
+
+    The ranks disagree: rank 0 measures the opposite, less clearly.
+    """
+    steps, carried = 16, []
+    with group(rank, size, store):
+        model, optimizer = made()
+        ddp = wrapped(model)
+        state, hook = farflung.ddp_hook("identity", fall_back=True)
+        now = 0.0
+
+        def clock() -> float:
+            nonlocal now
+            slow = state.carries == (slower if rank else not slower)
+            now += (2.0 if rank else 1.5) if slow else 1.0
+            return now
+
+        with mock.patch("farflung.ddp.perf_counter", clock):
+            ddp.register_comm_hook(state, hook)
+            for step in range(steps):
+                loop(ddp, optimizer, rank, range(step % STEPS, step % STEPS + 1))
+                carried.append(state.carries)
+        ours = digest(dict(model.named_parameters()))
+        sent = state.sent_nbytes
+        state.close()
+        del ddp
+        model, optimizer = made()
+        ddp = wrapped(model)
+        for step in range(steps):
+            loop(ddp, optimizer, rank, range(step % STEPS, step % STEPS + 1))
+        del ddp
+    model_nbytes = sum(p.nbytes for p in model.parameters())
+    return {
+        "carried": carried,
+        "hook": ours,
+        "ddp": digest(dict(model.named_parameters())),
+        "models_sent": sent / model_nbytes,
+    }
 
 
 def failure(rank: int, size: int, store: dist.Store, *, kind: str) -> str:

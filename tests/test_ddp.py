@@ -50,6 +50,16 @@ def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
         assert result["hook"] == result["ddp"]
 
 
+@pytest.mark.parametrize("slower", [True, False])
+def test_it_falls_back_on_ddp_where_that_is_faster(pool: Pool, slower: bool) -> None:
+    """All ranks alike, by what they measured together; steps take turns until then, and none changes a bit."""
+    results = pool.run(2, "tests.ddp_jobs.falls_back", slower=slower)
+    for result in results:
+        assert result["carried"] == [True, True, False, *([True, False] * 5), *([not slower] * 3)]
+        assert result["hook"] == result["ddp"]
+        assert result["models_sent"] == pytest.approx(sum(result["carried"]), rel=0.05)
+
+
 @pytest.mark.parametrize("how", ["error_feedback(topk(0.02))", "codec(error_feedback(sign()), phases='two')"])
 def test_rebuilt_buckets_lose_nothing(pool: Pool, how: str) -> None:
     """What was given is what came and what is left, parameter by parameter, whatever DDP's buckets are."""

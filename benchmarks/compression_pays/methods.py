@@ -32,7 +32,7 @@ DDP = "DDP"
 FP16_HOOK = "PyTorch's fp16 hook"
 POWERSGD_HOOK = "PyTorch's PowerSGD hook, rank 2"
 TORCH = (DDP, FP16_HOOK, POWERSGD_HOOK)
-AUTO = "identity, auto"
+AUTO = "identity, auto, falls back"
 
 METHODS: dict[str, Reducer] = {
     AUTO: CodecReducer(collective="auto"),
@@ -72,7 +72,7 @@ def wrapped(method: str, model: nn.Module) -> tuple[DistributedDataParallel, Cal
         state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif method != DDP:
-        ours, hook = farflung.ddp_hook(METHODS[method])
+        ours, hook = farflung.ddp_hook(METHODS[method], fall_back=method == AUTO)
         ddp.register_comm_hook(ours, hook)
         return ddp, ours.close
     return ddp, lambda: None

@@ -2,18 +2,22 @@
 
 import atexit
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from farflung.attach import interface_to_master
 from farflung.codecs import CODECS
 from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm.collectives import auto
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.recipes import build
 from farflung.reducers import REDUCERS, CodecReducer
@@ -26,12 +30,17 @@ __all__ = ["HookState", "ddp_hook", "exchange"]
 
 _JOIN_S = 60.0
 _NO_RIDER = torch.zeros(0, dtype=torch.float64)
+_WARM_UP = (True, True, False)
+"""Whether the hook carries each of the first steps, in which buckets are laid out and connections find their rate."""
+_TURNS = 5
+"""How many steps of either kind are timed after those."""
 
 
 def ddp_hook(
     how: str | Codec | Reducer,
     *,
     group: dist.ProcessGroup | None = None,
+    fall_back: bool = False,
     seed: int = 0,
     deadline_s: float = 60.0,
     interface: str | None = None,
@@ -48,10 +57,16 @@ def ddp_hook(
     after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
     first step DDP has a single bucket, and nothing overlaps with the backward pass.
 
+    Whether a method pays depends on the network. With ``fall_back`` the first 13 steps take turns between it and DDP's
+    own all-reduce, and all ranks go on with the faster, which :attr:`HookState.carries` tells. Steps that are timed
+    wait for the device. DDP's own all-reduce is not encrypted by farflung; what error feedback holds back when it is
+    chosen is not sent.
+
     Args:
       how: a codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
         ``"codec(qsgd(), phases='two')"``.
       group: DDP's process group; the default one when not given.
+      fall_back: leaves gradients to DDP's own all-reduce where that is faster.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
       interface: the address or network interface to listen on; that of the route to the master when not given.
@@ -83,13 +98,17 @@ def ddp_hook(
         rank,
         size,
         store if size > 1 else None,
-        settings={"ddp_hook": re.sub(r" at 0x[0-9a-f]+", "", repr(reducer)), "seed": seed},
+        settings={
+            "ddp_hook": re.sub(r" at 0x[0-9a-f]+", "", repr(reducer)),
+            "fall_back": fall_back,
+            "seed": seed,
+        },
         deadline_s=deadline_s,
         join_s=_JOIN_S,
         interface=interface or interface_to_master(size),
         encrypt=encrypt,
     )
-    return HookState(reducer, runtime, seed), exchange
+    return HookState(reducer, runtime, seed, fall_back_on=group if fall_back else None), exchange
 
 
 def exchange(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -130,11 +149,21 @@ class HookState:
       reducer: carries each bucket.
       runtime: this rank's, joined with the others.
       seed: equal on all ranks.
+      fall_back_on: whose all-reduce to use where it is faster.
     """
 
-    def __init__(self, reducer: Reducer, runtime: WallRuntime, seed: int) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        runtime: WallRuntime,
+        seed: int,
+        *,
+        fall_back_on: dist.ProcessGroup | None = None,
+    ) -> None:
         self.step = 0
         """Backward passes exchanged so far."""
+        self.carries = True
+        """Whether gradients go by the reducer in this step, and not by DDP's own all-reduce."""
         self.sent_nbytes = 0
         """Payload bytes sent so far by this rank."""
         self._reducer, self._runtime, self._seed = reducer, runtime, seed
@@ -143,16 +172,21 @@ class HookState:
         self._waiting: list[_Arrival] = []
         self._loaded: State | None = None
         self._closed = False
+        self._fall_back_on = fall_back_on
+        self._turns = self._taking_turns()
         atexit.register(self.close)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """See :func:`exchange`."""
+        if bucket.index() == 0:
+            self._begin()
+        if not self.carries:
+            assert self._fall_back_on is not None
+            return allreduce_hook(self._fall_back_on, bucket)
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         arrival = _Arrival(buffer, bucket.parameters(), bucket.gradients(), future)
-        if bucket.index() == 0:
-            self._begin()
         if self._owns:
             self._enter(arrival)
             return future
@@ -197,6 +231,33 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
+        if self._fall_back_on is not None:
+            self.carries = next(self._turns)
+
+    def _taking_turns(self) -> Iterator[bool]:
+        """Whether the reducer carries each step; a step lasts from the first bucket of one to that of the next."""
+        yield from _WARM_UP
+        took: dict[bool, list[float]] = {True: [], False: []}
+        for carries in (True, False) * _TURNS:
+            begin = self._now()
+            yield carries
+            took[carries].append(self._now() - begin)
+        slower = statistics.median(took[True]) - statistics.median(took[False])
+        faster = self._runtime.launch(self._sum(slower)).wait() < 0
+        while True:
+            yield faster
+
+    def _now(self) -> float:
+        device = self._owns[0].filling.flat.device
+        if device.type != "cpu":
+            torch.cuda.current_stream(device).synchronize()
+        return perf_counter()
+
+    async def _sum(self, value: float) -> float:
+        """Of all ranks."""
+        channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
+        total, _ = await auto(channel, torch.tensor([value], dtype=torch.float64), _NO_RIDER)
+        return float(total)
 
     def _lay_out(self) -> None:
         """Buckets that stay, made of the parameters in the order in which the model registered them.
