@@ -192,7 +192,7 @@ REMEDIES = {
     "prediction": "pipelined(width=2, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
-RATES, SEEDS = (0.02, 0.06), (0,)
+RATES, SEEDS = (0.02, 0.005), (0, 1)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
@@ -207,7 +207,7 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
     least = min(lost, key=lambda name: statistics.fmean(lost[name]))
     config = {
         "workload": Trial().workload,
-        "reduced": "resnet8 for the source's ResNet-50",
+        "reduced": "a small VGG for the source's ResNet-50",
         "replicas": Trial().replicas,
         "steps": Trial().steps,
         "seeds": list(SEEDS),
