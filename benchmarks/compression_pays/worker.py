@@ -24,7 +24,7 @@ WARM_UP = 3
 CHOICE = 13
 """Steps in which the one that falls back on DDP's all-reduce finds out which is faster."""
 MORE = 5
-"""How many times as many blocks that one has: its goal leaves 2 %, which is less than blocks of one method differ by."""
+"""How many times as many blocks that one has: its goal leaves 2 %, less than blocks of one method differ by."""
 
 
 def main() -> None:
