@@ -146,7 +146,14 @@ class Trials:
         return self._done[trial.key]
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
-        """The accuracy of each seed at the learning rate that is best for the first seed, and that rate."""
-        tried = rates[:1] if self._quick else rates
-        rate = max(tried, key=lambda one: self.accuracy(replace(trial, learning_rate=one, seed=seeds[0])))
+        """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.
+
+        Rates are tried from the first on, until one is worse than the one before.
+        """
+        rate, *others = rates[:1] if self._quick else rates
+        for other in others:
+            tried = [replace(trial, learning_rate=one, seed=seeds[0]) for one in (rate, other)]
+            if self.accuracy(tried[1]) <= self.accuracy(tried[0]):
+                break
+            rate = other
         return [self.accuracy(replace(trial, learning_rate=rate, seed=seed)) for seed in seeds], rate
