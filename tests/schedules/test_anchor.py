@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from farflung.replica import Replica
+from farflung.workloads import Quadratic
 from tests.helpers import same_bits
 from tests.schedules.runs import Run, Valleys, distance
 
@@ -146,6 +148,50 @@ def test_memory_is_reported() -> None:
     assert held("delayed(6, 3)") == numel + 3 * block
     assert held("pipelined(3)") == 3 * block
     assert held("pipelined(3, correction=0.1)") == 6 * block
+
+
+def largest_rate(delay: int, momentum: float) -> float:
+    """Up to which the difference of two replicas does not grow, on a quadratic of curvature 1.
+
+    The difference is that of the last updates, and each update is the momentum of the one before it less the learning
+    rate times the difference: a linear recurrence, whose eigenvalues are to lie inside the unit circle.
+    """
+
+    def grows(rate: float) -> bool:
+        last = np.eye(delay, k=-1)
+        last[0] = -rate
+        last[0, 0] += momentum
+        return bool(np.abs(np.linalg.eigvals(last)).max() >= 1)
+
+    low, high = 0.0, 4.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if grows(middle) else (middle, high)
+    return low
+
+
+@pytest.mark.parametrize(
+    ("delay", "momentum", "documented"),
+    [(5, 0.9, 0.22), (10, 0.9, 0.069), (15, 0.9, 0.037), (20, 0.9, 0.025), (5, 0.0, 1.0), (20, 0.0, 1.0)],
+)
+def test_the_largest_learning_rate_is_as_documented(delay: int, momentum: float, documented: float) -> None:
+    assert largest_rate(delay, momentum) == pytest.approx(documented, rel=0.02)
+
+
+@pytest.mark.parametrize(("delay", "momentum"), [(5, 0.9), (10, 0.9), (5, 0.0)])
+def test_replicas_part_above_the_largest_learning_rate(delay: int, momentum: float) -> None:
+    def apart(rate: float) -> float:
+        run = Run(
+            f"delayed({delay})",
+            2,
+            workload=lambda: Quadratic(dim=4, samples=64, spread=1.0),
+            settings={"learning_rate": rate * largest_rate(delay, momentum), "momentum": momentum},
+        )
+        run.steps(150)
+        return float((run.weights(0) - run.weights(1)).norm())
+
+    assert apart(0.8) < 5
+    assert apart(2.0) > 100
 
 
 def test_the_gap_to_synchronous_grows_as_the_square_of_delay_and_period() -> None:

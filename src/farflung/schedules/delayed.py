@@ -40,6 +40,11 @@ class Delayed:
     A delay hides latency: it costs nothing as long as an exchange takes less than ``delay`` steps. It does not save
     bytes; ``period`` and codecs do. With a lossy codec wrap it in error feedback; the residual is then one of updates.
 
+    **Learning rate**: the longer the delay and the momentum last, the smaller it has to be, or replicas part. With
+    :math:`\lambda` the curvature of a quadratic, and a period of 1, they stay together while :math:`\eta\lambda` is
+    below 1 without momentum, whatever the delay, and with momentum 0.9 below 0.22, 0.069, 0.037 and 0.025 at delays of
+    5, 10, 15 and 20. Synchronous SGD allows 2, and 3.8 with that momentum. The analysis is ours.
+
     With a delay of 0 and a period of 1 this is synchronous SGD up to rounding, with momentum too. With Adam it is
     not: the mean of the updates is not the update of the mean.
 
