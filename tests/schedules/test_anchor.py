@@ -178,8 +178,8 @@ def test_the_largest_learning_rate_is_as_documented(delay: int, momentum: float,
     assert largest_rate(delay, momentum) == pytest.approx(documented, rel=0.02)
 
 
-@pytest.mark.parametrize(("delay", "momentum"), [(5, 0.9), (10, 0.9), (5, 0.0)])
-def test_replicas_part_above_the_largest_learning_rate(delay: int, momentum: float) -> None:
+@pytest.mark.parametrize(("delay", "momentum", "steps"), [(5, 0.9, 100), (10, 0.9, 300), (5, 0.0, 100)])
+def test_replicas_part_above_the_largest_learning_rate(delay: int, momentum: float, steps: int) -> None:
     def apart(rate: float) -> float:
         run = Run(
             f"delayed({delay})",
@@ -187,11 +187,11 @@ def test_replicas_part_above_the_largest_learning_rate(delay: int, momentum: flo
             workload=lambda: Quadratic(dim=4, samples=64, spread=1.0),
             settings={"learning_rate": rate * largest_rate(delay, momentum), "momentum": momentum},
         )
-        run.steps(150)
+        run.steps(steps)
         return float((run.weights(0) - run.weights(1)).norm())
 
     assert apart(0.8) < 5
-    assert apart(2.0) > 100
+    assert apart(1.5) > 100
 
 
 def test_the_gap_to_synchronous_grows_as_the_square_of_delay_and_period() -> None:
