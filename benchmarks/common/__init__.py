@@ -1,6 +1,7 @@
 """What all benchmarks share: expected rows, stored results, verdicts, the command line."""
 
 from benchmarks.common.command import Measured, main
+from benchmarks.common.kept import Kept
 from benchmarks.common.rows import Expected, Stored, Verdict, load_expected, source_hash, verdict
 from benchmarks.common.simulated import Simulated
 from benchmarks.common.trials import Trial, Trials
@@ -8,6 +9,7 @@ from benchmarks.common.workers import torchrun
 
 __all__ = [
     "Expected",
+    "Kept",
     "Measured",
     "Simulated",
     "Stored",

@@ -1,9 +1,7 @@
-"""Trainings that benchmarks compare: done once, and kept, so that a benchmark that is stopped goes on where it was."""
+"""Trainings in virtual time that benchmarks compare."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from benchmarks.common.kept import Kept
 from benchmarks.common.rows import source_hash
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
@@ -69,12 +68,6 @@ class Trial:
     weight_decay: float = 1e-4
     seed: int = 0
 
-    @property
-    def key(self) -> str:
-        """Of its settings and of the sources."""
-        said = json.dumps([asdict(self), source_hash(SOURCES)], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
-
     def run(self) -> float:
         """Test accuracy at the end, a share; of the mean parameters where they differ."""
         torch.set_num_threads(1)
@@ -123,27 +116,20 @@ class Trials:
     """
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
-        self._path, self._quick = folder / "results" / "trials.jsonl", quick
-        self._done: dict[str, float] = {}
-        if self._path.exists() and not quick:
-            lines = (json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines() if line)
-            self._done = {line["key"]: line["accuracy"] for line in lines}
+        self._kept, self._quick = Kept(folder / "results" / "trials.jsonl", quick=quick), quick
 
     def accuracy(self, trial: Trial) -> float:
         """Of one training, in percent."""
         if self._quick:
             trial = replace(trial, workload="synthetic/quadratic", replicas=2, steps=2, batch_size=8)
-        if trial.key not in self._done:
+
+        def train() -> dict[str, float]:
             Console(stderr=True).print(
                 f"training {trial.parts}, rate {trial.learning_rate:g}, seed {trial.seed}", highlight=False
             )
-            self._done[trial.key] = 100 * trial.run()
-            if not self._quick:
-                self._path.parent.mkdir(exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
-                    line: dict[str, Any] = {"key": trial.key, **asdict(trial)}
-                    file.write(json.dumps({**line, "accuracy": self._done[trial.key]}) + "\n")
-        return self._done[trial.key]
+            return {"accuracy": 100 * trial.run()}
+
+        return float(self._kept.once({**asdict(trial), "sources": source_hash(SOURCES)}, train)["accuracy"])
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
         """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.

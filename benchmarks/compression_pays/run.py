@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Measured, main, source_hash, torchrun
+from benchmarks.common import Kept, Measured, main, source_hash, torchrun
 from benchmarks.common.shaped import in_lab
 from benchmarks.compression_pays.methods import AUTO, DDP, FP16_HOOK, METHODS, POWERSGD_HOOK
 from farflung.network import network_profile
@@ -66,12 +65,8 @@ def measure(quick: bool) -> Mapping[str, Measured]:
     networks = dict(list(NETWORKS.items())[1:]) if quick else NETWORKS
     timed: Timings = {method: {} for method in methods}
     for network, profile in networks.items():
-        module = "benchmarks.compression_pays.worker"
-        said = in_lab(
-            network_profile(profile), NODES, module, str(BATCH), str(rounds), str(steps), *methods
-        )  # fmt: skip
-        for line in said[0]:
-            timed[line["method"]][network] = Timed(line["ddp_s"], line["step_s"])
+        for method, (theirs, own) in _blocks(profile, methods, rounds, steps, quick=quick).items():
+            timed[method][network] = Timed(theirs, own)
     _show(timed, networks)
     config: dict[str, Any] = {
         "model": "cifar10/resnet20",
@@ -103,6 +98,27 @@ def measure(quick: bool) -> Mapping[str, Measured]:
     return results
 
 
+def _blocks(
+    profile: str, methods: Sequence[str], rounds: int, steps: int, *, quick: bool
+) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    """Seconds of a step in DDP's blocks and in its own, of each method on one network; kept."""
+
+    def measure() -> dict[str, Any]:
+        lines, *_ = in_lab(
+            network_profile(profile), NODES, "benchmarks.compression_pays.worker", str(BATCH), str(rounds), str(steps),
+            *methods,
+        )  # fmt: skip
+        return {"blocks": {line["method"]: (line["ddp_s"], line["step_s"]) for line in lines}}
+
+    sources = source_hash(
+        [*SOURCES, "benchmarks/compression_pays/methods.py", "benchmarks/compression_pays/worker.py"]
+    )
+    key = {"network": profile, "batch": BATCH, "rounds": rounds, "steps": steps, "sources": sources}
+    blocks: dict[str, tuple[Sequence[float], Sequence[float]]]
+    blocks = Kept(FOLDER / "results" / "timings.jsonl", quick=quick).once(key, measure)["blocks"]
+    return blocks
+
+
 def _measured(ratios: Sequence[float], config: dict[str, Any]) -> Measured:
     return Measured(statistics.median(ratios), (min(ratios), max(ratios)), config)
 
@@ -123,23 +139,18 @@ def _over_powersgd(timed: Timings) -> Measured:
 
 def _accuracy(method: str, seed: int) -> float:
     """Of a training on loopback; kept, so that it is done once."""
-    file = FOLDER / "results" / "accuracies.jsonl"
     sources = source_hash(
         [*SOURCES, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))]
     )
     key = {"method": method, "seed": seed, "steps": TRAINING_STEPS, "sources": sources}
-    if file.exists():
-        for text in file.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            if all(line[name] == value for name, value in key.items()):
-                return float(line["accuracy"])
-    (said,) = torchrun(
-        NODES, "benchmarks.compression_pays.accuracy", method, str(seed), str(TRAINING_STEPS)
-    )  # fmt: skip
-    file.parent.mkdir(exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({**key, **said}) + "\n")
-    return float(said["accuracy"])
+
+    def train() -> dict[str, Any]:
+        (said,) = torchrun(
+            NODES, "benchmarks.compression_pays.accuracy", method, str(seed), str(TRAINING_STEPS)
+        )  # fmt: skip
+        return said
+
+    return float(Kept(FOLDER / "results" / "accuracies.jsonl").once(key, train)["accuracy"])
 
 
 def _show(timed: Timings, networks: Mapping[str, str]) -> None:

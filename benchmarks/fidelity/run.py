@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Measured, main, source_hash  # noqa: E402
+from benchmarks.common import Kept, Measured, main, source_hash  # noqa: E402
 from benchmarks.common.runs import farflung, last_event, step_s  # noqa: E402
 
 FOLDER = Path(__file__).parent
@@ -88,22 +88,16 @@ def measure(quick: bool) -> Mapping[str, Measured]:
 
 def cell(network: str, recipe: str, quick: bool) -> dict[str, Any]:
     """One recipe on one network, in both worlds."""
-    file = FOLDER / "results" / "cells.jsonl"
+
+    def measure() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as scratch:
+            made = _cell(network, recipe, QUICK_STEPS if quick else STEPS, Path(scratch))
+        print(f"{network}, {recipe}: {made}", file=sys.stderr, flush=True)
+        return made
+
     sources = source_hash([*SOURCES, "benchmarks/fidelity/*.py"])
-    if not quick and file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            found: dict[str, Any] = json.loads(line)
-            if (found["network"], found["recipe"], found["sources"]) == (network, recipe, sources):
-                return found
-    with tempfile.TemporaryDirectory() as scratch:
-        made = _cell(network, recipe, QUICK_STEPS if quick else STEPS, Path(scratch))
-    made["sources"] = sources
-    print(f"{network}, {recipe}: {made}", file=sys.stderr, flush=True)
-    if not quick:
-        file.parent.mkdir(exist_ok=True)
-        with file.open("a", encoding="utf-8") as cells:
-            cells.write(json.dumps(made) + "\n")
-    return made
+    key = {"network": network, "recipe": recipe, "sources": sources}
+    return Kept(FOLDER / "results" / "cells.jsonl", quick=quick).once(key, measure)
 
 
 def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any]:
@@ -128,8 +122,6 @@ def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any
     paces = [last_event(lab, rank, "pace") for rank in range(NODES)]
     said = sum(end["bytes_sent"] if "bytes_sent" in end else end["bytes_sent_per_replica"] for end in ends)
     return {
-        "network": network,
-        "recipe": recipe,
         "steps": steps,
         "lab_s": real_s,
         "simulated_s": virtual_s,
