@@ -37,9 +37,13 @@ WORLD = [
     "src/farflung/comm/virtual/*.py",
     "src/farflung/network/*.py",
     "src/farflung/runtime/virtual.py",
-    "benchmarks/common/*.py",
+    "benchmarks/common/runs.py",
+    "benchmarks/common/shaped.py",
+    "benchmarks/common/simulated.py",
+    "benchmarks/common/workers.py",
+    "benchmarks/common/worlds.py",
 ]
-"""What a simulated time depends on, besides its own settings."""
+"""What the time of a run in either world depends on, besides its own settings."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Trials:
         rate, *others = rates[:1] if self._quick else rates
         for other in others:
             tried = [replace(trial, learning_rate=one, seed=seeds[0]) for one in (rate, other)]
-            if self.accuracy(tried[1]) <= self.accuracy(tried[0]):
+            if self.accuracy(tried[1]) < self.accuracy(tried[0]):
                 break
             rate = other
         return [self.accuracy(replace(trial, learning_rate=rate, seed=seed)) for seed in seeds], rate

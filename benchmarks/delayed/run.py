@@ -238,7 +238,7 @@ def _taking(exchange_s: float, nodes: int, nbytes: int) -> NetworkProfile:
 
 LAGS = (4, 8, 12, 16, 20)
 DELAYS = (5, 10, 15, 20)
-RATES, SEEDS = (0.02, 0.01, 0.005), (0,)
+RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
 Points = tuple[float, tuple[float, float]]
 
 

@@ -192,7 +192,7 @@ REMEDIES = {
     "prediction": "pipelined(width=2, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
-RATES, SEEDS = (0.02, 0.01, 0.005), (0,)
+RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
