@@ -190,6 +190,7 @@ REMEDIES = {
     "plain": "pipelined(width=2)",
     "warm-up": "pipelined(width=2, warmup=100)",
     "prediction": "pipelined(width=2, predict=True)",
+    "warm-up, prediction": "pipelined(width=2, warmup=100, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
 RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
