@@ -13,8 +13,16 @@ from farflung.codecs.options import codec_option
 from farflung.codecs.routed import join, take
 from farflung.comm import COLLECTIVES
 from farflung.errors import ConfigError, UnknownName, Unsupported
-from farflung.reducers.journeys import Exchange, Gathered, Hops, Journey, Linear, Summed, check_cut
-from farflung.reducers.two_phases import TwoPhases
+from farflung.reducers.journeys import (
+    Exchange,
+    Gathered,
+    Hops,
+    Journey,
+    Linear,
+    Summed,
+    TwoPhases,
+    check_cut,
+)
 from farflung.reducers.weights import divisor, numerator, reduced, side_of
 from farflung.seeding import derive
 from farflung.types import Channel, Codec, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec

@@ -11,7 +11,7 @@ from farflung.codecs.trees import apart
 from farflung.comm import Coding
 from farflung.comm.collectives.segments import Segment, cut, others, sum_in_order
 from farflung.comm.staging import on_device
-from farflung.reducers.journeys import Exchange, both, unwrapped
+from farflung.reducers.journeys.journey import Exchange, both, unwrapped
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["TwoPhases"]

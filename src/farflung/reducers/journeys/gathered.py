@@ -1,0 +1,53 @@
+"""Encoded once, and sent to all."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from farflung.codecs.trees import apart
+from farflung.comm.collectives.segments import others
+from farflung.reducers.journeys.journey import Exchange, both
+from farflung.types import Codec, CodecState, Payload, TensorSpec
+
+__all__ = ["Gathered"]
+
+
+class Gathered:
+    """Encoded once; every rank sends its payload to all, and decodes and adds them in rank order.
+
+    One way and one delay, but traffic that grows with the number of ranks.
+    """
+
+    posted = True
+
+    def __init__(self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor) -> None:
+        self._exchange, self._codec, self._tensor = exchange, codec, tensor
+        payload, self.state = codec.encode(state, tensor, step=exchange.step, count=1)
+        # Nobody says when all have read it, and the sum is written where the tensor was.
+        self._own = apart(payload, tensor)
+        self._hop = exchange.channel.hops(1)
+        for peer in others(exchange.channel):
+            exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """The sums, in rank order whoever was first."""
+        channel, spec = self._exchange.channel, TensorSpec.of(self._tensor)
+        expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
+        side: Tensor | None = None
+        for rank in range(channel.size):
+            payload, riding = self._own, self._exchange.side
+            if rank != channel.rank:
+                payload, riding = both(await channel.recv(rank, self._hop, expect), self._tensor.device)
+            decoded = self._codec.decode(self.state, payload, spec, step=self._exchange.step, count=1)
+            if side is None:
+                self._tensor.copy_(decoded)
+                side = riding.clone()
+            else:
+                self._tensor.add_(decoded)
+                side.add_(riding)
+        assert side is not None
+        return self._tensor, side
+
+    def learn(self, state: CodecState, average: Tensor) -> CodecState:
+        """What the codec learns."""
+        return self._codec.observe(state, average, step=self._exchange.step)
