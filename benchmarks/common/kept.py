@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.ran import ran
+from benchmarks.common.rows import source_hash
 
 __all__ = ["Kept"]
 
@@ -21,14 +24,27 @@ class Kept:
     def __init__(self, path: Path, *, quick: bool = False) -> None:
         self._path, self._quick = path, quick
 
-    def once(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """The line with this key, measured now if there is none."""
+    def once(
+        self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], *, watched: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The line with this key, measured now if there is none.
+
+        Args:
+          key: what the result depends on.
+          measure: makes it.
+          watched: patterns relative to the repository. Of these files the ones whose code ran, in this process, are
+            kept beside the result, which holds as long as they say the same.
+        """
         if not self._quick and self._path.exists():
             for text in self._path.read_text(encoding="utf-8").splitlines():
                 line: dict[str, Any] = json.loads(text)
-                if all(line.get(name) == value for name, value in key.items()):
+                same = all(line.get(name) == value for name, value in key.items())
+                if same and (not watched or line["sources"] == source_hash(line["files"])):
                     return line
-        line = {**key, **measure()}
+        with ran(watched) as files:
+            line = {**key, **measure()}
+        if watched:
+            line |= {"files": sorted(files), "sources": source_hash(files)}
         if not self._quick:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as lines:

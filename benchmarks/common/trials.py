@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.common.kept import Kept
-from benchmarks.common.rows import source_hash
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.replica import Replica
@@ -24,13 +23,13 @@ __all__ = ["SOURCES", "WORLD", "Trial", "Trials"]
 
 SOURCES = [
     "src/farflung/codecs/*.py",
-    "src/farflung/reducers/*.py",
+    "src/farflung/reducers/**/*.py",
     "src/farflung/replica/*.py",
     "src/farflung/schedules/*.py",
     "src/farflung/sampling/*.py",
     "src/farflung/workloads/*.py",
 ]
-"""What a training depends on, besides its own settings."""
+"""What a training may depend on, besides its own settings."""
 WORLD = [
     *SOURCES,
     "src/farflung/comm/collectives/*.py",
@@ -133,7 +132,7 @@ class Trials:
             )
             return {"accuracy": 100 * trial.run()}
 
-        return float(self._kept.once({**asdict(trial), "sources": source_hash(SOURCES)}, train)["accuracy"])
+        return float(self._kept.once(asdict(trial), train, watched=SOURCES)["accuracy"])
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
         """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.

@@ -31,7 +31,7 @@ EQUAL_POINTS = 0.5
 """How much less accurate a method may be on average to count as equal."""
 SOURCES = [
     "src/farflung/codecs/*.py",
-    "src/farflung/reducers/*.py",
+    "src/farflung/reducers/**/*.py",
     "src/farflung/comm/**/*.py",
     "src/farflung/ddp.py",
 ]
