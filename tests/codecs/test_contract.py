@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.codecs import CODECS, ErrorFeedback, Truncate16
+from farflung.codecs.sparse import accumulate
 from farflung.comm import ExchangeChannel
 from farflung.comm.wire import Kind, decode, encode
 from farflung.errors import Unsupported
@@ -122,6 +123,18 @@ def test_any_finite_tensor_comes_back(name: str, values: list[float]) -> None:
         error, size = (decoded.double() - kept.double()).norm(), kept.double().norm()
         assert error <= row.error * size * (1 + 1e-6) + len(values) * 2.0**-120
     assert payload.nbytes == sum(len(raw(tensor)) for tensor in payload.tensors())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
+@pytest.mark.parametrize("alpha", [1.0, -1.0, 0.5])
+def test_adding_a_payload_is_adding_what_it_decodes_to(codec: Codec, numel: int, alpha: float) -> None:
+    decoded, payload, state = there_and_back(codec, gradient(numel))
+    total = gradient(numel, 1)
+    wanted = total.add(decoded, alpha=alpha)
+    sent = copied(payload)
+    accumulate(codec, state, payload, total, step=0, count=1, alpha=alpha)
+    assert torch.equal(total, wanted)
+    assert same_payload(payload, sent)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 50])

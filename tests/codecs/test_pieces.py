@@ -15,11 +15,11 @@ from farflung.codecs import blocks as blocks_module
 from farflung.codecs import selection
 from farflung.codecs.bits import fields, from_fields, pack, packed_numel, unpack
 from farflung.codecs.blocks import Norm, blocks, bucket_norms
-from farflung.codecs.selection import entries, kept, largest
+from farflung.codecs.selection import kept, largest
+from farflung.codecs.sparse import add_entries
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
-from farflung.types import TensorSpec
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
 BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
@@ -228,4 +228,4 @@ def test_how_many_a_density_keeps(numel: int, density: float, k: int) -> None:
 @pytest.mark.parametrize("index", [-1, 5])
 def test_an_entry_that_is_not_there_is_refused(index: int) -> None:
     with pytest.raises(ProtocolError, match=f"entry {index} of 5"):
-        entries(torch.ones(2), torch.tensor([0, index], dtype=torch.int32), TensorSpec((5,)))
+        add_entries(torch.zeros(5), torch.ones(2), torch.tensor([0, index], dtype=torch.int32), 1.0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from farflung.codecs.int8 import Int8
 from farflung.codecs.options import codec_option
+from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.codecs.trees import only_seeds, rebuilt
 from farflung.errors import Unsupported
@@ -97,6 +98,28 @@ class Chain:
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Decodes the floating tensors, then the first's payload."""
+        whole = self._of_first(state, payload, step=step, count=count)
+        return self.first.decode(self._inner(state), whole, spec, step=step, count=count)
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """As the first codec does, with the floating tensors decoded."""
+        whole = self._of_first(state, payload, step=step, count=count)
+        accumulate(self.first, self._inner(state), whole, total, step=step, count=count, alpha=alpha)
+
+    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        """The first codec's."""
+        return self._with(state, self.first.observe(self._inner(state), aggregate, step=step))
+
+    def linear(self, state: CodecState) -> bool:
+        """If both are."""
+        return self.first.linear(self._inner(state)) and self.second.linear(
+            self._second(state, TensorSpec((1,)), 0)
+        )
+
+    def _of_first(self, state: CodecState, payload: Payload, *, step: int, count: int) -> Payload:
+        """The first codec's payload with its floating tensors."""
         tree, *parts = payload.parts
         assert isinstance(tree, Payload)
         place = 0
@@ -111,17 +134,7 @@ class Chain:
             place += 1
             return self.second.decode(own, encoded, dense, step=step, count=count)
 
-        return self.first.decode(self._inner(state), rebuilt(tree, back), spec, step=step, count=count)
-
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """The first codec's."""
-        return self._with(state, self.first.observe(self._inner(state), aggregate, step=step))
-
-    def linear(self, state: CodecState) -> bool:
-        """If both are."""
-        return self.first.linear(self._inner(state)) and self.second.linear(
-            self._second(state, TensorSpec((1,)), 0)
-        )
+        return rebuilt(tree, back)
 
     def _inner(self, state: CodecState) -> CodecState:
         return state if self.stateless else CodecState(state.shared["first"], state.local["first"])

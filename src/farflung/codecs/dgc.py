@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable, share_option, whole_option
 from farflung.codecs.routed import join, take
-from farflung.codecs.selection import entries, kept, largest
+from farflung.codecs.selection import kept, largest
+from farflung.codecs.sparse import Sparse, add_entries
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
 __all__ = ["DGC"]
@@ -20,7 +20,7 @@ STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class DGC(Fixed):
+class DGC(Sparse):
     r"""Accumulates momentum on each replica, and sends the largest of what has accumulated.
 
     .. math::
@@ -117,18 +117,20 @@ class DGC(Fixed):
             velocity[start : start + numel].nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
 
-    def decode(
-        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
-    ) -> Tensor:
-        """Zeros where nothing was sent."""
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
         values, *rest = payload.tensors()
         if not rest:
-            return values.view(spec.shape)
+            total.add_(values.view(total.shape), alpha=alpha)
+            return
         indices, dense = rest
-        whole = entries(values, indices, TensorSpec((spec.numel,), spec.dtype))
-        _put(whole, state.shared["dense"], dense)
-        return whole.view(spec.shape)
+        add_entries(total, values, indices, alpha)
+        runs = state.shared["dense"]
+        for (start, numel), part in zip(runs, dense.split([numel for _, numel in runs]), strict=True):
+            total.view(-1)[start : start + numel].add_(part, alpha=alpha)
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica names entries of its own."""

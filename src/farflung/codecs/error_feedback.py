@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.codecs.options import codec_option, floating
 from farflung.codecs.randomk import RandomK
+from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.codecs.trees import shares_memory
 from farflung.errors import ConfigError
@@ -66,10 +67,12 @@ class ErrorFeedback:
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """What the codec makes of gradient and residual."""
-        wanted = grad + state.local["residual"].to(grad.device)
-        payload, inner = self.codec.encode(inner_state(state), wanted, step=step, count=count)
-        sent = self.codec.decode(inner, payload, TensorSpec.of(grad), step=step, count=count)
-        residual = left_over(wanted, sent, payload)
+        left = grad + state.local["residual"].to(grad.device)
+        payload, inner = self.codec.encode(inner_state(state), left, step=step, count=count)
+        if any(shares_memory(tensor, left) for tensor in payload.tensors()):
+            left = left.clone()
+        accumulate(self.codec, inner, payload, left, step=step, count=count, alpha=-1.0)
+        residual = left.nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(inner.shared, {"residual": residual, "codec": inner.local})
 
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
@@ -82,6 +85,12 @@ class ErrorFeedback:
     ) -> Tensor:
         """The codec's."""
         return self.codec.decode(inner_state(state), payload, spec, step=step, count=count)
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """As the codec does."""
+        accumulate(self.codec, inner_state(state), payload, total, step=step, count=count, alpha=alpha)
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         """The codec's."""

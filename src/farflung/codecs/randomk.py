@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
+from farflung.codecs.sparse import Sparse
 from farflung.seeding import derive
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -20,7 +20,7 @@ __all__ = ["RandomK"]
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK(Fixed):
+class RandomK(Sparse):
     r"""Sends a random ``density`` fraction of the entries; which ones, a shared seed says.
 
     .. math:: [C(g)]_i = \frac{n}{k}\, g_i \text{ if } i \in S_t, \text{ else } 0
@@ -72,14 +72,14 @@ class RandomK(Fixed):
             values.mul_(flat.numel() / len(indices))
         return Payload((values,)), state
 
-    def decode(
-        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
-    ) -> Tensor:
-        """Zeros where nothing was sent."""
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del count
         (values,) = payload.tensors()
-        indices = self._indices(state, spec.numel, step, values.device)
-        return values.new_zeros(spec.numel).index_copy_(0, indices, values).view(spec.shape)
+        indices = self._indices(state, total.numel(), step, values.device)
+        total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
     def linear(self, state: CodecState) -> bool:
         """Always."""

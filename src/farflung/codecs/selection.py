@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.blocks import blocks
-from farflung.errors import ProtocolError
-from farflung.types import TensorSpec
 
-__all__ = ["entries", "kept", "largest"]
+__all__ = ["kept", "largest"]
 
+SAMPLED = 16
+"""One entry in so many is in the sample."""
 SAMPLE_NUMEL = 1 << 16
-"""Our choice: enough that at a density of 1 % the sample's own threshold is off by a few percent."""
-WHOLE_NUMEL = 1 << 16
+"""At most. Our choice: enough that at a density of 1 % the sample's own threshold is off by a few percent."""
+WHOLE_NUMEL = 1 << 14
 """Up to this many elements there is nothing to gain from a sample."""
 ROW = 32
 """Rows of this length are looked at first, by their largest entries: at a density of 1 % three in four rows have
@@ -56,22 +56,6 @@ def largest(tensor: Tensor, k: int) -> Tensor:
     return _exactly(_magnitudes(tensor), k)
 
 
-def entries(values: Tensor, indices: Tensor, spec: TensorSpec) -> Tensor:
-    """A dense tensor with ``values`` at ``indices`` of its flat form, and zeros elsewhere.
-
-    Raises:
-      ProtocolError: an index out of range, seen on a CPU.
-    """
-    flat = values.new_zeros(spec.numel, dtype=spec.dtype)
-    if indices.device.type == "cpu" and len(indices):
-        low, high = indices.aminmax()
-        if low < 0 or high >= len(flat):
-            raise ProtocolError(
-                f"entry {int(low if low < 0 else high)} of {len(flat)}: do all ranks run the same model and recipe?"
-            )
-    return flat.index_copy_(0, indices.long(), values.to(spec.dtype)).view(spec.shape)
-
-
 def _magnitudes(tensor: Tensor) -> Tensor:
     wide = tensor.abs() if tensor.dtype in (torch.float32, torch.float64) else tensor.float().abs_()
     return wide.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -99,7 +83,7 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
 def _guess(tensor: Tensor, k: int) -> Tensor:
     """A threshold that a few more than k entries reach, from entries at even distances."""
     # An odd distance does not keep step with rows whose length is a power of two.
-    sample = _magnitudes(tensor[:: (tensor.numel() // SAMPLE_NUMEL) | 1])
+    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL) | 1])
     expected = k * len(sample) / tensor.numel()
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
     guess = sample.kthvalue(len(sample) - rank + 1).values

@@ -8,16 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
 from farflung.codecs.options import density_option, indexable
-from farflung.codecs.selection import entries, kept, largest
+from farflung.codecs.selection import kept, largest
+from farflung.codecs.sparse import Sparse, add_entries
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["TopK"]
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Fixed):
+class TopK(Sparse):
     r"""Keeps the ``density`` fraction of entries with the largest magnitude.
 
     .. math:: [C(g)]_i = g_i \text{ if } i \in \mathrm{top}_k(|g|), \text{ else } 0
@@ -67,13 +67,16 @@ class TopK(Fixed):
             return Payload((torch.zeros_like(flat).index_copy_(0, indices, values),)), state
         return Payload((values, indices.to(torch.int32))), state
 
-    def decode(
-        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
-    ) -> Tensor:
-        """Zeros where nothing was sent."""
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del state, step, count
         values, *indices = payload.tensors()
-        return entries(values, indices[0], spec) if indices else values.view(spec.shape)
+        if indices:
+            add_entries(total, values, indices[0], alpha)
+        else:
+            total.add_(values.view(total.shape), alpha=alpha)
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica names entries of its own."""

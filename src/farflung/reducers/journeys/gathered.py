@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from farflung.codecs.sparse import accumulate
 from farflung.codecs.trees import apart
 from farflung.comm.collectives.segments import others
 from farflung.reducers.journeys.journey import Exchange, both
@@ -31,21 +33,16 @@ class Gathered:
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """The sums, in rank order whoever was first."""
-        channel, spec = self._exchange.channel, TensorSpec.of(self._tensor)
+        channel = self._exchange.channel
         expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
-        side: Tensor | None = None
+        self._tensor.zero_()
+        side = torch.zeros_like(self._exchange.side)
         for rank in range(channel.size):
             payload, riding = self._own, self._exchange.side
             if rank != channel.rank:
                 payload, riding = both(await channel.recv(rank, self._hop, expect), self._tensor.device)
-            decoded = self._codec.decode(self.state, payload, spec, step=self._exchange.step, count=1)
-            if side is None:
-                self._tensor.copy_(decoded)
-                side = riding.clone()
-            else:
-                self._tensor.add_(decoded)
-                side.add_(riding)
-        assert side is not None
+            accumulate(self._codec, self.state, payload, self._tensor, step=self._exchange.step, count=1)
+            side += riding
         return self._tensor, side
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:

@@ -1,0 +1,86 @@
+"""What codecs have alike that send few entries, and how any payload is added to a sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.fixed import Fixed
+from farflung.errors import ProtocolError
+from farflung.types import Codec, CodecState, Payload, TensorSpec
+
+__all__ = ["Sparse", "accumulate", "add_entries"]
+
+
+class Sparse(Fixed):
+    """A codec whose payloads are added to a sum entry by entry, in a time that depends on the entries sent alone."""
+
+    __slots__ = ()
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """Adds ``alpha`` times the entries sent to ``total``, of the shape encoded, in place.
+
+        Raises:
+          ProtocolError: an index out of range, seen on a CPU.
+        """
+        raise NotImplementedError
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        """Zeros where nothing was sent.
+
+        Raises:
+          ProtocolError: an index out of range, seen on a CPU.
+        """
+        total = torch.zeros(spec.shape, dtype=spec.dtype, device=next(iter(payload.tensors())).device)
+        self.accumulate(state, payload, total, step=step, count=count)
+        return total
+
+
+def accumulate(
+    codec: Codec,
+    state: CodecState,
+    payload: Payload,
+    total: Tensor,
+    *,
+    step: int,
+    count: int,
+    alpha: float = 1.0,
+) -> None:
+    """Adds ``alpha`` times what a payload decodes to, in place.
+
+    Args:
+      codec: any; one with a method ``accumulate``, as :class:`Sparse` has, does it without a dense tensor between.
+      state: of the codec.
+      payload: what it encoded.
+      total: of the shape encoded.
+      step: for the codec.
+      count: for the codec.
+      alpha: a factor.
+
+    Raises:
+      ProtocolError: an index out of range, seen on a CPU.
+    """
+    entry_by_entry = getattr(codec, "accumulate", None)
+    if entry_by_entry is not None:
+        entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
+    else:
+        total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)
+
+
+def add_entries(total: Tensor, values: Tensor, indices: Tensor, alpha: float) -> None:
+    """Adds ``alpha`` times ``values`` at ``indices`` of the flat form of ``total``.
+
+    Raises:
+      ProtocolError: an index out of range, seen on a CPU.
+    """
+    if indices.device.type == "cpu" and len(indices):
+        low, high = map(int, indices.aminmax())
+        if low < 0 or high >= total.numel():
+            raise ProtocolError(
+                f"entry {low if low < 0 else high} of {total.numel()}: do all ranks run the same model and recipe?"
+            )
+    total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)
