@@ -16,13 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.compression_pays.methods import AUTO, DDP, wrapped
+from farflung.ddp import DECIDED_AFTER
 from farflung.seeding import generator
 from farflung.workloads import workload
 
 WARM_UP = 3
 """Steps in which buckets are laid out and connections find their rate."""
-CHOICE = 13
-"""Steps in which the one that falls back on DDP's all-reduce finds out which is faster."""
 MORE = 5
 """How many times as many blocks that one has: its goal leaves 2 %, less than blocks of one method differ by."""
 
@@ -36,7 +35,7 @@ def main() -> None:
     plain.block(WARM_UP)
     for method in methods:
         training = Training(method, batch)
-        training.block(CHOICE + 1 if method == AUTO else WARM_UP)
+        training.block(DECIDED_AFTER + 1 if method == AUTO else WARM_UP)
         theirs, own = [], []
         for _ in range(rounds * (MORE if method == AUTO else 1)):
             theirs.append(plain.block(steps))

@@ -34,6 +34,8 @@ _WARM_UP = (True, True, False)
 """Whether the hook carries each of the first steps, in which buckets are laid out and connections find their rate."""
 _TURNS = 5
 """How many steps of either kind are timed after those."""
+DECIDED_AFTER = len(_WARM_UP) + 2 * _TURNS
+"""How many steps take turns where the hook may fall back on DDP's own all-reduce."""
 
 
 def ddp_hook(

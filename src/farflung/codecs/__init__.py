@@ -16,6 +16,7 @@ from farflung.codecs.qsgd import QSGD
 from farflung.codecs.randomk import RandomK
 from farflung.codecs.routed import Route, Routed
 from farflung.codecs.sign import Sign
+from farflung.codecs.sparse import Sparse
 from farflung.codecs.topk import TopK
 from farflung.codecs.truncate16 import Truncate16
 from farflung.types import Codec
@@ -34,6 +35,7 @@ __all__ = [
     "Route",
     "Routed",
     "Sign",
+    "Sparse",
     "TopK",
     "Truncate16",
     "by_role",
