@@ -1,0 +1,179 @@
+"""What benchmarks share: verdicts, hashes of sources, results that are kept, the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common import Expected, Kept, Measured, Stored, main, source_hash, verdict
+from benchmarks.common import ran as ran_module
+from benchmarks.common import rows as rows_module
+from benchmarks.common.ran import ran
+from farflung.codecs import TopK
+from farflung.types import Seeds, TensorSpec
+
+BENCHMARKS = sorted(path.parent for path in rows_module.ROOT.glob("benchmarks/*/expected.toml"))
+FASTER = Expected("fast", "times", "higher", goal=2.0)
+SMALLER = Expected("small", "bytes", "lower", goal=2.0)
+STORED = Stored("fast", ours=3.0, spread=(2.5, 3.5), simulated=False, sources="now")
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "ours", "spread", "wanted"),
+    [
+        (FASTER, 2.0, (1.0, 3.0), "ahead"),
+        (FASTER, 1.9, (1.8, 2.0), "equal"),
+        (FASTER, 1.9, (1.8, 1.95), "short"),
+        (SMALLER, 2.0, (1.0, 3.0), "ahead"),
+        (SMALLER, 2.1, (2.0, 2.2), "equal"),
+        (SMALLER, 2.1, (2.05, 2.2), "short"),
+        (replace(FASTER, goal=None), 0.0, (0.0, 0.0), "ahead"),
+    ],
+)
+def test_a_verdict_compares_with_the_goal(
+    expected: Expected, ours: float, spread: tuple[float, float], wanted: str
+) -> None:
+    assert verdict(expected, replace(STORED, ours=ours, spread=spread), "now") == wanted
+
+
+def test_what_was_never_measured_is_missing_and_what_no_longer_holds_is_stale() -> None:
+    assert verdict(FASTER, None, "now") == "missing"
+    assert verdict(FASTER, STORED, "later") == "stale"
+
+
+@pytest.mark.parametrize("folder", BENCHMARKS, ids=lambda folder: folder.name)
+def test_every_stored_row_is_expected(folder: Path) -> None:
+    expected = rows_module.load_expected(folder)
+    names = [row.name for row in expected]
+    assert len(set(names)) == len(names)
+    assert rows_module.load_stored(folder).keys() <= set(names)
+
+
+# --- sources ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own."""
+    for module in (rows_module, ran_module):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "one.py").write_text('"""Text."""\n\n\ndef one() -> int:\n    return 1  # comment\n')
+    (tmp_path / "two.py").write_text("def two() -> int:\n    return 2\n")
+    return tmp_path
+
+
+def test_a_hash_knows_code_and_no_comments(tree: Path) -> None:
+    before = source_hash(["*.py"])
+    (tree / "one.py").write_text("def one() -> int:\n    '''Other text.'''\n\n    return 1\n")
+    assert source_hash(["*.py"]) == before
+    (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
+    assert source_hash(["*.py"]) != before
+    assert source_hash(["two.py"]) == source_hash(["two.py"]) != source_hash(["one.py"])
+
+
+def test_a_measurement_depends_on_what_it_ran() -> None:
+    codec, spec = TopK(0.5), TensorSpec((8,))
+    with ran(["src/farflung/codecs/*.py"]) as files:
+        codec.encode(codec.init(spec, Seeds(0, 0)), torch.zeros(8), step=0, count=1)
+    assert "src/farflung/codecs/topk.py" in files
+    assert not files & {f"src/farflung/codecs/{name}.py" for name in ("qsgd", "dgc", "sign")}
+
+
+# --- kept -------------------------------------------------------------------------------------------------------
+
+
+def called(tree: Path, name: str) -> dict[str, int]:
+    """Runs a function of a file as if it had been imported."""
+    path = tree / f"{name}.py"
+    space: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), space)  # noqa: S102
+    return {"value": space[name]()}
+
+
+def test_what_is_kept_is_measured_once(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "results" / "kept.jsonl")
+    times = []
+
+    def measure() -> dict[str, int]:
+        times.append(1)
+        return {"value": len(times)}
+
+    assert [kept.once({"seed": seed}, measure)["value"] for seed in (0, 0, 1, 0)] == [1, 1, 2, 1]
+    assert Kept(tmp_path / "results" / "kept.jsonl", quick=True).once({"seed": 0}, measure)["value"] == 3
+    assert len((tmp_path / "results" / "kept.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_kept_holds_until_code_changes_that_it_ran(tree: Path) -> None:
+    kept = Kept(tree / "kept.jsonl")
+
+    def value() -> int:
+        return int(kept.once({"seed": 0}, lambda: called(tree, "one"), watched=["*.py"])["value"])
+
+    assert value() == 1
+    (tree / "two.py").write_text("def two() -> int:\n    return 22\n")
+    (tree / "three.py").write_text("def three() -> int:\n    return 3\n")
+    assert value() == 1
+    assert len((tree / "kept.jsonl").read_text().splitlines()) == 1
+    (tree / "one.py").write_text("def one() -> int:\n    return 11\n")
+    assert value() == 11
+    assert json.loads((tree / "kept.jsonl").read_text().splitlines()[1])["files"] == ["one.py"]
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, *args: str, ours: float = 3.0) -> int:
+    def measure(quick: bool) -> Mapping[str, Measured]:
+        return {"fast": Measured(ours, (ours, ours), {"quick": quick})}
+
+    return main(
+        folder, {("fast",): measure}, sources=["one.py"], minutes={("fast",): 1.0}, args=[*args, "--json"]
+    )
+
+
+@pytest.fixture
+def folder(tree: Path) -> Path:
+    """Of a benchmark with two rows, one of which nothing measures."""
+    folder = tree / "benchmarks" / "some"
+    folder.mkdir(parents=True)
+    row = '[[row]]\nname = "{}"\nunit = "times"\nbetter = "higher"\ngoal = 2.0\n'
+    (folder / "expected.toml").write_text(row.format("fast") + row.format("other"))
+    return folder
+
+
+def verdicts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    for row in rows:
+        assert set(row) == {"name", "unit", "published", "goal", "ours", "spread", "simulated", "verdict"}
+    return {row["name"]: row["verdict"] for row in rows}
+
+
+def test_rows_are_measured_once_and_again_when_stale(
+    tree: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "--stored") == 0
+    assert verdicts(capsys) == {"fast": "missing", "other": "missing"}
+    run(folder)
+    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+    run(folder, ours=1.0)
+    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+    (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
+    run(folder, "--stored")
+    assert verdicts(capsys) == {"fast": "stale", "other": "missing"}
+    run(folder, ours=1.0)
+    assert verdicts(capsys) == {"fast": "short", "other": "missing"}
+
+
+def test_quick_runs_are_not_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, "--quick")
+    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+    assert not (folder / "results").exists()
