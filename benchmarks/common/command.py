@@ -24,6 +24,7 @@ from benchmarks.common.rows import (
     verdict,
     versions,
 )
+from farflung.errors import FarflungError
 
 __all__ = ["Measured", "main"]
 
@@ -76,6 +77,9 @@ def main(
       sources: files that the results depend on, as patterns relative to the repository.
       minutes: an estimate for each group.
       args: the command line; that of the process when not given.
+
+    Returns:
+      The exit code: 2 where this machine or its data do not allow a measurement.
     """
     options = tyro.cli(Options, prog=f"{folder.name}/run.py", args=args)
     console = Console(stderr=True)
@@ -96,7 +100,12 @@ def main(
                 console.print(
                     f"{folder.name}: about {left:.0f} minutes left; now {', '.join(group)}", highlight=False
                 )
-            for name, measured in measures[group](options.quick).items():
+            try:
+                found = measures[group](options.quick)
+            except FarflungError as error:
+                console.print(f"{folder.name}: {error}", highlight=False, markup=False)
+                return 2
+            for name, measured in found.items():
                 row = Stored(
                     name=name,
                     ours=measured.ours,

@@ -16,6 +16,7 @@ from benchmarks.common import ran as ran_module
 from benchmarks.common import rows as rows_module
 from benchmarks.common.ran import ran
 from farflung.codecs import TopK
+from farflung.errors import LabError
 from farflung.types import Seeds, TensorSpec
 
 BENCHMARKS = sorted(path.parent for path in rows_module.ROOT.glob("benchmarks/*/expected.toml"))
@@ -171,6 +172,17 @@ def test_rows_are_measured_once_and_again_when_stale(
     assert verdicts(capsys) == {"fast": "stale", "other": "missing"}
     run(folder, ours=1.0)
     assert verdicts(capsys) == {"fast": "short", "other": "missing"}
+
+
+def test_a_machine_that_does_not_allow_a_measurement_is_told_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(quick: bool) -> Mapping[str, Measured]:
+        del quick
+        raise LabError("some-network does not come out right on this machine")
+
+    assert main(folder, {("fast",): measure}, sources=["one.py"], minutes={("fast",): 1.0}, args=[]) == 2
+    assert "some: some-network does not come out right on this machine" in capsys.readouterr().err
 
 
 def test_quick_runs_are_not_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
