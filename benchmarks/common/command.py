@@ -103,7 +103,7 @@ def main(
             try:
                 found = measures[group](options.quick)
             except FarflungError as error:
-                console.print(f"{folder.name}: {error}", highlight=False, markup=False)
+                console.print(f"{folder.name}: {error}", highlight=False, markup=False, soft_wrap=True)
                 return 2
             for name, measured in found.items():
                 row = Stored(

@@ -25,7 +25,7 @@ from farflung.runtime import WallRuntime
 from farflung.seeding import derive
 from farflung.types import Codec, Contribution, Reducer, Seeds, State, StateSlot
 
-__all__ = ["HookState", "ddp_hook", "exchange"]
+__all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
 
 _JOIN_S = 60.0
 _NO_RIDER = torch.zeros(0, dtype=torch.float64)
