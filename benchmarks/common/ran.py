@@ -25,6 +25,9 @@ def ran(patterns: Iterable[str]) -> Iterator[set[str]]:
     """
     watched = {str(file): str(file.relative_to(ROOT)) for pattern in patterns for file in ROOT.glob(pattern)}
     found: set[str] = set()
+    if not watched:
+        yield found
+        return
 
     def called(frame: FrameType, event: str, arg: object) -> None:
         del event, arg
@@ -32,11 +35,11 @@ def ran(patterns: Iterable[str]) -> Iterator[set[str]]:
         if file is not None and frame.f_code.co_name != "<module>":
             found.add(file)
 
-    before = sys.gettrace()
+    before, before_in_threads = sys.gettrace(), threading.gettrace()
     sys.settrace(called)
     threading.settrace(called)
     try:
         yield found
     finally:
         sys.settrace(before)
-        threading.settrace(before)
+        threading.settrace(before_in_threads)
