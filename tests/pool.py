@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,10 +71,11 @@ def _serve(link: Connection, port: int) -> None:
         try:
             module, _, name = function.rpartition(".")
             job_function = getattr(importlib.import_module(module), name)
-            result: tuple[bool, Any] = (
-                True,
-                job_function(rank, size, dist.PrefixStore(f"job-{job}", store), **arguments),
-            )
+            with mock.patch.dict(os.environ):  # what a job sets is gone before the next
+                result: tuple[bool, Any] = (
+                    True,
+                    job_function(rank, size, dist.PrefixStore(f"job-{job}", store), **arguments),
+                )
         except Exception:
             result = (False, f"rank {rank}:\n{traceback.format_exc()}")
         link.send(result)

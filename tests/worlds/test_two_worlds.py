@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from farflung.comm import COLLECTIVES
 from farflung.reducers import REDUCERS
 from farflung.schedules import SCHEDULES
 from farflung.workloads import workload
+from tests.covering import covering
 from tests.pool import Pool
 from tests.worlds import jobs
 
@@ -35,38 +35,16 @@ def _possible(parts: dict[str, str]) -> bool:
     return parts["codec"] != "dgc" or parts["reducer"] in WAYS[:2]
 
 
-def _pairs(parts: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
-    return {frozenset(pair) for pair in itertools.combinations(parts.items(), 2)}
-
-
 def _combinations() -> list[dict[str, str]]:
     """Each member once beside identities, then whatever is needed to have every possible pair of members met."""
-    chosen = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
-    unique = {tuple(sorted(c.items())): c for c in chosen}
-    candidates = [
-        parts
+    alone = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
+    possible = [
+        members
         for members in itertools.product(*FAMILIES.values())
-        if _possible(parts := dict(zip(FAMILIES, members, strict=True)))
+        if _possible(dict(zip(FAMILIES, members, strict=True)))
     ]
-    missing = set[frozenset[tuple[str, str]]]().union(*map(_pairs, candidates))
-
-    def meets(combination: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
-        return _pairs(combination) & missing
-
-    for combination in unique.values():
-        missing -= meets(combination)
-    while missing:
-        best = max(candidates, key=lambda c: len(meets(c)))
-        unique[tuple(sorted(best.items()))] = best
-        missing -= meets(best)
-    return list(unique.values())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
+    rows = covering(possible, first=[tuple(parts[family] for family in FAMILIES) for parts in alone])
+    return [dict(zip(FAMILIES, members, strict=True)) for members in rows]
 
 
 @pytest.mark.parametrize("size", [2, 4])
