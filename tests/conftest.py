@@ -30,8 +30,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 #
 # Under pytest-xdist tests run in any process, but those that share something costly, or the device, in one.
 
-SHARED = ("cluster", "pool")
-"""The fixtures that start replicas once for many tests."""
+SHARED = ("cluster", "pool", "whole")
+"""The fixtures that start replicas, or a whole run, once for several tests."""
 
 
 @pytest.fixture(scope="session")

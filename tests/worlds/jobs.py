@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -16,20 +17,25 @@ from farflung.replica import Replica
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
-from farflung.types import PoolView, Runtime
+from farflung.types import PoolView, Runtime, Workload
 from farflung.workloads import workload
 from tests.pool import digest, leave_group
 
 WORKLOAD = "fashion-mnist/cnn"
 
 
+@functools.cache  # the runs of one process share the samples
+def work() -> Workload:
+    """What is trained."""
+    return workload(WORKLOAD, data="packaged")
+
+
 def replica(runtime: Runtime, parts: dict[str, str], steps: int, batch_size: int) -> Replica:
     """One replica of a small run on the packaged data, with dropout and augmentation."""
-    work = workload(WORKLOAD, data="packaged")
-    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+    training = Training.resolve(work().defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
     return Replica(
         runtime,
-        work,
+        work(),
         training,
         recipe("synchronous").but(**parts).parts(training.seed),
         Telemetry(runtime.comm.rank),
@@ -73,10 +79,9 @@ def ddp(rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int)
 
 
 def _by_ddp(rank: int, size: int, steps: int, batch_size: int) -> dict[str, torch.Tensor]:
-    work = workload(WORKLOAD, data="packaged")
-    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
-    data, _ = work.datasets()
-    model = DistributedDataParallel(work.model(generator(3, "model")))
+    training = Training.resolve(work().defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+    data, _ = work().datasets()
+    model = DistributedDataParallel(work().model(generator(3, "model")))
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=training.learning_rate,
@@ -90,7 +95,7 @@ def _by_ddp(rank: int, size: int, steps: int, batch_size: int) -> dict[str, torc
             draw = sampler.next(PoolView(step, rank, size, batch_size, len(data)))
             batch = data.take(draw.ids, train=True)
             model.train()
-            work.loss(model, batch).mean().backward()
+            work().loss(model, batch).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return {name: value.clone() for name, value in model.module.state_dict().items()}

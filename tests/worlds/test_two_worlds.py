@@ -35,21 +35,23 @@ def _possible(parts: dict[str, str]) -> bool:
     return parts["codec"] != "dgc" or parts["reducer"] in WAYS[:2]
 
 
-def _combinations() -> list[dict[str, str]]:
-    """Each member once beside identities, then whatever is needed to have every possible pair of members met."""
+def _rows() -> list[tuple[str | int, ...]]:
+    """Each member once beside identities, then whatever it takes that every possible pair has met; and with a size."""
     alone = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
     possible = [
-        members
+        (*members, size)
         for members in itertools.product(*FAMILIES.values())
         if _possible(dict(zip(FAMILIES, members, strict=True)))
+        for size in (2, 4)
     ]
-    rows = covering(possible, first=[tuple(parts[family] for family in FAMILIES) for parts in alone])
-    return [dict(zip(FAMILIES, members, strict=True)) for members in rows]
+    return covering(possible, first=[(*(parts[family] for family in FAMILIES), 4) for parts in alone])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parts", _combinations(), ids=lambda parts: "-".join(parts.values()))
-def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> None:
+@pytest.mark.parametrize((*FAMILIES, "size"), _rows())
+def test_real_equals_virtual(
+    pool: Pool, codec: str, reducer: str, collective: str, schedule: str, size: int
+) -> None:
+    parts = {"codec": codec, "reducer": reducer, "collective": collective, "schedule": schedule}
     run = {"parts": parts, "steps": 6, "batch_size": 8}
     real = pool.run(size, "tests.worlds.jobs.wall", **run)
     simulated = jobs.virtual(size, **run)
