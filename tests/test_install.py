@@ -82,7 +82,7 @@ def core_alone(tmp_path: Path) -> dict[str, str]:
 
 def python(*args: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
 
 
 def test_the_core_alone_trains_and_simulates(core_alone: dict[str, str]) -> None:
