@@ -60,7 +60,12 @@ NORMS: dict[Norm, Callable[[Tensor], Tensor]] = {
 
 
 @covered(
-    "numel, bucket_size, norm, dtype", NUMELS, BUCKETS, NORMS, [torch.float32, torch.float64, torch.bfloat16]
+    "numel, bucket_size, norm, dtype",
+    NUMELS,
+    BUCKETS,
+    NORMS,
+    [torch.float32, torch.float64, torch.bfloat16],
+    strength=3,
 )
 def test_norms_of_buckets(numel: int, bucket_size: int, norm: Norm, dtype: torch.dtype) -> None:
     tensor = normal(numel).to(dtype)
