@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from farflung.config import OPTIMIZERS, Training
+from farflung.config import Training
 from farflung.errors import ConfigError
+from farflung.optimizers import OPTIMIZERS
 from farflung.types import Json
 
 GOOD: dict[str, Any] = {"steps": 10, "batch_size": 4, "learning_rate": 0.1}

@@ -21,7 +21,18 @@ MAX_LINES = 400
 
 # A module imports from groups above its own in this list, or from its own package; never from a neighbour.
 ORDER: list[set[str]] = [
-    {"types", "errors", "tasks", "seeding", "config", "telemetry"},
+    {
+        "types",
+        "errors",
+        "tasks",
+        "seeding",
+        "options",
+        "spec",
+        "optimizers",
+        "rates",
+        "config",
+        "telemetry",
+    },
     {"network"},
     {"codecs", "faults"},
     {"comm", "lab"},

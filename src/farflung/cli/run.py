@@ -12,10 +12,11 @@ from typing import ClassVar, Self
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
-from farflung.recipes import Recipe, build, recipe
+from farflung.recipes import Recipe, recipe
 from farflung.replica import Checkpoints, check_model, check_share
 from farflung.runtime import DecisionLog, read_decisions
 from farflung.seeding import generator
+from farflung.spec import build
 from farflung.telemetry import Event, read_events
 from farflung.types import Json, SampleIds, Workload
 from farflung.workloads import workload

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.config import Training
+from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import Subset
 from farflung.errors import ConfigError
 from farflung.replica.averaging import average, barrier
@@ -20,7 +20,7 @@ from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
-from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
 from farflung.replica.prediction import check_predictable, predicted
 from farflung.replica.summary import Summary, TimeSplit
 from farflung.replica.votes import Vote
@@ -32,6 +32,7 @@ from farflung.types import (
     Dataset,
     Decision,
     PoolView,
+    RateSchedule,
     Reducer,
     Runtime,
     SampleIds,
@@ -57,6 +58,8 @@ class Parts:
     schedule: Schedule
     sampler: Sampler
     stream: Stream
+    bucket_nbytes: int = BUCKET_NBYTES
+    """Of the gradient buckets that the reducer carries."""
 
 
 def _never() -> bool:
@@ -102,6 +105,9 @@ class Replica:
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
     _exchanges: Exchanges = field(init=False)
+    _rates: RateSchedule = field(init=False)
+    _rate: float | None = field(init=False, default=None)
+    """The learning rate of this step, where it changes."""
     _samples: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -117,7 +123,8 @@ class Replica:
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             self._train = Subset(self._train, self.share)
         self.model = self.workload.model(generator(seed, "model"))
-        self.optimizer = make_optimizer(self.training, self.model)
+        self.optimizer = self.training.make_optimizer(self.model.parameters())
+        self._rates = self.training.make_rates()
         if self.parts.schedule.predicts:
             check_predictable(self.optimizer)
         if self.training.clip_norm and not self.parts.schedule.clips:
@@ -126,7 +133,7 @@ class Replica:
                 "their norm is known and cannot clip them: leave it out, or choose another --schedule"
             )
         self._random = RandomState(derive(seed, "replica", comm.rank))
-        self._buckets = GradientBuckets(self.model.named_parameters())
+        self._buckets = GradientBuckets(self.model.named_parameters(), self.parts.bucket_nbytes)
         self._exchanges = Exchanges(
             self.runtime,
             self._buckets,
@@ -181,6 +188,7 @@ class Replica:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
         now = self.runtime.now
         begin = now()
+        self._set_rate(self.step_done)
         batch, weights = await self.next_batch()
         fetched = now()
         with self._where_gradients_are_taken():
@@ -211,8 +219,13 @@ class Replica:
         return settled
 
     async def flush(self) -> None:
-        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike."""
+        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
+
+        A mean is applied at the learning rate of the step that it is due at: behind the last one, where a rate that
+        falls to 0 has come to 0.
+        """
         for step in self._exchanges.due_steps():
+            self._set_rate(step)
             if await self._exchanges.drain(step):
                 await self.runtime.compute(Cost("optimizer", 0), self.update)
             self._buckets.clear()
@@ -220,6 +233,12 @@ class Replica:
             parameters = [p.detach() for p in self.model.parameters()]
             await average(self.runtime, parameters, self.step_done, Purpose.FLUSH)
             self._exchanges.restart()
+
+    def _set_rate(self, step: int) -> None:
+        size = self.runtime.comm.size
+        self._rate = set_rate(
+            self.optimizer, self.training, self._rates, step=step, samples=self._samples, size=size
+        )
 
     def _where_gradients_are_taken(self) -> AbstractContextManager[None]:
         if not self.parts.schedule.predicts:
@@ -376,6 +395,7 @@ class Replica:
             compute_s=split.compute,
             exposed_s=split.exposed_communication,
             data_s=split.data_wait,
+            **({} if self._rate is None else {"learning_rate": self._rate}),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from farflung.codecs.options import whole_option
+from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
 from farflung.types import State, Swap, Transfer
 

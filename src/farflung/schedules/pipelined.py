@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
+from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
 from farflung.types import Replace, State, Transfer
 
