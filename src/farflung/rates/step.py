@@ -44,10 +44,10 @@ class Step(WarmUp):
             raise ConfigError("step: give one of every=1000 and milestones=(1000, 2000)")
         if self.every is not None:
             whole_option("step", "every", self.every, 1)
-        for one, following in zip(self.milestones, [*self.milestones[1:], None], strict=True):
-            whole_option("step", "milestones", one, 1)
-            if following is not None and not one < following:
-                raise ConfigError(f"step: milestones {self.milestones!r} must rise")
+        for milestone in self.milestones:
+            whole_option("step", "milestones", milestone, 1)
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ConfigError(f"step: milestones {self.milestones!r} must rise")
 
     def _course(self, done: int, total: int) -> float:
         del total
