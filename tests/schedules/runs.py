@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Run:
     Args:
       schedule: as text, or itself.
       size: number of replicas.
-      parts: other members of the recipe.
+      parts: other members and settings of the recipe.
       link: between any two.
       seconds_per_sample: of a forward pass.
       alike: whether all replicas draw the same batches.
@@ -59,7 +59,7 @@ class Run:
 
     schedule: str | Schedule
     size: int = 2
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
     link: LinkModel = NO_LINK
     seconds_per_sample: float = 0.0
     alike: bool = False
