@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.recipes import recipe
-from farflung.replica import Replica
+from farflung.replica import Replica, place
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
@@ -31,6 +31,7 @@ def replica(
     steps: int,
     batch_size: int,
     settings: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> Replica:
     """One replica of a small run on the packaged data, with dropout and augmentation."""
     work = workload(WORKLOAD, data="packaged")
@@ -43,6 +44,7 @@ def replica(
         training,
         recipe("synchronous").but(**parts).parts(training.seed),
         Telemetry(runtime.comm.rank),
+        device=place(device),
     )
 
 
@@ -117,6 +119,6 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
     try:
         trained = replica(runtime, **arguments)
         runtime.run(steps(trained))
-        return {name: value.clone() for name, value in trained.model.state_dict().items()}
+        return {name: value.cpu().clone() for name, value in trained.model.state_dict().items()}
     finally:
         runtime.close()

@@ -79,6 +79,15 @@ def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> No
     assert len({r["parameters"] for r in real}) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(2)"])
+def test_processes_share_a_cuda_device(pool: Pool, schedule: str) -> None:
+    """And end alike."""
+    run = {"parts": {**IDENTITY, "schedule": schedule}, "steps": 4, "batch_size": 8, "device": "cuda:0"}
+    one, other = pool.run(2, "tests.worlds.jobs.farflung_parameters", **run)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) -> None:
     """The comparison above means something only if the random state has a part in it."""
     one = jobs.virtual(1, parts=IDENTITY, steps=2, batch_size=8)
