@@ -100,7 +100,7 @@ def work(
             interface=reach.address(size),
             encrypt=config.encrypt,
             keys=reach.keys,
-            decisions=folder.decision_log() if rank == 0 else None,
+            decisions=folder.decision_log(),
             device=device_profile(device, forward_flops=forward_flops(task)) if device else None,
             seed=config.seed,
             model=Path(model) if model else None,

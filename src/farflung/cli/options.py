@@ -69,6 +69,10 @@ class RunOptions:
     """Instead of the recipe's: direct, all_gather, ring, parameter_server, multi_parameter_server, auto, native."""
     schedule: str | None = None
     """Instead of the recipe's."""
+    stream: str | None = None
+    """Where samples come from and at what rate, instead of the recipe's: in_memory, or rate(20) samples per second."""
+    sharing: str | None = None
+    """How samples move between replicas, instead of the recipe's: none."""
     data: str | None = None
     """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
     partition: str | None = None

@@ -14,17 +14,17 @@ from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.recipes import Recipe, build, recipe
 from farflung.replica import Checkpoints, check_model, check_share
-from farflung.runtime import DecisionLog, read_decisions
+from farflung.runtime import DecisionLog, decision_json, read_decisions
 from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
-from farflung.types import Json, SampleIds, Workload
+from farflung.types import Decision, Json, SampleIds, Workload
 from farflung.workloads import workload
 
 __all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json", "write_text"]
 
 EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which the starting command listens to its workers."""
-PARTS = ("codec", "reducer", "collective", "schedule")
+PARTS = ("codec", "reducer", "collective", "schedule", "stream", "sharing")
 """The members of a recipe that options may replace."""
 
 
@@ -52,6 +52,8 @@ class RunConfig:
     reducer: str
     collective: str
     schedule: str
+    stream: str
+    sharing: str
     data: str
     partition: str
     evaluate_every: int
@@ -114,6 +116,8 @@ class RunConfig:
             "reducer": parts.reducer,
             "collective": parts.collective,
             "schedule": parts.schedule,
+            "stream": parts.stream,
+            "sharing": parts.sharing,
             "data": str(said.get("data", "auto")),
             "partition": str(said.get("partition", "shared")),
             "deadline": float(said.get("deadline", 60.0)),  # type: ignore[arg-type]
@@ -245,12 +249,17 @@ class RunFolder:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         if again is not None:
-            write_text(self.replay, "".join(f"{json.dumps(asdict(decision))}\n" for decision in again))
+            write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
         write_json(self.config, config.to_json())
 
     def decision_log(self) -> DecisionLog:
         """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
         return DecisionLog(self.decisions, read_decisions(self.replay) if self.replay.exists() else None)
+
+    def decided(self) -> list[Decision]:
+        """What the run has decided so far, for all replicas and each for itself."""
+        made = self.decisions.exists() or self.decisions.with_suffix("").exists()
+        return read_decisions(self.decisions) if made else []
 
     def stored_config(self, kind: type[RunConfig] = RunConfig) -> dict[str, Json]:
         """The settings of the run in it.

@@ -20,7 +20,7 @@ from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.network import NetworkProfile, device_profile, network_profile
 from farflung.replica import Replica, Summary, keep_once
-from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
+from farflung.runtime import DecisionLog, VirtualWorld
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
 from farflung.timing import (
     RecordedReplica,
@@ -206,9 +206,7 @@ def retime(
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:
     """The decisions of a run that might have been others on another network."""
-    if not stored.decisions.exists():
-        return []
-    return [decision for decision in read_decisions(stored.decisions) if decision.timing]
+    return [decision for decision in stored.decided() if decision.timing]
 
 
 def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, list[Event]], bool]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
-from farflung.data import InMemory
+from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
 from farflung.recipes.spec import build, name_of
 from farflung.reducers import REDUCERS
@@ -31,6 +31,8 @@ class Recipe:
       collective: how an all-reduce travels.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes.
+      stream: where its samples come from, and at what rate.
+      sharing: which samples move between replicas.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Recipe:
     collective: str = "auto"
     schedule: str = "synchronous"
     sampler: str = "uniform"
+    stream: str = "in_memory"
+    sharing: str = "none"
 
     def but(self, **given: str | None) -> Recipe:
         """The same with other members where one is given."""
@@ -62,11 +66,18 @@ class Recipe:
             raise UnknownName("collective", self.collective, COLLECTIVES)
         if self.sampler not in SAMPLERS:
             raise UnknownName("sampler", self.sampler, SAMPLERS)
+        stream = build("stream", self.stream, STREAMS)
+        if self.collective == "native" and not stream.everything:
+            raise ConfigError(
+                f"stream {self.stream}: the backend's own collectives (--collective native) have a deadline that waiting "
+                "for samples counts against: choose another collective"
+            )
         return Parts(
             reducer=self._reducer(),
             schedule=build("schedule", self.schedule, SCHEDULES),
             sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
-            stream=InMemory(),
+            stream=stream,
+            sharing=build("sharing", self.sharing, SHARINGS),
         )
 
     def _reducer(self) -> Reducer:
