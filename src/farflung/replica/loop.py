@@ -260,7 +260,9 @@ class Replica:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         held = self.commit()
         exposed = (merged - computed) + (now() - updated)
-        self._samples += len(batch) * self.runtime.comm.size if self._even else int(settled.sums.get("samples", 0))
+        if self._even:
+            self._samples += len(batch) * self.runtime.comm.size
+        self._count(settled)
         split = TimeSplit((computed - fetched) + (updated - merged), exposed, fetched - begin)
         arrived: dict[str, Json] = {} if self._even else {"batch": len(batch), "held": held}
         self._record(vote, settled, split, begin, arrived)
@@ -273,7 +275,12 @@ class Replica:
         async def update() -> None:
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        await self._exchanges.flush(self.step_done, update)
+        self._count(await self._exchanges.flush(self.step_done, update))
+
+    def _count(self, settled: Settled) -> None:
+        """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
+        if not self._even:
+            self._samples += int(settled.sums.get("samples", 0))
 
     # --- its pieces -------------------------------------------------------------------------------------------
 

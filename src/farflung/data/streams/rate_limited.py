@@ -63,6 +63,8 @@ class RateLimited:
         self._begin: float | None = None
         self._sent = 0
         self._stalled = False
+        self._dropped = 0
+        """No arrival before this one is held, not even if it is still to come."""
         self._chosen: tuple[int, dict[str, int]] | None = None
 
     def open(self, feed: Feed) -> Samples:
@@ -95,7 +97,8 @@ class RateLimited:
         wanted = self._wanted(step)
         missing = wanted - len(self._held)
         if missing > 0:
-            return Arrivals(self._held, self._arrival(self._sent + missing))
+            unwanted = max(0, self._dropped - self._next)
+            return Arrivals(self._held, self._arrival(self._sent + unwanted + missing))
         if not self._in_use:
             self._in_use = wanted
             if self._stalled:
@@ -110,11 +113,11 @@ class RateLimited:
 
     def state_dict(self) -> State:
         """What is held, and which arrives next; the wait for that begins anew."""
-        return {"held": self._held, "next": self._next}
+        return {"held": self._held, "next": self._next, "dropped": self._dropped}
 
     def seek(self, state: State) -> None:
         """Goes on from there."""
-        self._held, self._next = state["held"], state["next"]
+        self._held, self._next, self._dropped = state["held"], state["next"], state["dropped"]
         self._begin, self._sent, self._in_use, self._chosen = None, 0, 0, None
 
     def close(self) -> None:
@@ -134,6 +137,7 @@ class RateLimited:
             self._stalled = new > room
             new = min(new, room)
         self._held = torch.cat([self._held, torch.arange(self._next, self._next + new)])
+        self._held = self._held[self._held >= self._dropped]
         self._next += new
         self._sent += new
 
@@ -150,7 +154,8 @@ class RateLimited:
                 return self._fewest
             made = self._decide("arrivals", step, self._choice)
             self._chosen = step, cast("dict[str, int]", made.value)
-            self._held = self._held[self._held >= self._chosen[1]["oldest"]]
+            self._dropped = self._chosen[1]["oldest"]
+            self._held = self._held[self._held >= self._dropped]
         return self._chosen[1]["count"]
 
     def _choice(self) -> Json:
