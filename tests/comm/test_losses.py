@@ -218,7 +218,9 @@ def waits(members: Group, on: dict[int, int]) -> None:
     for rank, src in on.items():
         members.comms[rank].recv(src, tag(1))
     at(members, 5.0)
-    members.until(lambda: all(on.keys() - {comm.rank} == comm._blame.blocked_on.keys() for comm in members.comms))
+    members.until(
+        lambda: all(on.keys() - {comm.rank} == comm._blame.blocked_on.keys() for comm in members.comms)
+    )
 
 
 def test_the_blame_follows_the_chain_of_waits(group: Callable[..., Group]) -> None:

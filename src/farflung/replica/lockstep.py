@@ -68,12 +68,8 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
 
 def _in_step(parts: _Parts) -> bool:
     """Whether nothing but the step itself reads the parameters, and no replica waits for anything but messages."""
-    return (
-        isinstance(parts.schedule, Synchronous)
-        and isinstance(parts.sampler, Uniform)
-        and isinstance(parts.stream, InMemory)
-        and isinstance(parts.sharing, NoSharing)
-    )
+    kinds = [type(part) for part in (parts.schedule, parts.sampler, parts.stream, parts.sharing)]
+    return kinds == [Synchronous, Uniform, InMemory, NoSharing]
 
 
 class Lockstep:

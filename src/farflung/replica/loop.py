@@ -153,7 +153,9 @@ class Replica:
             self._train = Subset(self._train, self.share)
         parts = self.parts
         self._even = parts.stream.everything and not parts.sharing.data_leaves_device
-        self._tellers = [part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)]
+        self._tellers = [
+            part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
+        ]
         self._source = parts.stream.open(
             Feed(
                 self._train,

@@ -53,7 +53,9 @@ class RateLimited:
         self._rates = list(rate) if isinstance(rate, Sequence) else rate
         for each in self._rates if isinstance(self._rates, list) else [self._rates]:
             if not each > 0:
-                raise ConfigError(f"stream rate({rate}): rate: must be a number of samples per second above 0")
+                raise ConfigError(
+                    f"stream rate({rate}): rate: must be a number of samples per second above 0"
+                )
         if full not in ("pause", "drop_oldest"):
             raise ConfigError(f"stream rate: full={full!r}: must be 'pause' or 'drop_oldest'")
         self._least, self._most, self._backlog, self._drops = least, most, backlog, full == "drop_oldest"
