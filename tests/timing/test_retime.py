@@ -60,6 +60,7 @@ def told(folder: RunFolder) -> dict[str, bytes]:
         {"collective": "all_gather"},
         {"collective": "direct"},
         {"reducer": "powersgd(rank=1)"},
+        {"stream": "rate(200, backlog=9)"},
         *({"schedule": schedule} for schedule in SCHEDULES),
     ],
     ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
@@ -140,6 +141,14 @@ def test_a_run_whose_learning_depended_on_time_is_refused(
     DecisionLog(stored.decisions).record(Decision("width", 2, 3))
     said = refused(capsys, stored.path, "--network", "4g")
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
+
+
+def test_a_run_that_trained_on_what_had_come_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made(tmp_path / "base", stream="rate(200, least=1, most=9)")
+    said = refused(capsys, tmp_path / "base", "--network", "4g")
+    assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
 
 
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

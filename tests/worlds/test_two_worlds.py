@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool, collective: str) -
 @pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=2)"])
 @pytest.mark.parametrize("stream", sorted(jobs.STREAMS))
 def test_what_a_real_run_made_of_its_arrivals_is_made_again(pool: Pool, stream: str, schedule: str) -> None:
-    run = {"stream": stream, "parts": {"schedule": schedule}, "steps": 12}
+    run: dict[str, Any] = {"stream": stream, "parts": {"schedule": schedule}, "steps": 12}
     first = pool.run(2, "tests.worlds.jobs.wall_streamed", **run)
     decided = [decision for _, decisions in first for decision in decisions]
     assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}

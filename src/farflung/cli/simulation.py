@@ -217,6 +217,11 @@ def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, li
             f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
             f"at step {timing[0].step}; simulate it anew instead"
         )
+    if config.make_recipe().parts(config.seed).sharing.data_leaves_device:
+        raise ConfigError(
+            f"{stored.path}: its replicas sent samples (--sharing {config.sharing}), which is not recorded; simulate it "
+            "anew instead"
+        )
     events = stored.events()
     told = [event["event"] for event in events.get(0, [])]
     if len(events) != config.workers or "end" not in told:

@@ -69,8 +69,8 @@ class Recipe:
         stream = build("stream", self.stream, STREAMS)
         if self.collective == "native" and not stream.everything:
             raise ConfigError(
-                f"stream {self.stream}: the backend's own collectives (--collective native) have a deadline that waiting "
-                "for samples counts against: choose another collective"
+                f"stream {self.stream}: the backend's own collectives (--collective native) count waits for samples "
+                "against their deadline: choose another collective"
             )
         return Parts(
             reducer=self._reducer(),

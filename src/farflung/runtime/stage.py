@@ -130,7 +130,7 @@ class VirtualStage:
             )
 
     def _silent(self, rank: int) -> bool:
-        return rank in self._crashed or self._pauses is not None and self._pauses.stopped(rank)
+        return rank in self._crashed or (self._pauses is not None and self._pauses.stopped(rank))
 
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
         """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
