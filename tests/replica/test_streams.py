@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -378,12 +379,11 @@ def test_a_source_that_breaks_ends_the_run_and_the_stream() -> None:
     assert stream._closed
 
 
-def test_the_stream_in_the_documentation() -> None:
+def test_the_stream_in_the_documentation(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(example, "docs/streams.md", "exec"), names)
-    camera = names["Camera"]()
+    (tmp_path / "camera.py").write_text(example)
+    camera = runpy.run_path(str(tmp_path / "camera.py"))["Camera"]()
     run = Streamed(lambda: camera, steps=3)
     thread = threading.Thread(target=lambda: [camera.arrived(2 * i, 2 * i + 1) for i in range(7)])
     thread.start()
