@@ -463,14 +463,13 @@ class ToTheNext:
     def due(self, step: int) -> bool:
         return step % 2 == 1
 
-    async def exchange(self, channel: Channel, samples: Samples, ids: SampleIds, *, step: int) -> Batch:
-        del step
-        own = samples.rows(ids)
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+        del samples, step
         hop = channel.hops(1)
-        channel.send(Payload((own.inputs[:1], own.targets[:1])), (channel.rank + 1) % channel.size, hop)
-        expect = tuple(TensorSpec.of(tensor[:1]) for tensor in (own.inputs, own.targets))
+        channel.send(Payload((rows.inputs[:1], rows.targets[:1])), (channel.rank + 1) % channel.size, hop)
+        expect = tuple(TensorSpec.of(tensor[:1]) for tensor in (rows.inputs, rows.targets))
         inputs, targets = (await channel.recv((channel.rank - 1) % channel.size, hop, expect)).tensors()
-        return Batch(torch.cat([own.inputs, inputs]), torch.cat([own.targets, targets]))
+        return Batch(torch.cat([rows.inputs, inputs]), torch.cat([rows.targets, targets]))
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
@@ -480,7 +479,7 @@ def test_rows_that_are_shared_are_trained_on(schedule: str) -> None:
     plain = Streamed(*streams, schedule=schedule, steps=4).whole()
     assert run.of_steps("batch") == [4, 5, 4, 5]
     assert run.summaries[0].samples == 3 * (4 + 5 + 4 + 5)
-    rows = 2 * (6 * 4 + 8)  # two rounds of a row of 6 floats and its label
-    assert run.summaries[0].bytes_sent - plain.summaries[0].bytes_sent == rows
+    nbytes = 2 * (6 * 4 + 8)  # two rounds of a row of 6 floats and its label
+    assert run.summaries[0].bytes_sent - plain.summaries[0].bytes_sent == nbytes
     assert len({tuple(run.weights(rank).tolist()) for rank in range(3)}) == 1
     assert not torch.equal(run.weights(), plain.weights())

@@ -293,8 +293,11 @@ class Replica:
         """
         if self._drawn is None:
             self._drawn = await self._draw()
-        rows = await self._rows(self._drawn.ids)
         self._random.install()
+        rows = self._source.rows(self._drawn.ids)
+        if self.parts.sharing.due(self.step_done):
+            rows = await self._shared(rows)
+            self._random.install()
         batch = self._source.prepare(rows, train=True)
         weights = self._drawn.weights
         if weights is not None and len(weights) < len(batch):
@@ -313,14 +316,15 @@ class Replica:
         draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
         return _Drawn(draw.ids, draw.weights, arrivals.weight, len(arrivals.ids))
 
-    async def _rows(self, ids: SampleIds) -> Batch:
-        sharing, step = self.parts.sharing, self.step_done
-        if not sharing.due(step):
-            return self._source.rows(ids)
+    async def _shared(self, rows: Batch) -> Batch:
+        """The step's rows after a round of the sharing."""
+        step = self.step_done
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        rows = await self.runtime.launch(sharing.exchange(channel, self._source, ids, step=step))
+        shared = await self.runtime.launch(
+            self.parts.sharing.exchange(channel, self._source, rows, step=step)
+        )
         self._shared_nbytes += channel.sent_nbytes
-        return rows
+        return shared
 
     def commit(self) -> int:
         """The gradient of the step's samples is given: they are used. How many the stream held before."""

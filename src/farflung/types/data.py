@@ -239,17 +239,17 @@ class Sharing(Protocol):
         """Whether there is a round at ``step``; alike on all replicas."""
         ...
 
-    async def exchange(self, channel: Channel, samples: Samples, ids: SampleIds, *, step: int) -> Batch:
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """One round, before the gradient of ``step`` is computed.
 
         Args:
           channel: of this round.
           samples: of this replica.
-          ids: those of the step.
+          rows: those of the step.
           step: the step.
 
         Returns:
-          The rows that the step trains on, as stored: the first are those of ``ids``, others may follow.
+          The rows that the step trains on: the first are ``rows``, others may follow.
         """
         ...
 
