@@ -219,8 +219,8 @@ def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, li
         )
     if config.make_recipe().parts(config.seed).sharing.data_leaves_device:
         raise ConfigError(
-            f"{stored.path}: its replicas sent samples (--sharing {config.sharing}), which is not recorded; simulate it "
-            "anew instead"
+            f"{stored.path}: its replicas sent samples (--sharing {config.sharing}), which is not recorded; simulate "
+            "it anew instead"
         )
     events = stored.events()
     told = [event["event"] for event in events.get(0, [])]
