@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass, replace
 
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
+from farflung.config import BUCKET_NBYTES
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
-from farflung.recipes.spec import build, name_of
+from farflung.options import whole_option
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
+from farflung.spec import build, name_of
 from farflung.types import Json, Reducer
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
@@ -33,6 +35,7 @@ class Recipe:
       sampler: which samples a replica takes.
       stream: where its samples come from, and at what rate.
       sharing: which samples move between replicas.
+      bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
     name: str
@@ -44,11 +47,12 @@ class Recipe:
     sampler: str = "uniform"
     stream: str = "in_memory"
     sharing: str = "none"
+    bucket_nbytes: int = BUCKET_NBYTES
 
-    def but(self, **given: str | None) -> Recipe:
+    def but(self, **given: str | int | None) -> Recipe:
         """The same with other members where one is given."""
         changes = {field: value for field, value in given.items() if value is not None}
-        return replace(self, **changes)
+        return replace(self, **changes)  # type: ignore[arg-type]
 
     def parts(self, seed: int, share: int | None = None) -> Parts:
         """Fresh members for one replica.
@@ -66,6 +70,7 @@ class Recipe:
             raise UnknownName("collective", self.collective, COLLECTIVES)
         if self.sampler not in SAMPLERS:
             raise UnknownName("sampler", self.sampler, SAMPLERS)
+        whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
         stream = build("stream", self.stream, STREAMS)
         if self.collective == "native" and not stream.everything:
             raise ConfigError(
@@ -78,6 +83,7 @@ class Recipe:
             sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
             stream=stream,
             sharing=build("sharing", self.sharing, SHARINGS),
+            bucket_nbytes=self.bucket_nbytes,
         )
 
     def _reducer(self) -> Reducer:
