@@ -53,6 +53,8 @@ class Streamed:
       folder: of checkpoints.
       seconds_per_sample: of a forward pass; a backward pass takes twice that.
       deadline_s: of messages.
+      link: between any two.
+      rates: what becomes of the learning rate.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Streamed:
         seconds_per_sample: float = 0.0,
         deadline_s: float = 60.0,
         link: LinkModel = LINK,
+        rates: str = "constant",
     ) -> None:
         size = len(streams)
         self.world = VirtualWorld(
@@ -83,7 +86,7 @@ class Streamed:
                 Replica(
                     self.world.runtimes[rank],
                     Quadratic(dim=6, samples=SAMPLES),
-                    Training(steps=steps, batch_size=4, learning_rate=0.05, seed=3),
+                    Training(steps, 4, 0.05, seed=3, learning_rate_schedule=rates),
                     parts,
                     Telemetry(rank, self.events[rank].append),
                     None if folder is None else Checkpoints(folder, rank, size, leader=rank == 0),
@@ -313,6 +316,22 @@ def test_all_samples_are_counted_in_the_end(schedule: str) -> None:
     assert used != 2 * 7 * 4
     assert [summary.samples for summary in run.summaries] == [used, used]
     assert run.of_steps("samples", 0) == run.of_steps("samples", 1)
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
+def test_a_learning_rate_by_samples_follows_the_true_count(schedule: str) -> None:
+    run = Streamed(
+        *[lambda: RateLimited([9.0, 31.0], least=1, most=7)] * 2,
+        schedule=schedule,
+        seconds_per_sample=0.0625,
+        rates="linear(by='samples')",
+    ).whole()
+    planned = 6 * 2 * 4
+    known = [0, *run.of_steps("samples")[:-1]]  # what all had heard of before the step
+    assert run.of_steps("learning_rate") == pytest.approx(
+        [0.05 * max(0.0, 1 - count / planned) for count in known]
+    )
+    assert torch.equal(run.weights(0), run.weights(1))
 
 
 def test_nothing_more_rides_where_batches_are_alike() -> None:
