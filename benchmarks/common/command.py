@@ -145,15 +145,16 @@ class Options(Kinds):
 def main(benchmark: Benchmark, args: Sequence[str] | None = None) -> int:
     """Runs a benchmark.
 
-    What cannot be had on this machine is said and left out. Everything is stored as soon as it is there, so a run that
-    was stopped goes on where it was.
+    What fails or cannot be had on this machine is said and left out. Everything is stored as soon as it is there, so
+    a run that was stopped goes on where it was.
 
     Args:
       benchmark: which.
       args: the command line; that of the process when not given.
 
     Returns:
-      The exit code: 2 where this machine or its data do not allow a measurement, 130 where somebody stopped it.
+      The exit code: 1 where a measurement failed, 2 where this machine or its data do not allow one, 130 where somebody
+      stopped it.
     """
     options = tyro.cli(Options, prog=f"{benchmark.name}/run.py", args=args)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -206,6 +207,10 @@ def _measure(
         except FarflungError as error:
             console.print(f"{name}: {error}")
             code = NOT_HERE
+            continue
+        except RuntimeError as error:
+            console.print(f"{name}: {error}")
+            code = code or 1
             continue
         for row, measured in found.items():
             results[row] = Stored(

@@ -93,9 +93,11 @@ class Trainings(Generic[T]):
       path: of the file.
       kind: the dataclass of the trainings' settings.
       sources: patterns of the code that they depend on, relative to the repository.
+      minutes: an estimate for the first steps of one.
     """
 
-    def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str]) -> None:
+    def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str], *, minutes: float) -> None:
+        self.minutes = minutes
         self._path, self._kind, self._sources = path, kind, sources
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -158,8 +160,8 @@ class Trainings(Generic[T]):
         """In the place of the line with the same settings."""
         training = self._training(new)
         lines = self._lines()
-        places = [place for place, line in enumerate(lines) if self._training(line) == training]
-        lines[places[0] if places else len(lines) :][:1] = [new]
+        place = next((i for i, line in enumerate(lines) if self._training(line) == training), len(lines))
+        lines[place : place + 1] = [new]
         self._path.parent.mkdir(exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")

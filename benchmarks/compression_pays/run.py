@@ -51,6 +51,7 @@ TRAININGS = Trainings(
     FOLDER / "results" / "accuracies.jsonl",
     Hooked,
     [*TRAINED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
+    minutes=0.5,
 )
 
 
