@@ -25,8 +25,8 @@ def first_steps(model: nn.Module, schedule: Schedule, reducer: Reducer, total: i
     """Steps until everything that a recipe ever does has happened twice; 20 at least, and ``total`` at most.
 
     What a schedule does are its transfers: two are of one kind that differ in nothing but their step, and have happened
-    once they are merged. So there are two merges after a warm-up as well. What a codec or reducer does is counted from
-    the end of its warm-up.
+    once they are merged. So there are two merges after a warm-up as well. Asking for measured times is another event.
+    What a codec or reducer does is counted from the end of its warm-up.
 
     Args:
       model: whose buckets are planned for.
@@ -34,13 +34,15 @@ def first_steps(model: nn.Module, schedule: Schedule, reducer: Reducer, total: i
       reducer: carries them.
       total: steps of the whole training.
     """
-    state = schedule.init(GradientBuckets(model.named_parameters()).buckets)
-    merged: dict[Transfer, list[int]] = {}
+    state, moved = schedule.init(), schedule.parts(GradientBuckets(model.named_parameters()).buckets)
+    events: dict[Transfer | None, list[int]] = {}
     for step in range(total):
-        for transfer in schedule.plan(state, step):
+        if schedule.asks(state, step):
+            events.setdefault(None, []).append(step)
+        for transfer in schedule.plan(state, moved, step):
             kind = replace(transfer, due_step=transfer.due_step - step)
-            merged.setdefault(kind, []).append(transfer.due_step)
-    second = (sorted(steps)[:2][-1] for steps in merged.values())
+            events.setdefault(kind, []).append(transfer.due_step)
+    second = (sorted(steps)[:2][-1] for steps in events.values())
     changes = (start + 1 for start in _counted(reducer))
     return min(total, 1 + max(AT_LEAST - 1, *second, *changes))
 

@@ -178,6 +178,7 @@ def test_a_setting_that_is_new_has_its_default(kept: Trainings[Fake], tmp_path: 
         ("delayed(delay=0, period=20)", 40),
         ("delayed(delay=20, period=8)", 36),
         ("delayed(delay=0, period=150)", 150),
+        ("delayed(delay='auto')", 36),
     ],
 )
 def test_first_steps_last_until_everything_has_happened_twice(schedule: str, steps: int) -> None:
