@@ -19,7 +19,7 @@ from benchmarks.common import Benchmark
 from benchmarks.common.command import NOT_HERE, STOPPED, Flag, Kind, Kinds
 from benchmarks.common.rows import ROOT, load_stored
 
-__all__ = ["Part", "main", "parts"]
+__all__ = ["Part", "every_benchmark", "main", "parts"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def main(
       be had on this machine, 130 if somebody stopped it.
     """
     options = tyro.cli(Options, prog="bench --all", args=args)
-    benchmarks = _all() if benchmarks is None else benchmarks
+    benchmarks = every_benchmark() if benchmarks is None else benchmarks
     console, codes = Console(stderr=True, highlight=False, markup=False), {0}
     before = parts(benchmarks, options.chosen)
     if not options.stored:
@@ -151,7 +151,8 @@ def main(
     return int(any(part.due or part.unsure for part in after))
 
 
-def _all() -> list[Benchmark]:
+def every_benchmark() -> list[Benchmark]:
+    """Those in the folders here, by name."""
     names = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/run.py"))
     return [importlib.import_module(f"benchmarks.{name}.run").BENCHMARK for name in names]
 

@@ -97,8 +97,8 @@ class Trainings(Generic[T]):
     """
 
     def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str], *, minutes: float) -> None:
-        self.minutes = minutes
-        self._path, self._kind, self._sources = path, kind, sources
+        self.sources, self.minutes = sources, minutes
+        self._path, self._kind = path, kind
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def stored(self) -> list[T]:
@@ -107,7 +107,7 @@ class Trainings(Generic[T]):
 
     def due(self) -> list[T]:
         """Those stored that are not known to hold, or whose first steps were never taken on this machine."""
-        current, here = source_hash(self._sources), machine()
+        current, here = source_hash(self.sources), machine()
         return [
             self._training(line)
             for line in self._lines()
@@ -121,7 +121,7 @@ class Trainings(Generic[T]):
           CannotTell: the stored one is of another machine.
         """
         line = next((line for line in self._lines() if self._training(line) == training), None)
-        current, here = source_hash(self._sources), machine()
+        current, here = source_hash(self.sources), machine()
         if line is not None and line.sources == current and here in line.digests:
             return line.accuracy
         steps = max(training.first_steps(), 0 if line is None else line.first_steps)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.common import Benchmark, Expected, Group, Kept, Measured, Stored, main, source_hash, verdict
 from benchmarks.common import rows as rows_module
+from benchmarks.common.workers import environment
 from farflung.errors import LabError
 
 BENCHMARKS = sorted(path.parent for path in rows_module.ROOT.glob("benchmarks/*/expected.toml"))
@@ -181,3 +182,13 @@ def test_only_rows_of_the_chosen_kinds_are_measured(folder: Path, capsys: pytest
     assert verdicts(capsys) == {"fast": "missing", "other": "missing"}
     run(folder, "--simulated", "--measured")
     assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+
+
+# --- workers ----------------------------------------------------------------------------------------------------
+
+
+def test_workers_import_the_package_that_their_parent_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere/src")
+    assert environment()["PYTHONPATH"] == f"{rows_module.ROOT}:/elsewhere/src"
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment()["PYTHONPATH"] == str(rows_module.ROOT)

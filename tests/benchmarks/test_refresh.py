@@ -123,3 +123,23 @@ def test_it_stops_when_asked_to_and_goes_on_later(
     assert "the same command goes on from here" in capsys.readouterr().err
     refresh.main(["--json"], [benchmark], runs)
     assert runs.kinds == ["trainings", "simulated", "measured"]
+
+
+# --- the benchmarks as they are ---------------------------------------------------------------------------------
+
+ALL = {benchmark.name: benchmark for benchmark in refresh.every_benchmark()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_belongs_to_one_group_and_is_expected(name: str) -> None:
+    rows = [row for group in ALL[name].groups for row in group.rows]
+    assert len(set(rows)) == len(rows)
+    assert set(rows) <= {row.name for row in rows_module.load_expected(ALL[name].folder)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_source_is_there(name: str) -> None:
+    trainings = ALL[name].trainings
+    sources = [source for group in ALL[name].groups for source in group.sources]
+    for source in [*sources, *([] if trainings is None else trainings.sources)]:
+        assert list(rows_module.ROOT.glob(source.removeprefix("!"))), source
