@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from benchmarks.common.rows import (
     verdict,
     versions,
 )
-from benchmarks.common.trainings import Trainings
+from benchmarks.common.trainings import CannotTell, Trainings
 from farflung.errors import FarflungError
 
 __all__ = ["KINDS", "STOPPED", "Benchmark", "Flag", "Group", "Kind", "Kinds", "Measured", "main"]
@@ -33,7 +34,7 @@ Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Kind: TypeAlias = Literal["trainings", "simulated", "measured"]
 KINDS: tuple[Kind, ...] = ("trainings", "simulated", "measured")
 """What rows are made of, in the order in which they are made: stored trainings, virtual time, this machine's time."""
-NOT_HERE, STOPPED = 2, 130
+FAILED, NOT_HERE, STOPPED = 1, 2, 130
 """Exit codes."""
 
 
@@ -204,13 +205,8 @@ def _measure(
         current = benchmark.current(group)
         try:
             found = group.measure(options.quick)
-        except FarflungError as error:
-            console.print(f"{name}: {error}")
-            code = NOT_HERE
-            continue
-        except RuntimeError as error:
-            console.print(f"{name}: {error}")
-            code = code or 1
+        except (FarflungError, RuntimeError) as error:
+            code = max(code, _failed(name, error, console))
             continue
         for row, measured in found.items():
             results[row] = Stored(
@@ -241,10 +237,18 @@ def _renew(name: str, trainings: Trainings[Any], console: Console) -> int:
         console.print(f"{name}: training {number + 1} of {len(due)} that are due{left}")
         try:
             trainings.accuracy(training)
-        except FarflungError as error:
-            console.print(f"{name}: {error}")
-            code = NOT_HERE
+        except (FarflungError, RuntimeError) as error:
+            code = max(code, _failed(name, error, console))
+            if not isinstance(error, CannotTell):  # the others would fail alike
+                break
     return code
+
+
+def _failed(name: str, error: Exception, console: Console) -> int:
+    """Says what failed; the exit code."""
+    not_here = isinstance(error, FarflungError)
+    console.print(f"{name}: {error if not_here else traceback.format_exc()}")
+    return NOT_HERE if not_here else FAILED
 
 
 def _json_row(row: Expected, stored: Stored | None, verdict: str) -> dict[str, Any]:

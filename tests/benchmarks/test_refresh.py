@@ -14,7 +14,9 @@ from benchmarks import refresh
 from benchmarks.common import Benchmark, Group, Measured, Trainings
 from benchmarks.common import main as run_one
 from benchmarks.common import rows as rows_module
+from benchmarks.common import trainings as trainings_module
 from benchmarks.refresh import Part
+from farflung.errors import DataError
 
 KINDS = ("trainings", "simulated", "measured")
 
@@ -123,6 +125,27 @@ def test_it_stops_when_asked_to_and_goes_on_later(
     assert "the same command goes on from here" in capsys.readouterr().err
     refresh.main(["--json"], [benchmark], runs)
     assert runs.kinds == ["trainings", "simulated", "measured"]
+
+
+def test_trainings_that_cannot_be_told_are_left_out_and_data_that_lacks_ends_them(
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.trainings is not None
+    for rate in (0.1, 0.2, 0.3):
+        benchmark.trainings.accuracy(Fake(rate))
+    (tmp_path / "code.py").write_text("x = 2\n")
+    monkeypatch.setattr(trainings_module, "machine", lambda: "another")
+    monkeypatch.setattr(Fake, "digest", lambda self, steps: str(self.rate))
+    monkeypatch.setattr(Fake, "accuracy", lambda self: pytest.fail("trained"))
+    assert run_one(benchmark, ["--trainings", "--json"]) == 2
+    assert capsys.readouterr().err.count("cannot be told here") == 4
+
+    def lacking(self: Fake, steps: int) -> str:
+        raise DataError("cifar-10 is not at hand")
+
+    monkeypatch.setattr(Fake, "digest", lacking)
+    assert run_one(benchmark, ["--trainings", "--json"]) == 2
+    assert capsys.readouterr().err.count("cifar-10 is not at hand") == 2
 
 
 # --- the benchmarks as they are ---------------------------------------------------------------------------------
