@@ -92,7 +92,8 @@ def main() -> None:
         )
     dist.all_reduce(right)
     said = {"rank": rank, "digest": digest(model), "accuracy": 100 * float(right) / tested}
-    print(json.dumps(said), flush=True)
+    sys.stdout.write(json.dumps(said) + "\n")  # in one piece: all processes write to one pipe
+    sys.stdout.flush()
     close()
     del ddp  # its own threads have to be gone before the group
     dist.destroy_process_group()
