@@ -20,6 +20,7 @@ from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.network import device_profile, network_profile
+from farflung.replica import place
 from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Json
@@ -50,9 +51,12 @@ class Train(RunOptions):
     network: str | None = None
     """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
     one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
-    device: str | None = None
+    device: str = "cpu"
+    """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
+    share. Of the command line alone."""
+    pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
-    time has passed; steps for which this machine is too slow are counted. Of the command line alone."""
+    time has passed; steps for which this machine is too slow are counted."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -69,8 +73,9 @@ class Train(RunOptions):
                 "--interface and --keys are for several machines: start this under torchrun there"
             )
         task = config.make_workload()
-        if self.device is not None:
-            device_profile(self.device, forward_flops=forward_flops(task))
+        place(self.device, local_size=config.workers)
+        if self.pace is not None:
+            device_profile(self.pace, forward_flops=forward_flops(task))
         network = None if self.network is None else network_profile(self.network).for_nodes(config.workers)
         if network is not None and config.collective == "native":
             raise ConfigError(
@@ -81,7 +86,15 @@ class Train(RunOptions):
             config.check_resumable(folder, task)
         self.show(config, shares)
         with Progress(quiet=self.quiet or self.json) as progress:
-            summary = launch(config, folder, progress, self.replay, device=self.device or "", network=network)
+            summary = launch(
+                config,
+                folder,
+                progress,
+                self.replay,
+                device=self.device,
+                pace=self.pace or "",
+                network=network,
+            )
         finish(
             config,
             folder,
@@ -111,7 +124,7 @@ class Train(RunOptions):
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
             show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
-            summary = work(config, folder, show, reach, task, self.device or "")
+            summary = work(config, folder, show, reach, task, device=self.device, pace=self.pace or "")
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0
