@@ -21,7 +21,7 @@ MAX_LINES = 400
 
 # A module imports from groups above its own in this list, or from its own package; never from a neighbour.
 ORDER: list[set[str]] = [
-    {"types", "errors", "tasks", "seeding", "config", "telemetry"},
+    {"types", "errors", "tasks", "seeding", "config", "spec", "telemetry"},
     {"network"},
     {"codecs", "faults"},
     {"comm", "lab"},
@@ -33,6 +33,7 @@ ORDER: list[set[str]] = [
     {"attach"},
     {"ddp"},
     {"report"},
+    {"runs"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"__main__"},
