@@ -73,7 +73,7 @@ def launch(
                 start_new_session=True,
             )
         summary = _Watch(job, events, show, folder).run()
-    return run.ended({**summary, "partition": config.split_json(run.shares)})
+    return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
 class _Watch:

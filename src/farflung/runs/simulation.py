@@ -266,7 +266,7 @@ def _run(
 
 
 def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json]) -> Run:
-    split = run.config.split_json(run.shares)
+    split = run.config.split_json(run.config.split())
     found: dict[str, Json] = {**summary, "partition": split, "simulated": run.config.world_json()}
     write_json(run.files.summary, found)
     return run.ended(found)
