@@ -45,7 +45,8 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
     first = list(replicas[0].model.parameters())
     for other in replicas:
         pairs = zip(first, other.model.parameters(), strict=True)
-        if not isinstance(other.parts.schedule, Synchronous) or not all(torch.equal(a, b) for a, b in pairs):
+        # Not a schedule that inherits from it either: what that one sends is its own affair.
+        if type(other.parts.schedule) is not Synchronous or not all(torch.equal(a, b) for a, b in pairs):
             return False
     together = Lockstep(replicas[0].model)
     for other in replicas:
