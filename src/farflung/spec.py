@@ -111,7 +111,7 @@ def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None =
     try:
         return _text(part, {made: name for name, made in (registry or {}).items()})
     except _NoText:
-        return f"<{re.sub(r' at 0x[0-9a-f]+', '', repr(part)).strip('<>')}>"
+        return f"<{re.sub(r' at 0x[0-9a-f]+', '', repr(part)).removeprefix('<').removesuffix('>')}>"
 
 
 def is_carried(text: str) -> bool:

@@ -36,9 +36,9 @@ def simulated(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> d
 SEEDS = {"one": 0, "two": 0, "other": 1}
 
 
-def made(path: Path, options: dict[str, Json]) -> RunFolder:
+def made(path: Path, options: dict[str, Any]) -> RunFolder:
     """A small run without its pictures."""
-    small: dict[str, Json] = {
+    small: dict[str, Any] = {
         "workload": "synthetic/quadratic",
         "steps": 8,
         "batch_size": 4,

@@ -31,7 +31,7 @@ def made(path: Path, **settings: Any) -> tuple[SimulatedConfig, RunFolder]:
     return run.config, run.files
 
 
-def again(path: Path, stored: RunFolder, **where: str) -> RunFolder:
+def again(path: Path, stored: RunFolder, **where: Any) -> RunFolder:
     """That run, retimed."""
     return retime(stored.path, out=path, **where).files
 

@@ -21,8 +21,8 @@ from farflung.network import DeviceProfile, NetworkProfile
 from farflung.recipes import Recipe
 from farflung.replica import Replica, Summary, keep_once, save_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
-from farflung.runs.folder import RunFolder, write_json
-from farflung.runs.preparing import Prepared, prepared, scratch_folder
+from farflung.runs.folder import RunFolder, Scratch, write_json
+from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica
 from farflung.runs.result import Run
 from farflung.runtime import VirtualWorld, read_decisions
@@ -186,8 +186,8 @@ def retime(
         before = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
     config = replace(before, network=network or before.network, device=device or before.device)
     shares = config.check()
-    scratch = scratch_folder() if out is None else None
-    files = RunFolder(Path(scratch.name) / "run" if scratch is not None else Path(str(out)))
+    scratch = Scratch() if out is None else None
+    files = RunFolder(Path(str(out)) if scratch is None else scratch.path / "run")
     return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
 
 
