@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from farflung.cli.main import main
-from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.errors import BadInput, CheckpointError, ConfigError
 from farflung.replica import Replica
+from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.runtime import VirtualWorld
 from farflung.types import Json, SampleIds
 from tests.helpers import same_tree
@@ -41,7 +41,9 @@ def replicas(config: RunConfig, folder: RunFolder | None = None) -> tuple[Virtua
             config.recipe,
             config.training,
             shares=shares,
-            checkpoints=None if folder is None else folder.checkpoints(rank, config.workers, leader=rank == 0),
+            checkpoints=None
+            if folder is None
+            else folder.checkpoints(rank, config.workers, leader=rank == 0),
         )
         for rank, runtime in enumerate(world.runtimes)
     ]

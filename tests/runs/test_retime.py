@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from farflung.cli.main import main
-from farflung.runs import RunFolder
-from farflung.runs import SimulatedConfig, retime, simulate
 from farflung.errors import DataError
 from farflung.replica import Replica
+from farflung.runs import RunFolder, SimulatedConfig, retime, simulate
 from farflung.runtime import DecisionLog
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision
@@ -57,6 +56,13 @@ def told(folder: RunFolder) -> dict[str, bytes]:
         {"collective": "direct"},
         {"reducer": "powersgd(rank=1)"},
         *({"schedule": schedule} for schedule in SCHEDULES),
+        {
+            "workload": "fashion-mnist/mlp",
+            "data": "packaged",
+            "steps": 3,
+            "bucket_nbytes": 2000,
+            "learning_rate_schedule": "cosine(warmup=2)",
+        },
     ],
     ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
 )

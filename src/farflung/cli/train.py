@@ -38,9 +38,12 @@ class Train(RunOptions):
     network: str | None = None
     """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
     one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
-    device: str | None = None
+    device: str = "cpu"
+    """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
+    share. Of the command line alone."""
+    pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
-    time has passed; steps for which this machine is too slow are counted. Of the command line alone."""
+    time has passed; steps for which this machine is too slow are counted."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -55,6 +58,7 @@ class Train(RunOptions):
                 keys=self.keys,
                 network=self.network,
                 device=self.device,
+                pace=self.pace,
             )
         if leads:
             finish(ended, as_json=self.json)

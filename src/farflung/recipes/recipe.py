@@ -8,8 +8,10 @@ from typing import Any
 
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
+from farflung.config import BUCKET_NBYTES
 from farflung.data import InMemory
 from farflung.errors import ConfigError, UnknownName
+from farflung.options import whole_option
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
@@ -54,6 +56,7 @@ class Recipe:
         native; a reducer that is an object has its own.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
+      bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
     name: str = "own"
@@ -63,6 +66,7 @@ class Recipe:
     collective: str = "auto"
     schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
     sampler: str | Callable[..., Sampler] = "uniform"
+    bucket_nbytes: int = BUCKET_NBYTES
 
     def but(self, **given: object) -> Recipe:
         """The same with other members where one is given."""
@@ -83,12 +87,14 @@ class Recipe:
         """
         if self.collective not in COLLECTIVES:
             raise UnknownName("collective", self.collective, COLLECTIVES)
+        whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
         derived = derive(seed, "sampler", *([] if share is None else [share]))
         return Parts(
             reducer=self._reducer(),
             schedule=_made("schedule", self.schedule, SCHEDULES, "plan"),
             sampler=_made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}),
             stream=InMemory(),
+            bucket_nbytes=self.bucket_nbytes,
         )
 
     def _reducer(self) -> Reducer:
@@ -110,15 +116,20 @@ class Recipe:
         return {family: text_of(getattr(self, family), known) for family, known in MEMBERS.items()}
 
     @property
+    def settings(self) -> dict[str, Json]:
+        """All of it but the name and what is said of it."""
+        return {**self.members, "bucket_nbytes": self.bucket_nbytes}
+
+    @property
     def text(self) -> str:
         """Name and members that are not the preset's of that name, or not the plain ones."""
-        plain = RECIPES.get(self.name, Recipe()).members
-        own = [f"{family}={text}" for family, text in self.members.items() if text != plain[family]]
+        plain = RECIPES.get(self.name, Recipe()).settings
+        own = [f"{name}={text}" for name, text in self.settings.items() if text != plain[name]]
         return f"{self.name}({', '.join(own)})" if own else self.name
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry and for comparing ranks."""
-        return {"name": self.name, "summary": self.summary, **self.members}
+        return {"name": self.name, "summary": self.summary, **self.settings}
 
 
 def _made(

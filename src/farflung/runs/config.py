@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
@@ -50,8 +50,8 @@ class RunConfig:
       training: for how long and with what settings.
       workers: replicas on this machine; 2 when not given.
       data: where data comes from: auto, packaged or full, for workloads that offer the choice; auto when not given.
-      partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid, labels(k=1),
-        dirichlet(alpha=0.5), by-order. shared when not given.
+      partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
+        labels(k=1), dirichlet(alpha=0.5), by-order. shared when not given.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       task: what ``workload`` has made.
@@ -107,7 +107,7 @@ class RunConfig:
         members = {
             name: replace(one, about=f"{one.about.rstrip('.')}; the recipe's when not given")
             for name, one in settings_of(Recipe).items()
-            if name in MEMBERS
+            if name in Recipe().settings
         }
         chosen = Setting("recipe", str, "How to train together; synchronous when not given", None)
         return {"workload": found.pop("workload"), "recipe": chosen, **training, **members, **found}
@@ -134,7 +134,7 @@ class RunConfig:
         said: dict[str, Any] = {}
         for layer in layers:
             spread = _spread(layer)
-            dropped = MEMBERS if "recipe" in spread else ()
+            dropped = Recipe().settings if "recipe" in spread else {}
             said = {**{name: value for name, value in said.items() if name not in dropped}, **spread}
         for name, value in said.items():
             _check_setting(name, value, cls.settings())
@@ -146,11 +146,17 @@ class RunConfig:
         data = str(said.get("data", "auto"))
         what = said.get("workload", WORKLOAD)
         task = task or _made_workload(what, data)
-        training = Training.resolve(task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)})
+        training = Training.resolve(
+            task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)}
+        )
         periods = {"evaluate_every": training.steps // 10, "checkpoint_every": training.steps // 5}
-        own: dict[str, Any] = {name: max(1, steps) for name, steps in periods.items() if said.get(name) is None}
+        own: dict[str, Any] = {
+            name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
+        }
         return {
-            "workload": text_of(what, WORKLOADS) if isinstance(what, str) or callable(what) else f"<{task.name}>",
+            "workload": text_of(what, WORKLOADS)
+            if isinstance(what, str) or callable(what)
+            else f"<{task.name}>",
             "recipe": _resolved_recipe(said),
             "training": replace(training, **own),
             "workers": int(said.get("workers", 2)),
@@ -250,8 +256,10 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Json]:
         """Every setting by name, for the run's folder and for comparing ranks; objects as :func:`text_of` has them."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name in settings_of(type(self))}
-        members = {"recipe": self.recipe.name, **asdict(self.training), **self.recipe.members}
+        own = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name in settings_of(type(self))
+        }
+        members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
         return {"workload": self.workload, **members, **own, "partition": self.split_text}
 
     @classmethod
@@ -263,9 +271,7 @@ class RunConfig:
         """
         stored = folder.stored_config()
         if not set(stored) <= set(cls.settings()) or cls.lacks(stored):
-            raise CheckpointError(
-                f"{folder.config}: not of a run that farflung {cls.command} has made"
-            )
+            raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
         return stored
 
 
@@ -382,7 +388,9 @@ def _spread(layer: Settings) -> dict[str, object]:
     """A layer whose recipe, where it is text with changes in brackets, is the settings that this stands for."""
     said = {name: value for name, value in layer.items() if value is not None}
     how = said.get("recipe")
-    return {**variant(how), **{k: v for k, v in said.items() if k != "recipe"}} if isinstance(how, str) else said
+    return (
+        {**variant(how), **{k: v for k, v in said.items() if k != "recipe"}} if isinstance(how, str) else said
+    )
 
 
 def _check_setting(name: str, value: object, known: Mapping[str, Setting]) -> None:
@@ -411,9 +419,9 @@ def _made_workload(what: object, data: str) -> Workload:
 def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
     """The preset, or the recipe itself, with the members that are named; all named need no preset."""
     how: str | Recipe = said.get("recipe", RECIPE)
-    members = {name: said[name] for name in MEMBERS if name in said}
+    members = {name: said[name] for name in Recipe().settings if name in said}
     if isinstance(how, str):
-        how = Recipe(how) if len(members) == len(MEMBERS) else recipe(how)
+        how = Recipe(how) if members.keys() >= MEMBERS.keys() else recipe(how)
     return how.but(**members)
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.network import device_profile
-from farflung.replica import save_tree
+from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
 from farflung.runs.folder import write_json
 from farflung.runs.preparing import Prepared
@@ -28,9 +29,11 @@ from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["DEVICE", "MODEL", "Reach", "join", "under_torchrun"]
+__all__ = ["DEVICE", "MODEL", "PACE", "Reach", "join", "under_torchrun"]
 
 DEVICE = "FARFLUNG_DEVICE"
+"""Tells workers what to train on."""
+PACE = "FARFLUNG_PACE"
 """Tells workers of the device whose pace to keep."""
 MODEL = "FARFLUNG_NETWORK_MODEL"
 """Tells workers where the model of the network is whose pace to keep."""
@@ -66,7 +69,13 @@ def under_torchrun() -> bool:
 
 
 def join(
-    run: Prepared[RunConfig], show: Sink, reach: Reach | None = None, device: str = "", model: str = ""
+    run: Prepared[RunConfig],
+    show: Sink,
+    reach: Reach | None = None,
+    *,
+    device: str = "cpu",
+    pace: str = "",
+    model: str = "",
 ) -> Run:
     """Trains as one replica.
 
@@ -74,12 +83,19 @@ def join(
       run: what and where; its folder has been made.
       show: gets this replica's events.
       reach: how the others reach this machine.
-      device: a device whose pace to keep; empty: as fast as this machine is.
+      device: what to train on; see :func:`farflung.replica.place`.
+      pace: a device whose pace to keep; empty: as fast as this machine is.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
     config, files, reach = run.config, run.files, reach or Reach()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    local_rank, local_size = (
+        int(os.environ.get(name, here)) for name, here in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
+    )
+    leader = local_rank == 0
+    placed = place(device, local_rank=local_rank, local_size=local_size)
+    if placed.type == "cuda":
+        torch.cuda.set_device(placed)
     with one_thread(), _asked_to_stop() as asked, JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
         telemetry.emit("hello", pid=os.getpid())
@@ -98,7 +114,7 @@ def join(
             encrypt=config.encrypt,
             keys=reach.keys,
             decisions=files.decision_log() if rank == 0 else None,
-            device=device_profile(device, forward_flops=forward_flops(config.task)) if device else None,
+            device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,
         )
@@ -113,6 +129,7 @@ def join(
                 shares=config.make_shares(),
                 checkpoints=checkpoints,
                 stop_asked=asked.is_set,
+                device=placed,
             )
             if files.resumed:
                 replica.resume(checkpoints.newest())

@@ -24,7 +24,7 @@ from farflung.network import NetworkProfile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import EVENTS, listener
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import DEVICE, MODEL
+from farflung.runs.joining import DEVICE, MODEL, PACE
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.telemetry import Event, Sink
@@ -39,14 +39,20 @@ STOP_S = 30.0
 
 
 def launch(
-    run: Prepared[RunConfig], show: Sink, *, device: str = "", network: NetworkProfile | None = None
+    run: Prepared[RunConfig],
+    show: Sink,
+    *,
+    device: str = "cpu",
+    pace: str = "",
+    network: NetworkProfile | None = None,
 ) -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
     Args:
       run: what and where; its folder has been made.
       show: gets the events of all workers.
-      device: whose pace the workers keep; empty: as fast as they can.
+      device: what the workers train on.
+      pace: a device whose pace they keep; empty: as fast as they can.
       network: whose pace their messages keep; ``None``: none.
 
     Raises:
@@ -68,6 +74,7 @@ def launch(
                 env={
                     **_environment(events.getsockname()),
                     DEVICE: device,
+                    PACE: pace,
                     MODEL: scratch if network is not None else "",
                 },
                 start_new_session=True,

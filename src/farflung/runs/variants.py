@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 
-from farflung.errors import ConfigError
-from farflung.recipes import MEMBERS
-from farflung.runs.settings import settings_of
 from farflung.config import Training
+from farflung.errors import ConfigError
+from farflung.recipes import Recipe
+from farflung.runs.settings import settings_of
 from farflung.spec import parse, unparse
 from farflung.types import Json
 
@@ -24,7 +24,9 @@ def variant(text: str) -> dict[str, Json]:
       ConfigError: not of this form, or a setting that a recipe cannot change.
     """
     kinds = {name: setting.kind for name, setting in settings_of(Training).items() if name != "seed"}
-    kinds |= dict.fromkeys(MEMBERS, str)
+    kinds |= {
+        name: setting.kind for name, setting in settings_of(Recipe).items() if name in Recipe().settings
+    }
     try:
         tree = parse("recipe", text)
     except ConfigError:
@@ -43,8 +45,8 @@ def variant(text: str) -> dict[str, Json]:
 
 
 def _value(text: str, name: str, node: ast.expr, kind: type) -> Json:
-    """Text for a part of a recipe, else the number or text that is there."""
-    if name in MEMBERS and not isinstance(node, ast.Constant):
+    """Text for what may be a part, else the number or text that is there."""
+    if kind is str and not isinstance(node, ast.Constant):
         return unparse(node)
     value = node.value if isinstance(node, ast.Constant) else None
     if type(value) is int and kind is float:
