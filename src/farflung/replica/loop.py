@@ -12,7 +12,7 @@ from farflung.comm import ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import NoSharing, Subset
 from farflung.errors import ConfigError
-from farflung.replica.averaging import barrier
+from farflung.replica.averaging import averaged, barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
@@ -412,6 +412,12 @@ class Replica:
             "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
         )
         return score
+
+    async def trained(self) -> State:
+        """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
+        # The number after the last evaluation's, since no exchange comes twice.
+        async with averaged(self.runtime, self.model, self.step_done + 1, apart=self._exchanges.apart):
+            return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
