@@ -19,7 +19,7 @@ from benchmarks.common.first_steps import combined, digest, first_steps
 from benchmarks.compression_pays.methods import METHODS, wrapped
 from farflung.reducers import CodecReducer
 from farflung.schedules import Synchronous
-from farflung.seeding import generator
+from farflung.seeding import derive, generator
 from farflung.workloads import workload
 
 WORKLOAD, PROCESSES, BATCH, LEARNING_RATE, MOMENTUM = "cifar10/resnet20", 4, 32, 0.05, 0.9
@@ -76,6 +76,7 @@ def main() -> None:
     model = task.model(generator(seed, "model"))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     ddp, close = wrapped(method, model)
+    torch.manual_seed(derive(seed, "samples", rank))  # of how they are shifted and mirrored
     order = torch.randperm(len(train), generator=generator(seed, "order"))
     for step in range(steps):
         places = torch.arange(BATCH) + (step * size + rank) * BATCH
