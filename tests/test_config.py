@@ -109,7 +109,7 @@ def test_an_optimizer_of_ones_own() -> None:
     assert isinstance(made, torch.optim.RMSprop)
     (group,) = made.param_groups
     assert (len(group["params"]), group["lr"], group["momentum"]) == (1, 0.1, 0.25)
-    assert training.to_json()["optimizer"] == "Riding(alpha=0.9)"
+    assert training.to_json()["optimizer"] == "tests.test_config:Riding"
 
 
 def test_what_is_given_comes_before_the_defaults() -> None:

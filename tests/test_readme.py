@@ -1,6 +1,8 @@
-"""The README tells the truth: its commands and its Python run as they stand.
+"""The README and the page on Python tell the truth: their commands and their Python run as they stand.
 
-A block stands alone and runs in an empty folder, under torchrun on two processes if it makes a process group.
+A block of the README stands alone and runs in an empty folder. Those of the page run one after the other in one; a
+block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of
+the page that attaches, runs under torchrun on two processes.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -73,6 +75,7 @@ def run(command: list[str], cwd: Path) -> None:
 
 FENCE = re.compile(r"^\s*(?:```|~~~)\s*(?:sh|bash|shell|console|zsh|python|py|pycon)\b", re.MULTILINE)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SHELL = blocks_of(README, "sh")
 PYTHON = blocks_of(README, "python")
 
@@ -106,5 +109,27 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")
+    python(script, several="init_process_group" in block.text)
+
+
+def python(script: Path, *, several: bool) -> None:
+    """Runs a script in its folder, on two processes under torchrun if it is for several."""
     together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([sys.executable, *(together if "init_process_group" in block.text else []), str(script)], tmp_path)
+    run([sys.executable, *(together if several else []), str(script)], script.parent)
+
+
+@pytest.mark.timeout(LIMIT_S * 6)
+def test_the_page_on_python_runs(tmp_path: Path) -> None:
+    blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
+    assert len(blocks) == len(FENCE.findall(PAGE)) == 5
+    for number, block in enumerate(blocks):
+        if block.language == "sh":
+            for command in block.commands():
+                run(["bash", "-euc", command], tmp_path)
+            continue
+        named = re.match(r"# (\w+\.py)\n", block.text)
+        script = tmp_path / (named[1] if named else f"block-{number}.py")
+        script.write_text(block.text, encoding="utf-8")
+        if not named:
+            python(script, several="farflung.attach(" in block.text)
+    assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")

@@ -43,6 +43,7 @@ ORDER: list[set[str]] = [
     {"attach"},
     {"ddp"},
     {"report"},
+    {"runs"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"__main__"},

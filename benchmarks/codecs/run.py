@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.common import Measured, main
+from benchmarks.common import Benchmark, Group, Measured, main
 from farflung.codecs import (
     CODECS,
     DGC,
@@ -136,12 +136,9 @@ def _keep_memory() -> None:
         library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
 
 
+BENCHMARK = Benchmark(
+    Path(__file__).parent, [Group(tuple(ROWS), measure, "measured", 2.0, ["src/farflung/codecs/*.py"])]
+)
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            Path(__file__).parent,
-            {tuple(ROWS): measure},
-            sources=["src/farflung/codecs/*.py"],
-            minutes={tuple(ROWS): 2.0},
-        )
-    )
+    sys.exit(main(BENCHMARK))

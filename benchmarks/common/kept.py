@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from benchmarks.common.ran import ran
-from benchmarks.common.rows import source_hash
 
 __all__ = ["Kept"]
 
@@ -24,27 +21,19 @@ class Kept:
     def __init__(self, path: Path, *, quick: bool = False) -> None:
         self._path, self._quick = path, quick
 
-    def once(
-        self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], *, watched: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def once(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """The line with this key, measured now if there is none.
 
         Args:
-          key: what the result depends on.
+          key: what the result depends on, a hash of its sources included.
           measure: makes it.
-          watched: patterns relative to the repository. Of these files the ones whose code ran, in this process, are
-            kept beside the result, which holds as long as they say the same.
         """
         if not self._quick and self._path.exists():
             for text in self._path.read_text(encoding="utf-8").splitlines():
                 line: dict[str, Any] = json.loads(text)
-                same = all(line.get(name) == value for name, value in key.items())
-                if same and (not watched or line["sources"] == source_hash(line["files"])):
+                if all(line.get(name) == value for name, value in key.items()):
                     return line
-        with ran(watched) as files:
-            line = {**key, **measure()}
-        if watched:
-            line |= {"files": sorted(files), "sources": source_hash(files)}
+        line = {**key, **measure()}
         if not self._quick:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import platform
@@ -76,17 +77,22 @@ def store(folder: Path, row: Stored) -> None:
 
 
 def source_hash(patterns: Iterable[str]) -> str:
-    """A hash of the Python files that a measurement depends on; patterns are relative to the repository.
+    """A hash of the Python files that a measurement depends on. Comments, docstrings and layout do not count.
 
-    Comments, docstrings and layout do not count.
+    Args:
+      patterns: relative to the repository; those after a ``!`` are left out.
     """
+    found: dict[bool, set[Path]] = {True: set(), False: set()}
+    for pattern in patterns:
+        found[not pattern.startswith("!")].update(ROOT.glob(pattern.removeprefix("!")))
     whole = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in ROOT.glob(pattern) if file.is_file()}):
+    for file in sorted(file for file in found[True] - found[False] if file.is_file()):
         whole.update(str(file.relative_to(ROOT)).encode())
         whole.update(_code(file.read_text(encoding="utf-8")).encode())
     return whole.hexdigest()[:16]
 
 
+@functools.cache
 def _code(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):

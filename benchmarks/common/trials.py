@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from benchmarks.common.kept import Kept
+from benchmarks.common.first_steps import combined, digest, first_steps
+from benchmarks.common.trainings import TRAINED, Trainings
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
+from farflung.data import Subset
+from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.types import Workload
+from farflung.seeding import generator
+from farflung.tasks import Pending
+from farflung.types import Dataset, Workload
 from farflung.workloads import workload
 
-__all__ = ["SOURCES", "WORLD", "Trial", "Trials"]
+__all__ = ["TRIED", "WORLD", "Trial", "Trials"]
 
-SOURCES = [
+WORLD = [
     "src/farflung/codecs/*.py",
     "src/farflung/reducers/**/*.py",
-    "src/farflung/replica/*.py",
+    "src/farflung/replica/**/*.py",
     "src/farflung/schedules/*.py",
     "src/farflung/sampling/*.py",
     "src/farflung/workloads/*.py",
-]
-"""What a training may depend on, besides its own settings."""
-WORLD = [
-    *SOURCES,
     "src/farflung/comm/collectives/*.py",
     "src/farflung/comm/virtual/*.py",
     "src/farflung/network/*.py",
@@ -43,6 +42,12 @@ WORLD = [
     "benchmarks/common/worlds.py",
 ]
 """What the time of a run in either world depends on, besides its own settings."""
+TRIED = [*TRAINED, "benchmarks/common/trials.py", "benchmarks/common/worlds.py"]
+"""What a trial depends on, besides its own settings."""
+FEW = 500
+"""Test samples that say whether scoring is what it was."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,53 @@ class Trial:
     weight_decay: float = 1e-4
     seed: int = 0
 
-    def run(self) -> float:
-        """Test accuracy at the end, a share; of the mean parameters where they differ."""
+    @property
+    def title(self) -> str:
+        """What differs between the trials of a benchmark."""
+        return f"{self.parts}, rate {self.learning_rate:g}, seed {self.seed}"
+
+    def first_steps(self) -> int:
+        """Until everything that the recipe does has happened twice."""
+        parts = recipe("synchronous").but(**self.parts).parts(self.seed)
+        return first_steps(
+            workload(self.workload).model(generator(self.seed, "model")),
+            parts.schedule,
+            parts.reducer,
+            self.steps,
+        )
+
+    def digest(self, steps: int) -> str:
+        """Of all replicas after the first steps, and again with their score once all that is under way is merged."""
+
+        async def train(replica: Replica) -> str:
+            await self._train(replica, steps)
+            trained = digest(replica.model)
+            await replica.flush()
+            return combined([trained, digest(replica.model), repr((await replica.evaluate()).metric)])
+
+        return combined(self._in_virtual_time(train, tested=FEW))
+
+    def accuracy(self) -> float:
+        """On the test set at the end, in percent; of the mean parameters where they differ."""
+
+        async def train(replica: Replica) -> float:
+            await self._train(replica, self.steps)
+            await replica.flush()
+            return 100 * (await replica.evaluate()).metric
+
+        return self._in_virtual_time(train)[0]
+
+    async def _train(self, replica: Replica, steps: int) -> None:
+        for step in range(steps):
+            for settings in replica.optimizer.param_groups:
+                settings["lr"] = self.learning_rate * (1 - step / self.steps)
+            await replica.step()
+
+    def _in_virtual_time(
+        self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]], *, tested: int | None = None
+    ) -> list[T]:
         torch.set_num_threads(1)
-        task = cast("Workload", _ChannelsLast(workload(self.workload)))
+        task = cast("Workload", _Prepared(workload(self.workload), tested))
         training = Training(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -85,54 +133,48 @@ class Trial:
             seed=self.seed,
         )
         world = VirtualWorld(self.replicas)
-
-        async def train(replica: Replica) -> float:
-            for step in range(self.steps):
-                for settings in replica.optimizer.param_groups:
-                    settings["lr"] = self.learning_rate * (1 - step / self.steps)
-                await replica.step()
-            await replica.flush()
-            return (await replica.evaluate()).metric
-
-        return world.run([train(replica) for replica in replicas_in(world, task, training, self.parts)])[0]
+        return world.run([train(replica) for replica in replicas_in(world, task, training, self.parts)])
 
 
-class _ChannelsLast:
-    """A workload whose model keeps channels innermost: faster on these processors, and rounded otherwise."""
+class _Prepared:
+    """A workload whose model keeps channels innermost: faster on these processors, and rounded otherwise.
 
-    def __init__(self, task: Workload) -> None:
-        self._task = task
+    Args:
+      task: the workload.
+      tested: how many test samples; all when not given.
+    """
+
+    def __init__(self, task: Workload, tested: int | None) -> None:
+        self._task, self._tested = task, tested
 
     def model(self, generator: torch.Generator) -> nn.Module:
         return self._task.model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = self._task.datasets()
+        return train, test if self._tested is None else Subset(test, torch.arange(len(test))[: self._tested])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
 
 class Trials:
-    """Trainings by their settings, kept in ``results/trials.jsonl``.
+    """The trainings of a benchmark, stored in ``results/trials.jsonl``.
 
     Args:
-      folder: of the benchmark.
-      quick: two steps of a quadratic, whose score is no accuracy, and nothing is kept.
+      trainings: that are stored.
+      quick: two steps of a quadratic, whose score is no accuracy, and nothing is stored.
     """
 
-    def __init__(self, folder: Path, *, quick: bool) -> None:
-        self._kept, self._quick = Kept(folder / "results" / "trials.jsonl", quick=quick), quick
+    def __init__(self, trainings: Trainings[Trial], *, quick: bool) -> None:
+        self._trainings, self._quick = trainings, quick
 
     def accuracy(self, trial: Trial) -> float:
         """Of one training, in percent."""
         if self._quick:
-            trial = replace(trial, workload="synthetic/quadratic", replicas=2, steps=2, batch_size=8)
-
-        def train() -> dict[str, float]:
-            Console(stderr=True).print(
-                f"training {trial.parts}, rate {trial.learning_rate:g}, seed {trial.seed}", highlight=False
-            )
-            return {"accuracy": 100 * trial.run()}
-
-        return float(self._kept.once(asdict(trial), train, watched=SOURCES)["accuracy"])
+            quick = replace(trial, workload="synthetic/quadratic", replicas=2, steps=2, batch_size=8)
+            return quick.accuracy()
+        return self._trainings.accuracy(trial)
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
         """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.replica import Replica
+from farflung.runs import make_replica
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Workload
@@ -31,11 +32,11 @@ def replicas_in(
       sink: takes the events of rank 0.
     """
     return [
-        Replica(
+        make_replica(
             runtime,
             task,
+            recipe("synchronous").but(**parts),
             training,
-            recipe("synchronous").but(**parts).parts(training.seed),
             Telemetry(rank, *([sink] if sink is not None and rank == 0 else [])),
         )
         for rank, runtime in enumerate(world.runtimes)

@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Kept, Measured, main, source_hash, torchrun
+from benchmarks.common import Benchmark, Group, Kept, Measured, Trainings, main, source_hash
 from benchmarks.common.shaped import in_lab
+from benchmarks.common.trainings import TRAINED
+from benchmarks.compression_pays.accuracy import Hooked
 from benchmarks.compression_pays.methods import AUTO, DDP, FP16_HOOK, METHODS, POWERSGD_HOOK
 from farflung.network import network_profile
 
@@ -45,6 +47,12 @@ SOURCES = [
     "src/farflung/comm/**/*.py",
     "src/farflung/ddp.py",
 ]
+TRAININGS = Trainings(
+    FOLDER / "results" / "accuracies.jsonl",
+    Hooked,
+    [*TRAINED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
+    minutes=0.5,
+)
 
 
 @dataclass(frozen=True)
@@ -168,19 +176,7 @@ def over_powersgd(quick: bool) -> Mapping[str, Measured]:
 
 
 def _accuracy(method: str, seed: int) -> float:
-    """Of a training on loopback; kept, so that it is done once."""
-    sources = source_hash(
-        [*SOURCES, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))]
-    )
-    key = {"method": method, "seed": seed, "steps": TRAINING_STEPS, "sources": sources}
-
-    def train() -> dict[str, Any]:
-        (said,) = torchrun(
-            NODES, "benchmarks.compression_pays.accuracy", method, str(seed), str(TRAINING_STEPS)
-        )  # fmt: skip
-        return said
-
-    return float(Kept(FOLDER / "results" / "accuracies.jsonl").once(key, train)["accuracy"])
+    return TRAININGS.accuracy(Hooked(method, seed, TRAINING_STEPS))
 
 
 def _show(timed: Timings, networks: Mapping[str, str]) -> None:
@@ -197,16 +193,15 @@ def _show(timed: Timings, networks: Mapping[str, str]) -> None:
     Console(stderr=True, width=120).print(table)
 
 
+BENCHMARK = Benchmark(
+    FOLDER,
+    [
+        *(Group((row,), partial(best_codec, row), "measured", 8.0, SOURCES) for row in BEST),
+        Group((NEVER_SLOWER,), never_slower, "measured", 6.0, SOURCES),
+        Group((OVER_POWERSGD,), over_powersgd, "measured", 20.0, SOURCES),
+    ],
+    TRAININGS,
+)
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            FOLDER,
-            {
-                **{(row,): partial(best_codec, row) for row in BEST},
-                (NEVER_SLOWER,): never_slower,
-                (OVER_POWERSGD,): over_powersgd,
-            },
-            sources=SOURCES,
-            minutes={**{(row,): 8.0 for row in BEST}, (NEVER_SLOWER,): 6.0, (OVER_POWERSGD,): 20.0},
-        )
-    )
+    sys.exit(main(BENCHMARK))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.common import Measured, Simulated, Trial, Trials, main
+from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, main
 from benchmarks.common.shaped import paced_step_s
-from benchmarks.common.trials import WORLD
+from benchmarks.common.trials import TRIED, WORLD
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.network import Link, NetworkProfile, cost_s, network_profile
@@ -239,6 +239,7 @@ def _taking(exchange_s: float, nodes: int, nbytes: int) -> NetworkProfile:
 LAGS = (4, 8, 12, 16, 20)
 DELAYS = (5, 10, 15, 20)
 RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
+TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
 Points = tuple[float, tuple[float, float]]
 
 
@@ -250,7 +251,7 @@ class Accuracies:
     """
 
     def __init__(self, quick: bool) -> None:
-        self._trials, self._seeds = Trials(FOLDER, quick=quick), SEEDS
+        self._trials, self._seeds = Trials(TRAININGS, quick=quick), SEEDS
         self.rates: dict[str, float] = {}
 
     def of(self, schedule: str, codec: str = "identity") -> list[float]:
@@ -278,64 +279,67 @@ class Accuracies:
         return Measured(statistics.fmean(points), (min(points), max(points)), config)
 
 
+def compensated(delay: int) -> tuple[str, str]:
+    """The rows of a delay."""
+    return f"accuracy lost at D={delay}, compensated", f"compensation gain at D={delay}"
+
+
 def compensation(delay: int, quick: bool) -> Mapping[str, Measured]:
     """Delayed gradient averaging against no delay, and against stale means alone."""
     found = Accuracies(quick)
     ours, stale = f"delayed(delay={delay})", f"pipelined(width={delay + 1})"
-    return {
-        f"accuracy lost at D={delay}, compensated": found.difference("delayed(delay=0)", ours),
-        f"compensation gain at D={delay}": found.difference(ours, stale),
-    }
+    lost, gain = compensated(delay)
+    return {lost: found.difference("delayed(delay=0)", ours), gain: found.difference(ours, stale)}
+
+
+def lagging(number: int) -> tuple[str, str]:
+    """The rows of a delay alone and a period alone."""
+    return f"accuracy lost at delay t={number}", f"accuracy lost at period d={number}"
 
 
 def lag(number: int, quick: bool) -> Mapping[str, Measured]:
     """A delay alone and a period alone against synchronous SGD."""
     found = Accuracies(quick)
+    by_delay, by_period = lagging(number)
     return {
-        f"accuracy lost at delay t={number}": found.difference("synchronous", f"delayed(delay={number})"),
-        f"accuracy lost at period d={number}": found.difference(
-            "synchronous", f"delayed(delay=0, period={number})"
-        ),
+        by_delay: found.difference("synchronous", f"delayed(delay={number})"),
+        by_period: found.difference("synchronous", f"delayed(delay=0, period={number})"),
     }
+
+
+REGIONS_LOST = "four regions, accuracy lost"
 
 
 def regions(quick: bool) -> Mapping[str, Measured]:
     """The schedule that hides the four regions' latency against synchronous SGD."""
     found = Accuracies(quick)
-    return {
-        "four regions, accuracy lost": found.difference("synchronous", HIDDEN["schedule"], HIDDEN["codec"])
-    }
+    return {REGIONS_LOST: found.difference("synchronous", HIDDEN["schedule"], HIDDEN["codec"])}
 
 
-Measure = Callable[[bool], Mapping[str, Measured]]
-MEASURES: dict[tuple[str, ...], Measure] = {
-    tuple(scalability_row(ms) for ms in LATENCIES_MS): latencies,
-    **{
-        tuple(speed_up_row(nodes, task) for nodes in NODES if nodes > 1): partial(speed_ups, task)
-        for task in TASKS
-    },
-    tuple(IN_REGIONS): in_regions,
-    **{
-        (f"accuracy lost at D={delay}, compensated", f"compensation gain at D={delay}"): partial(
-            compensation, delay
-        )
-        for delay in DELAYS
-    },
-    **{
-        (f"accuracy lost at delay t={number}", f"accuracy lost at period d={number}"): partial(lag, number)
-        for number in LAGS
-    },
-    ("four regions, accuracy lost",): regions,
-}
-MINUTES = {group: 5.0 if index < 4 else 30.0 for index, group in enumerate(MEASURES)}
-
+BENCHMARK = Benchmark(
+    FOLDER,
+    [
+        Group(tuple(scalability_row(ms) for ms in LATENCIES_MS), latencies, "simulated", 5.0, WORLD),
+        *(
+            Group(
+                tuple(speed_up_row(nodes, task) for nodes in NODES if nodes > 1),
+                partial(speed_ups, task),
+                "simulated",
+                5.0,
+                WORLD,
+            )
+            for task in TASKS
+        ),
+        Group(tuple(IN_REGIONS), in_regions, "measured", 5.0, WORLD),
+        *(
+            Group(compensated(delay), partial(compensation, delay), "trainings", 0.0, TRIED)
+            for delay in DELAYS
+        ),
+        *(Group(lagging(number), partial(lag, number), "trainings", 0.0, TRIED) for number in LAGS),
+        Group((REGIONS_LOST,), regions, "trainings", 0.0, TRIED),
+    ],
+    TRAININGS,
+)
 
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            FOLDER,
-            MEASURES,
-            sources=WORLD,
-            minutes=MINUTES,
-        )
-    )
+    sys.exit(main(BENCHMARK))

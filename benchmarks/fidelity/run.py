@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Kept, Measured, main, source_hash  # noqa: E402
+from benchmarks.common import Benchmark, Group, Kept, Measured, main, source_hash  # noqa: E402
 from benchmarks.common.runs import farflung, last_event, step_s  # noqa: E402
 
 FOLDER = Path(__file__).parent
@@ -44,7 +44,7 @@ SOURCES = [
     "src/farflung/comm/**/*.py",
     "src/farflung/network/*.py",
     "src/farflung/runtime/*.py",
-    "src/farflung/replica/*.py",
+    "src/farflung/replica/**/*.py",
 ]
 
 
@@ -133,12 +133,7 @@ def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any
     }
 
 
+BENCHMARK = Benchmark(FOLDER, [Group((MEDIAN, WORST, BYTES), measure, "measured", 14.0, SOURCES)])
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            FOLDER,
-            {(MEDIAN, WORST, BYTES): measure},
-            sources=SOURCES,
-            minutes={(MEDIAN, WORST, BYTES): 14.0},
-        )
-    )
+    sys.exit(main(BENCHMARK))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Measured, main, torchrun
+from benchmarks.common import Benchmark, Group, Measured, main, torchrun
 
 FULL_ROUNDS = 21
 ROWS = {
@@ -33,16 +34,11 @@ def measure(name: str, quick: bool) -> Mapping[str, Measured]:
     return {name: Measured(result["ratio"], (result["spread"][0], result["spread"][1]), config)}
 
 
+SOURCES = ["src/farflung/comm/**/*.py", "src/farflung/runtime/wall.py", "src/farflung/replica/**/*.py"]
+BENCHMARK = Benchmark(
+    Path(__file__).parent,
+    [Group((name,), partial(measure, name), "measured", 1.0, SOURCES) for name in ROWS],
+)
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            Path(__file__).parent,
-            {(name,): lambda quick, name=name: measure(name, quick) for name in ROWS},  # type: ignore[misc]
-            sources=[
-                "src/farflung/comm/**/*.py",
-                "src/farflung/runtime/wall.py",
-                "src/farflung/replica/*.py",
-            ],
-            minutes=dict.fromkeys([(name,) for name in ROWS], 1.0),
-        )
-    )
+    sys.exit(main(BENCHMARK))

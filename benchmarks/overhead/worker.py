@@ -22,7 +22,7 @@ import farflung
 from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
-from farflung.replica import Replica
+from farflung.runs import make_replica
 from farflung.runtime import WallRuntime
 from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
@@ -135,13 +135,8 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     training = Training.resolve(work.defaults, {"batch_size": BATCH, "steps": 10**9})
     runtime = WallRuntime(rank, size, store)
     folder = tempfile.TemporaryDirectory()
-    replica = Replica(
-        runtime,
-        work,
-        training,
-        recipe("synchronous").parts(0),
-        Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl")),
-    )
+    telemetry = Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl"))
+    replica = make_replica(runtime, work, recipe("synchronous"), training, telemetry)
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(0, "model")))
     optimizer = torch.optim.SGD(

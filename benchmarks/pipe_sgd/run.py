@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Measured, Simulated, Trial, Trials, main
+from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, main
 from benchmarks.common.shaped import paced_step_s
-from benchmarks.common.trials import WORLD
+from benchmarks.common.trials import TRIED, WORLD
 from farflung.network import Link, NetworkProfile, Site, cost_s, network_profile
 from farflung.seeding import generator
 from farflung.timing import Cluster, period_s, ring_s, server_s
@@ -194,11 +194,12 @@ REMEDIES = {
     "correction": "pipelined(width=2, correction=0.1)",
 }
 RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
+TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
     """Points lost to synchronous SGD by the best remedy, at the same steps, and by all."""
-    trials = Trials(FOLDER, quick=quick)
+    trials = Trials(TRAININGS, quick=quick)
     reference, rate = trials.best(Trial({"schedule": "synchronous"}), RATES, SEEDS)
     rates = {"synchronous": rate}
     lost = {}
@@ -220,12 +221,16 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
     return {ACCURACY: Measured(statistics.fmean(lost[least]), (min(lost[least]), max(lost[least])), config)}
 
 
+BENCHMARK = Benchmark(
+    FOLDER,
+    [
+        Group((SERVER, RING), speed, "simulated", 1.0, WORLD),
+        Group((PERIOD,), period, "simulated", 0.5, WORLD),
+        Group((LAB_PERIOD,), lab_period, "measured", 5.0, WORLD),
+        Group((ACCURACY,), accuracy, "trainings", 0.0, TRIED),
+    ],
+    TRAININGS,
+)
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            FOLDER,
-            {(SERVER, RING): speed, (PERIOD,): period, (LAB_PERIOD,): lab_period, (ACCURACY,): accuracy},
-            sources=WORLD,
-            minutes={(SERVER, RING): 1.0, (PERIOD,): 0.5, (LAB_PERIOD,): 5.0, (ACCURACY,): 60.0},
-        )
-    )
+    sys.exit(main(BENCHMARK))

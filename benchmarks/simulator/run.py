@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.common import Measured, main
+from benchmarks.common import Benchmark, Group, Measured, main
 from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.runtime import VirtualWorld
@@ -124,24 +124,28 @@ def _config(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"seeds": [0], "cores": os.cpu_count(), "runs": runs}
 
 
+SOURCES = [
+    "src/farflung/network/bundles.py",
+    "src/farflung/network/fabric.py",
+    "src/farflung/network/max_min.py",
+    "src/farflung/network/wiring.py",
+    "src/farflung/comm/virtual/*.py",
+    "src/farflung/comm/collectives/*.py",
+    "src/farflung/runtime/virtual.py",
+    "src/farflung/runtime/fleet.py",
+    "src/farflung/replica/**/*.py",
+    "src/farflung/seeding.py",
+    "src/farflung/tasks.py",
+]
+BENCHMARK = Benchmark(
+    Path(__file__).parent,
+    [
+        Group((EXACT,), exact, "simulated", 1.5, SOURCES),
+        Group((FLEET,), fleet, "measured", 0.2, SOURCES),
+        Group((MLP_SECONDS, MLP_MEMORY), mlp, "measured", 6.0, SOURCES),
+        Group((RESNET,), resnet, "measured", 1.0, SOURCES),
+    ],
+)
+
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            Path(__file__).parent,
-            {(EXACT,): exact, (FLEET,): fleet, (MLP_SECONDS, MLP_MEMORY): mlp, (RESNET,): resnet},
-            sources=[
-                "src/farflung/network/bundles.py",
-                "src/farflung/network/fabric.py",
-                "src/farflung/network/max_min.py",
-                "src/farflung/network/wiring.py",
-                "src/farflung/comm/virtual/*.py",
-                "src/farflung/comm/collectives/*.py",
-                "src/farflung/runtime/virtual.py",
-                "src/farflung/runtime/fleet.py",
-                "src/farflung/replica/*.py",
-                "src/farflung/seeding.py",
-                "src/farflung/tasks.py",
-            ],
-            minutes={(EXACT,): 1.5, (FLEET,): 0.2, (MLP_SECONDS, MLP_MEMORY): 6.0, (RESNET,): 1.0},
-        )
-    )
+    sys.exit(main(BENCHMARK))

@@ -20,10 +20,10 @@ import torch._dynamo  # what the first optimizer would import
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
 from farflung.network import DeviceProfile, Link, NetworkProfile, Site, Varying
-from farflung.recipes import recipe
+from farflung.recipes import Recipe
 from farflung.replica import Replica, keep_once
+from farflung.runs import make_replica
 from farflung.runtime import VirtualWorld, time_fleet
-from farflung.telemetry import Telemetry
 from farflung.types import Workload
 from farflung.workloads import workload
 
@@ -38,15 +38,11 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
     """Trains replicas with direct all-reduce over links that are alike; no evaluation."""
     world = VirtualWorld(replicas, LINK, device=DEVICE)
     training = Training.resolve(work.defaults, {"steps": steps, "seed": 0})
+    shares = None
+    if own_samples:
+        shares = [torch.arange(SAMPLES_EACH) + SAMPLES_EACH * rank for rank in range(replicas)]
     made = [
-        Replica(
-            runtime,
-            work,
-            training,
-            recipe("synchronous").but(collective="direct").parts(training.seed),
-            Telemetry(runtime.comm.rank),
-            share=torch.arange(SAMPLES_EACH) + SAMPLES_EACH * runtime.comm.rank if own_samples else None,
-        )
+        make_replica(runtime, work, Recipe(collective="direct"), training, shares=shares)
         for runtime in world.runtimes
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from farflung.errors import ConfigError
 from farflung.optimizers import OPTIMIZERS, SGD
 from farflung.rates import RATES
-from farflung.spec import build
+from farflung.spec import build, text_of
 from farflung.types import Json, OptimizerFactory, RateSchedule
 
 __all__ = ["BUCKET_NBYTES", "ON_NONFINITE", "Training"]
@@ -105,12 +105,13 @@ class Training:
         return made
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry and for comparing ranks; objects by their ``repr``."""
+        """For telemetry and for comparing ranks; objects by :func:`farflung.spec.text_of`."""
         told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: value if isinstance(value, str | int | float) else repr(value)
-            for name, value in told.items()
+        known: dict[str, Mapping[str, Callable[..., object]]] = {
+            "optimizer": OPTIMIZERS,
+            "learning_rate_schedule": RATES,
         }
+        return {**told, **{name: text_of(told[name], registry) for name, registry in known.items()}}
 
     def _optimizer_factory(self) -> OptimizerFactory:
         how = self.optimizer

@@ -1,7 +1,6 @@
 """Codecs and reducers for those who train by DistributedDataParallel: any of them as its communication hook."""
 
 import atexit
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,7 +23,7 @@ from farflung.reducers import REDUCERS, CodecReducer
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime
-from farflung.spec import build
+from farflung.spec import build, text_of
 from farflung.types import Codec, Contribution, Reducer, State
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
@@ -108,7 +107,7 @@ def ddp_hook(
         size,
         store if size > 1 else None,
         settings={
-            "ddp_hook": re.sub(r" at 0x[0-9a-f]+", "", repr(reducer)),
+            "ddp_hook": text_of(reducer),
             "fall_back": fall_back,
             "bucket_nbytes": bucket_nbytes,
             "seed": seed,

@@ -17,7 +17,7 @@ from torch import Tensor
 from farflung.errors import ConfigError
 from farflung.types import State
 
-__all__ = ["RandomState", "derive", "generator"]
+__all__ = ["Passes", "RandomState", "derive", "generator"]
 
 
 def derive(seed: int, *labels: int | str) -> int:
@@ -29,6 +29,25 @@ def derive(seed: int, *labels: int | str) -> int:
 def generator(seed: int, *labels: int | str) -> torch.Generator:
     """A CPU generator seeded by :func:`derive`."""
     return torch.Generator().manual_seed(derive(seed, *labels))
+
+
+class Passes:
+    """Endless passes over samples, each in an order of its own; the last two are kept.
+
+    Args:
+      seed: equal orders come from equal seeds.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def order(self, index: int, n: int) -> torch.Tensor:
+        """The order of ``n`` samples in pass ``index``, counted from 0; int64."""
+        if (index, n) not in self._kept:
+            self._kept = {key: kept for key, kept in self._kept.items() if key == (index - 1, n)}
+            self._kept[index, n] = torch.randperm(n, generator=generator(self._seed, "pass", index))
+        return self._kept[index, n]
 
 
 _HOST = torch.device("cpu")

@@ -1,20 +1,32 @@
-"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``.
+"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``; and objects as such text.
 
-The outermost name may be written with hyphens: ``by-order`` is ``by_order``.
+A name is one of a registry, or ``module:name``, which is imported, from the current folder too:
+``my_package.my_module:MyCodec(density=0.01)``. Parts may be options of others. The outermost name of a registry may be
+written with hyphens: ``by-order`` is ``by_order``.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
+import importlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from farflung.errors import ConfigError, UnknownName
 
-__all__ = ["build", "name_of"]
+__all__ = ["build", "imported", "is_carried", "name_of", "parse", "taken", "text_of", "unparse"]
 
 T = TypeVar("T")
+
+_MARK = ".__imported__."
+"""Stands for the colon while Python's own grammar reads a text."""
+_QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
 
 def build(
@@ -26,13 +38,14 @@ def build(
       kind: the family, for messages.
       text: for example ``"synchronous"`` or ``"error_feedback(topk(density=0.01))"``.
       registry: the family's members.
-      given: options of the outermost member that have settings of their own, and no place in the text.
+      given: options of the outermost member that have settings of their own, and no place in the text; one that is
+        imported gets those that it takes.
 
     Raises:
       UnknownName: no such member.
-      ConfigError: not of this form, or an option that the member does not take.
+      ConfigError: not of this form, an option that the member does not take, or nothing to be imported there.
     """
-    return _make(kind, text, _parsed(kind, text), registry, given or {})
+    return _make(kind, text, parse(kind, text), registry, given or {})
 
 
 def name_of(kind: str, text: str) -> str:
@@ -41,22 +54,119 @@ def name_of(kind: str, text: str) -> str:
     Raises:
       ConfigError: not of the form that :func:`build` reads.
     """
-    return _named(kind, text, _parsed(kind, text)).id
+    return _named(kind, text, parse(kind, text))
 
 
-def _parsed(kind: str, text: str) -> ast.expr:
+def parse(kind: str, text: str) -> ast.expr:
+    """The expression that ``text`` is, for :func:`unparse` and for those who read it themselves.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
+    marked = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
     try:
-        plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
-        return ast.parse(plain.strip(), mode="eval").body
+        return ast.parse(marked.strip(), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)") from None
 
 
-def _named(kind: str, text: str, node: ast.expr) -> ast.Name:
+def unparse(node: ast.expr) -> str:
+    """The text of an expression, or of a part of one, from :func:`parse`."""
+    return ast.unparse(node).replace(_MARK, ":")
+
+
+def imported(kind: str, name: str) -> object:
+    """What ``module:name`` names; modules of the current folder are found as well.
+
+    Raises:
+      ConfigError: there is no such module, or nothing of that name in it.
+    """
+    module, _, path = name.partition(":")
+    here = str(Path.cwd())
+    if not {"", here} & {*sys.path}:
+        sys.path.append(here)  # as python -m has it
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{kind} {name!r}: cannot be imported ({error})") from None
+
+
+def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None = None) -> str:
+    """The text that :func:`build` would make ``part`` from, or, in ``<>``, words for a part that has none.
+
+    A class, a function, a ``functools.partial`` of one and a dataclass have a text where their names can be imported
+    and their options are literals or such parts themselves. The text of anything else is good for comparing it alone.
+
+    Args:
+      part: a member, or the text of one, which is given back.
+      registry: the family's members, called by their names there.
+
+    >>> from fractions import Fraction
+    >>> text_of("topk(density=0.1)"), text_of(Fraction), text_of(Fraction(1, 2))
+    ('topk(density=0.1)', 'fractions:Fraction', '<Fraction(1, 2)>')
+    """
+    if isinstance(part, str):
+        return part
+    try:
+        return _text(part, {made: name for name, made in (registry or {}).items()})
+    except _NoText:
+        return f"<{re.sub(r' at 0x[0-9a-f]+', '', repr(part)).removeprefix('<').removesuffix('>')}>"
+
+
+def is_carried(text: str) -> bool:
+    """Whether another process can make the part that :func:`text_of` gave this text."""
+    return not text.startswith("<")
+
+
+class _NoText(Exception):
+    """There is no text for it."""
+
+
+def _text(value: object, names: Mapping[Callable[..., object], str]) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        inside = ", ".join(_text(one, names) for one in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+    if isinstance(value, type) or inspect.isfunction(value):
+        return _name(value, names)
+    if isinstance(value, functools.partial):
+        options = [_text(one, names) for one in value.args]
+        options += [f"{name}={_text(one, names)}" for name, one in value.keywords.items()]
+        return f"{_name(value.func, names)}({', '.join(options)})"
+    if not dataclasses.is_dataclass(value):
+        raise _NoText
+    options = [
+        f"{field.name}={_text(getattr(value, field.name), names)}"
+        for field in dataclasses.fields(value)
+        if field.init and getattr(value, field.name) != _default(field)
+    ]
+    made = _name(type(value), names)
+    return f"{made}({', '.join(options)})" if options else made
+
+
+def _name(made: Callable[..., object], names: Mapping[Callable[..., object], str]) -> str:
+    if made in names:
+        return names[made]
+    module, path = getattr(made, "__module__", "__main__"), getattr(made, "__qualname__", "<")
+    if module == "__main__" or "<" in path:
+        raise _NoText
+    return f"{module}:{path}"
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _named(kind: str, text: str, node: ast.expr) -> str:
     named = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(named, ast.Name):
+    name = unparse(named)
+    if not (isinstance(named, ast.Name) or (isinstance(named, ast.Attribute) and ":" in name)):
         raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
-    return named
+    return name
 
 
 def _make(
@@ -67,24 +177,35 @@ def _make(
     given: Mapping[str, object],
 ) -> T:
     call = node if isinstance(node, ast.Call) else None
-    named = _named(kind, text, node)
-    if named.id not in registry:
-        raise UnknownName(kind, named.id, registry)
-    positional: list[object] = []
+    name = _named(kind, text, node)
+    positional = [_value(kind, text, value, registry) for value in (call.args if call else ())]
     options: dict[str, object] = {}
-    for value in call.args if call else ():
-        positional.append(_value(kind, text, value, registry))
     for keyword in call.keywords if call else ():
         if keyword.arg is None:
             raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
-        if keyword.arg in given:
+        if keyword.arg in given and ":" not in name:
             raise ConfigError(f"{kind} {text!r}: {keyword.arg} is a setting of its own, not an option here")
         options[keyword.arg] = _value(kind, text, keyword.value, registry)
+    if ":" in name:
+        found = imported(kind, name)
+        if call is None and not (isinstance(found, type) or inspect.isroutine(found)):
+            return found  # type: ignore[return-value]
+        member: Callable[..., T] = found  # type: ignore[assignment]
+        given = taken(member, given)
+    elif name in registry:
+        member = registry[name]
+    else:
+        raise UnknownName(kind, name, registry)
     try:
-        return registry[named.id](*positional, **given, **options)
+        return member(*positional, **{**given, **options})
     except TypeError as error:
         reason = str(error).rpartition("__init__() ")[2] or str(error)
         raise ConfigError(f"{kind} {text!r}: {reason}") from None
+
+
+def taken(member: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+    """Those of the options ``given`` that a member takes."""
+    return {name: value for name, value in given.items() if name in inspect.signature(member).parameters}
 
 
 def _value(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> object:

@@ -15,10 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from farflung.cli import join
-from farflung.cli.run import RunConfig, RunFolder
-from farflung.cli.simulation import SimulatedConfig, simulate
 from farflung.replica import load_tree
+from farflung.runs import Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
 from farflung.telemetry import Event
 from tests.battery.cases import CASES, Case, known
 from tests.pool import Pool, digest
@@ -47,8 +45,9 @@ def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
     with known():
         config = SimulatedConfig.resolve({**case.whole, "network": case.network, "steps": steps})
         folder = RunFolder(path, resumed=resumed)
-        folder.create(config)
-        simulate(config, folder, _nobody, config.make_workload())
+        run = Prepared(config, folder)
+        run.create()
+        simulate_prepared(run)
 
 
 # --- on the wall clock ----------------------------------------------------------------------------------------
@@ -61,7 +60,8 @@ def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
         resumed = until == steps
         with known():
             config = RunConfig.resolve({**case.whole, "steps": until})
-        RunFolder(path, resumed=resumed).create(config, None if resumed or not replay.exists() else replay)
+        again = None if resumed or not replay.exists() else replay
+        Prepared(config, RunFolder(path, resumed=resumed), replay=again).create()
         pool.run(
             config.workers,
             "tests.battery.runs.wall_half",
@@ -93,10 +93,10 @@ def wall_half(
     with (
         known(),
         mock.patch.dict(os.environ, of_torchrun),
-        mock.patch.object(join, "rendezvous", return_value=iter([(store, rank, size)])),
+        mock.patch.object(joining, "rendezvous", return_value=iter([(store, rank, size)])),
     ):
         config = RunConfig.resolve({**CASES[name].whole, "steps": steps})
-        join.work(config, RunFolder(Path(path), resumed=resumed), _nobody)
+        joining.join(Prepared(config, RunFolder(Path(path), resumed=resumed)), _nobody)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.common import Expected, Kept, Measured, Stored, main, source_hash, verdict
-from benchmarks.common import ran as ran_module
+from benchmarks.common import Benchmark, Expected, Group, Kept, Measured, Stored, main, source_hash, verdict
 from benchmarks.common import rows as rows_module
-from benchmarks.common.ran import ran
-from farflung.codecs import TopK
+from benchmarks.common.workers import environment
 from farflung.errors import LabError
-from farflung.types import Seeds, TensorSpec
 
 BENCHMARKS = sorted(path.parent for path in rows_module.ROOT.glob("benchmarks/*/expected.toml"))
 FASTER = Expected("fast", "times", "higher", goal=2.0)
@@ -65,8 +60,7 @@ def test_every_stored_row_is_expected(folder: Path) -> None:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of its own."""
-    for module in (rows_module, ran_module):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(rows_module, "ROOT", tmp_path)
     (tmp_path / "one.py").write_text('"""Text."""\n\n\ndef one() -> int:\n    return 1  # comment\n')
     (tmp_path / "two.py").write_text("def two() -> int:\n    return 2\n")
     return tmp_path
@@ -78,26 +72,10 @@ def test_a_hash_knows_code_and_no_comments(tree: Path) -> None:
     assert source_hash(["*.py"]) == before
     (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
     assert source_hash(["*.py"]) != before
-    assert source_hash(["two.py"]) == source_hash(["two.py"]) != source_hash(["one.py"])
-
-
-def test_a_measurement_depends_on_what_it_ran() -> None:
-    codec, spec = TopK(0.5), TensorSpec((8,))
-    with ran(["src/farflung/codecs/*.py"]) as files:
-        codec.encode(codec.init(spec, Seeds(0, 0)), torch.zeros(8), step=0, count=1)
-    assert "src/farflung/codecs/topk.py" in files
-    assert not files & {f"src/farflung/codecs/{name}.py" for name in ("qsgd", "dgc", "sign")}
+    assert source_hash(["two.py"]) == source_hash(["*.py", "!one.py"]) != source_hash(["one.py"])
 
 
 # --- kept -------------------------------------------------------------------------------------------------------
-
-
-def called(tree: Path, name: str) -> dict[str, int]:
-    """Runs a function of a file as if it had been imported."""
-    path = tree / f"{name}.py"
-    space: dict[str, Any] = {}
-    exec(compile(path.read_text(), str(path), "exec"), space)  # noqa: S102
-    return {"value": space[name]()}
 
 
 def test_what_is_kept_is_measured_once(tmp_path: Path) -> None:
@@ -113,22 +91,6 @@ def test_what_is_kept_is_measured_once(tmp_path: Path) -> None:
     assert len((tmp_path / "results" / "kept.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_is_kept_holds_until_code_changes_that_it_ran(tree: Path) -> None:
-    kept = Kept(tree / "kept.jsonl")
-
-    def value() -> int:
-        return int(kept.once({"seed": 0}, lambda: called(tree, "one"), watched=["*.py"])["value"])
-
-    assert value() == 1
-    (tree / "two.py").write_text("def two() -> int:\n    return 22\n")
-    (tree / "three.py").write_text("def three() -> int:\n    return 3\n")
-    assert value() == 1
-    assert len((tree / "kept.jsonl").read_text().splitlines()) == 1
-    (tree / "one.py").write_text("def one() -> int:\n    return 11\n")
-    assert value() == 11
-    assert json.loads((tree / "kept.jsonl").read_text().splitlines()[1])["files"] == ["one.py"]
-
-
 # --- the command line -------------------------------------------------------------------------------------------
 
 
@@ -136,9 +98,11 @@ def run(folder: Path, *args: str, ours: float = 3.0) -> int:
     def measure(quick: bool) -> Mapping[str, Measured]:
         return {"fast": Measured(ours, (ours, ours), {"quick": quick})}
 
-    return main(
-        folder, {("fast",): measure}, sources=["one.py"], minutes={("fast",): 1.0}, args=[*args, "--json"]
-    )
+    return main(one_row(folder, measure), [*args, "--json"])
+
+
+def one_row(folder: Path, measure: Callable[[bool], Mapping[str, Measured]]) -> Benchmark:
+    return Benchmark(folder, [Group(("fast",), measure, "measured", 1.0, ["one.py"])])
 
 
 @pytest.fixture
@@ -181,7 +145,7 @@ def test_a_machine_that_does_not_allow_a_measurement_is_told_so(
         del quick
         raise LabError("some-network does not come out right on this machine")
 
-    assert main(folder, {("fast",): measure}, sources=["one.py"], minutes={("fast",): 1.0}, args=[]) == 2
+    assert main(one_row(folder, measure), []) == 2
     assert "some: some-network does not come out right on this machine" in capsys.readouterr().err
 
 
@@ -189,3 +153,42 @@ def test_quick_runs_are_not_stored(folder: Path, capsys: pytest.CaptureFixture[s
     run(folder, "--quick")
     assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
     assert not (folder / "results").exists()
+
+
+def test_what_fails_or_is_stopped_leaves_what_was_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(quick: bool) -> Mapping[str, Measured]:
+        del quick
+        raise RuntimeError("a worker failed")
+
+    def stops(quick: bool) -> Mapping[str, Measured]:
+        del quick
+        raise KeyboardInterrupt
+
+    def measures(quick: bool) -> Mapping[str, Measured]:
+        del quick
+        return {"fast": Measured(3.0, (3.0, 3.0))}
+
+    groups = [Group((row,), how, "measured", 1.0, []) for row, how in (("other", fails), ("fast", measures))]
+    assert main(Benchmark(folder, groups), ["--json"]) == 1
+    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+    assert main(Benchmark(folder, [Group(("other",), stops, "measured", 1.0, [])]), ["--json"]) == 130
+    assert verdicts(capsys) == {"fast": "stale", "other": "missing"}
+
+
+def test_only_rows_of_the_chosen_kinds_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, "--simulated", "--trainings")
+    assert verdicts(capsys) == {"fast": "missing", "other": "missing"}
+    run(folder, "--simulated", "--measured")
+    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+
+
+# --- workers ----------------------------------------------------------------------------------------------------
+
+
+def test_workers_import_the_package_that_their_parent_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere/src")
+    assert environment()["PYTHONPATH"] == f"{rows_module.ROOT}:/elsewhere/src"
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment()["PYTHONPATH"] == str(rows_module.ROOT)

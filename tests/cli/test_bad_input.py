@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from farflung.cli.main import main
-from farflung.cli.run import RunConfig, RunFolder
-from farflung.replica import Replica
+from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.runtime import VirtualWorld
-from farflung.telemetry import Telemetry
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -104,18 +102,17 @@ def test_a_folder_that_holds_a_run_already(capsys: pytest.CaptureFixture[str], t
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run: two steps of one replica."""
     config = RunConfig.resolve(
-        {}, {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
+        {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
     )
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
-    folder.create(config)
+    folder.create(config.to_json())
     world = VirtualWorld(1)
-    replica = Replica(
+    replica = make_replica(
         world.runtimes[0],
-        config.make_workload(),
-        config.make_training(),
-        config.make_recipe().parts(config.seed),
-        Telemetry(0),
-        folder.checkpoints(0, 1, leader=True),
+        config.task,
+        config.recipe,
+        config.training,
+        checkpoints=folder.checkpoints(0, 1, leader=True),
     )
     world.run([replica.run()])
     return folder.path

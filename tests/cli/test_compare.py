@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from farflung.cli import compare
 from farflung.cli.main import main
-from farflung.cli.run import RunFolder
-from farflung.cli.variants import variant
 from farflung.errors import ConfigError
+from farflung.runs import RunFolder, variant
+from farflung.runs import comparison as compare
 
 SMALL = ["--workload", "synthetic/quadratic", "--steps", "6", "--batch-size", "4", "--evaluate-every", "2"]
 
@@ -57,7 +56,7 @@ def test_one_training_for_all_networks_and_none_when_started_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    for name in ("simulate", "retime"):
+    for name in ("simulate_prepared", "retime_prepared"):
         real = getattr(compare, name)
 
         def counted(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
@@ -67,13 +66,13 @@ def test_one_training_for_all_networks_and_none_when_started_again(
         monkeypatch.setattr(compare, name, counted)
     options = ["--recipes", "synchronous", "ring", "--networks", "wifi-10mbps", "4g", "--seeds", "3", "4"]
     first = compared(capsys, tmp_path, *options)
-    assert made == ["simulate", "retime"] * 4
+    assert made == ["simulate_prepared", "retime_prepared"] * 4
     assert compared(capsys, tmp_path, *options) == first
     assert len(made) == 8, "nothing was made twice"
     (cut,) = (tmp_path / "runs").glob("ring-wifi-10mbps-seed-4")
     (cut / "summary.json").unlink()
     assert compared(capsys, tmp_path, *options) == first
-    assert made[8:] == ["simulate"]
+    assert made[8:] == ["simulate_prepared"]
     assert main(["compare", *SMALL, *options, "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
     assert "holds a run with other settings" in capsys.readouterr().err
 
@@ -101,14 +100,14 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--recipes", "synchronous", "ring", "--out", str(tmp_path)]
-    real = getattr(compare, "simulate")  # noqa: B009
+    real = getattr(compare, "simulate_prepared")  # noqa: B009
 
-    def stopped(config: Any, *args: Any, stop_asked: Any, **options: Any) -> Any:
-        if config.recipe == "ring":
+    def stopped(run: Any, *args: Any, stop_asked: Any, **options: Any) -> Any:
+        if run.config.recipe.name == "ring":
             stop_asked.__self__.set()
-        return real(config, *args, stop_asked=stop_asked, **options)
+        return real(run, *args, stop_asked=stop_asked, **options)
 
-    monkeypatch.setattr(compare, "simulate", stopped)
+    monkeypatch.setattr(compare, "simulate_prepared", stopped)
     assert main(["compare", *SMALL, *options, "--quiet"]) == 130
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["synchronous-wifi-10mbps-seed-0"]
     assert capsys.readouterr().out == ""

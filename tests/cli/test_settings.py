@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from farflung.cli.main import main
-from farflung.cli.run import RunConfig, RunFolder
 from farflung.cli.settings import option_types, read_settings
 from farflung.cli.train import Train
+from farflung.runs import Prepared, RunConfig, RunFolder, prepare_training
 from farflung.types import Json
 
 KNOWN = option_types(Train, without=("config", "resume", *Train.elsewhere))
@@ -28,13 +28,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(
-        config: RunConfig, folder: RunFolder, show: object, replay: Path | None, **how: object
-    ) -> None:
-        seen.update(config.to_json(), folder=folder.path, replay=replay)
+    def instead(run: Prepared[RunConfig], show: object, **how: object) -> None:
+        seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.cli.train.launch", instead)
+    monkeypatch.setattr("farflung.cli.train.train_prepared", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -53,7 +51,7 @@ def written(folder: Path, text: str, name: str = "run.toml") -> str:
 
 def test_options_have_the_types_that_files_are_checked_against() -> None:
     assert KNOWN.keys() == {field.name for field in fields(Train)} - {"config", "resume"} - Train.elsewhere
-    assert set(RunConfig.fields()) <= KNOWN.keys()
+    assert set(RunConfig.settings().keys()) <= KNOWN.keys()
     assert (KNOWN["steps"], KNOWN["learning_rate"], KNOWN["codec"], KNOWN["out"], KNOWN["json"]) == (
         int, float, str, Path, bool,
     )  # fmt: skip
@@ -95,9 +93,9 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
             "encrypt": True,
         }
     )
-    RunFolder(tmp_path / "one").create(config)
+    RunFolder(tmp_path / "one").create(config.to_json())
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
-    assert RunConfig(**{k: v for k, v in resolved.items() if k in RunConfig.fields()}) == config
+    assert {k: v for k, v in resolved.items() if k != "folder"} == config.to_json()
 
 
 def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
@@ -109,7 +107,12 @@ def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
     }
     filed: dict[str, Json] = {"steps": 6, "recipe": "ring"}
     config = RunConfig.resolve(stored, filed, {"steps": 8})
-    assert (config.steps, config.seed, config.codec, config.collective) == (8, 4, "identity", "ring")
+    assert (config.steps, config.seed, config.recipe.codec, config.recipe.collective) == (
+        8,
+        4,
+        "identity",
+        "ring",
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,8 +185,8 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert Train().resolved({}).workers == 3
-    assert Train(workers=3).resolved({}).workers == 3
+    assert prepare_training({}).config.workers == 3
+    assert prepare_training({"workers": 3}).config.workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert Train().resolved({"workers": 2}).workers == 3
+    assert prepare_training({"workers": 2}, {}).config.workers == 3, "a file is for any number"

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from farflung.cli.main import main
-from farflung.cli.run import RunFolder
-from farflung.cli.simulation import SimulatedConfig, simulate
 from farflung.replica import load_tree
+from farflung.runs import RunFolder, simulate
 from farflung.runtime import read_decisions
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
@@ -37,18 +36,15 @@ def simulated(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> d
 SEEDS = {"one": 0, "two": 0, "other": 1}
 
 
-def made(path: Path, options: dict[str, Json]) -> RunFolder:
+def made(path: Path, options: dict[str, Any]) -> RunFolder:
     """A small run without its pictures."""
-    small: dict[str, Json] = {
+    small: dict[str, Any] = {
         "workload": "synthetic/quadratic",
         "steps": 8,
         "batch_size": 4,
         "evaluate_every": 4,
     }
-    config, folder = SimulatedConfig.resolve({**small, **options}), RunFolder(path)
-    folder.create(config)
-    simulate(config, folder, lambda event: None, config.make_workload())
-    return folder
+    return simulate(out=path, **{**small, **options}).files
 
 
 def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -130,17 +126,12 @@ def test_a_resumed_run_ends_with_the_same_bits(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined"])
 def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path, schedule: str) -> None:
-    config = SimulatedConfig.resolve(
-        {
-            "workload": "synthetic/quadratic", "steps": 30, "batch_size": 4, "network": "4g", "workers": 3,
-            "schedule": schedule,
-        }
-    )  # fmt: skip
-    task = config.make_workload()
-    folder = RunFolder(tmp_path / "stopped")
-    folder.create(config)
     asked = iter([False] * 20 + [True] * 100)  # three replicas ask at each step
-    summary = simulate(config, folder, lambda event: None, task, stop_asked=lambda: next(asked))
+    run = simulate(
+        "synthetic/quadratic", steps=30, batch_size=4, network="4g", workers=3, schedule=schedule,
+        out=tmp_path / "stopped", stop_asked=lambda: next(asked),
+    )  # fmt: skip
+    folder, summary = run.files, run.summary
     steps = {"synchronous": 7, "pipelined": 8}[schedule]  # a vote comes with the exchange it rides on
     assert (summary["stopped"], summary["steps"]) == (True, steps)
     assert read_decisions(folder.decisions) == [Decision("stop", 6, True, timing=False)]

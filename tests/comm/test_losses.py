@@ -15,6 +15,7 @@ import torch.distributed as dist
 from farflung.comm import Peer
 from farflung.errors import (
     ConfigError,
+    DataError,
     DeadlinePassed,
     FarflungError,
     PeerFailed,
@@ -23,6 +24,7 @@ from farflung.errors import (
     RunLost,
 )
 from farflung.runtime import WallRuntime
+from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
 from tests.helpers import PATIENCE_S, Group, in_threads, joined, number_in, numbered, parted, tag
 
@@ -216,7 +218,9 @@ def waits(members: Group, on: dict[int, int]) -> None:
     for rank, src in on.items():
         members.comms[rank].recv(src, tag(1))
     at(members, 5.0)
-    members.until(lambda: all(on.keys() - {comm.rank} == comm._blocked_on.keys() for comm in members.comms))
+    members.until(
+        lambda: all(on.keys() - {comm.rank} == comm._blame.blocked_on.keys() for comm in members.comms)
+    )
 
 
 def test_the_blame_follows_the_chain_of_waits(group: Callable[..., Group]) -> None:
@@ -244,6 +248,106 @@ def test_a_circle_of_waits_names_somebody_else(group: Callable[..., Group]) -> N
     for comm in members.comms:
         assert isinstance(comm.lost, DeadlinePassed)
         assert comm.lost.rank != comm.rank
+
+
+# --- waiting for data -------------------------------------------------------------------------------------------
+
+
+def told(members: Group, clock: float, *tellers: int) -> None:
+    """All look at the clock; what they ask is heard by ``tellers``, whose answers are heard by all."""
+    at(members, clock)
+    for number, teller in enumerate(tellers):
+        for rank in set(range(len(members.comms))) - {teller}:
+            members.exchange(100 + number, rank, teller)
+        members.comms[teller].check_deadline(DEADLINE_S)
+        for rank in set(range(len(members.comms))) - {teller}:
+            members.exchange(200 + number, teller, rank)
+
+
+def test_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(1, tag(7))
+    members.clock = 1.0
+    members.comms[1].waits_for_data(Pending())
+    for clock in (5.0, 10.0, 15.0, 20.0):
+        told(members, clock, 1)
+    members.clock = 24.0
+    members.comms[1].has_data()
+    told(members, 24.0, 1)
+    assert at(members, 28.9) == [29.0, None]
+    assert at(members, 33.9) == [34.0, None]
+    assert not waiting.done
+    at(members, 34.0)
+    assert str(waiting.error) == "lost rank 1: waited 34.0 s for exchange 7, part 0, hop 0"
+
+
+def test_who_falls_silent_while_it_waits_for_data_is_put_out(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(1, tag(7))
+    members.comms[1].waits_for_data(Pending())
+    told(members, 5.0, 1)
+    assert members.comms[0].check_deadline(DEADLINE_S) == 10.0
+    members.clock = 14.9
+    members.comms[0].check_deadline(DEADLINE_S)
+    assert not waiting.done
+    members.clock = 15.0
+    members.comms[0].check_deadline(DEADLINE_S)
+    assert isinstance(waiting.error, DeadlinePassed)
+    assert waiting.error.rank == 1
+
+
+def test_whoever_is_held_up_by_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
+    members = group(3)
+    first = members.comms[0].recv(1, tag(7))
+    members.comms[2].waits_for_data(Pending())
+    told(members, 5.0, 1, 2)
+    # It comes to its own wait later, and tells at once who asked before.
+    members.clock = 9.0
+    members.comms[1].recv(2, tag(7))
+    told(members, 9.0, 1)
+    assert not first.done
+    told(members, 14.0, 1, 2)
+    assert at(members, 23.9)[0] == 24.0
+    assert not first.done
+
+
+def test_who_is_silent_is_put_out_although_another_waits_for_data(group: Callable[..., Group]) -> None:
+    members = group(3)
+    waiting = members.comms[0].recv(1, tag(7))
+    members.comms[2].waits_for_data(Pending())
+    told(members, 5.0, 2)
+    at(members, 10.0)
+    assert isinstance(waiting.error, DeadlinePassed)
+    assert waiting.error.rank == 1
+
+
+def test_a_wait_for_data_ends_with_the_view() -> None:
+    runtimes = joined(2)
+    there: Pending[None] = Pending()
+    waiting = runtimes[0].wait_for_data(there)
+    runtimes[1].close(ValueError("bad batch"))
+    with pytest.raises(PeerFailed, match="rank 1 failed: ValueError: bad batch"):
+        waiting.wait()
+    with pytest.raises(PeerFailed):
+        runtimes[0].wait_for_data(Pending()).wait()
+    there.set(None)
+    runtimes[0].close()
+
+
+def test_a_wait_for_data_ends_as_the_source_says() -> None:
+    (runtime,) = joined(1)
+    there: Pending[None] = Pending()
+    waiting, broken = runtime.wait_for_data(there), Pending[None]()
+    thread = threading.Thread(target=lambda: there.set(None))
+    thread.start()
+    waiting.wait()
+    thread.join()
+    failing = runtime.wait_for_data(broken)
+    broken.fail(DataError("camera: nothing for 30 s"))
+    with pytest.raises(DataError, match="camera: nothing for 30 s"):
+        failing.wait()
+    runtime.wait_for_data(runtime.now()).wait()
+    runtime.close()
 
 
 # --- whole replicas, each with its thread -----------------------------------------------------------------------
@@ -352,6 +456,7 @@ CHILD = """
 import sys
 import torch.distributed as dist
 from farflung.runtime import WallRuntime
+from farflung.tasks import Pending
 
 runtime = WallRuntime(int(sys.argv[1]), 2, dist.FileStore(sys.argv[2], 2))
 sys.stdin.read()

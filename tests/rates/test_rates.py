@@ -204,5 +204,6 @@ def test_a_schedule_of_ones_own() -> None:
     going = run(Sawtooth(), steps=4).whole()
     assert told(going) == pytest.approx([0.05, 0.0375, 0.025, 0.05])
     assert (
-        json.loads(json.dumps(going.training.to_json()))["learning_rate_schedule"] == "Sawtooth(by='steps')"
+        json.loads(json.dumps(going.training.to_json()))["learning_rate_schedule"]
+        == "tests.rates.test_rates:Sawtooth"
     )

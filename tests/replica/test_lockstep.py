@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from farflung.config import Training
+from farflung.data import NoSharing, RateLimited
 from farflung.network import DeviceProfile, Varying, network_profile
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, keep_once
 from farflung.runtime import VirtualWorld
+from farflung.sampling import Uniform
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Communicator, Json
 from farflung.workloads import workload
@@ -93,3 +96,25 @@ def test_replicas_that_may_differ_stay_apart() -> None:
         next(replicas[1].model.parameters()).add_(1.0)
     assert not keep_once(replicas)
     assert replicas[0].lockstep is None
+
+
+class Scores(Uniform):
+    """A sampler that may read parameters between steps."""
+
+
+class Rows(NoSharing):
+    """A sharing that may do so."""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"sampler": Scores(0)}, {"stream": RateLimited(5.0)}, {"sharing": Rows()}],
+    ids=lambda part: str(*part),
+)
+def test_parts_that_work_between_steps_or_wait_keep_replicas_apart(other: dict[str, Any]) -> None:
+    replicas = made(VirtualWorld(2), "synthetic/quadratic", {}, [], None)
+    replicas[1].parts = replace(replicas[1].parts, **other)
+    assert not keep_once(replicas)
+    assert [replica.lockstep for replica in replicas] == [None, None]
+    replicas[1].parts = replicas[0].parts
+    assert keep_once(replicas)

@@ -31,6 +31,41 @@ def test_a_log_in_a_file_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
 
 
+def decided_alone(log: DecisionLog, values: list[int]) -> list[list[Json]]:
+    """What each of two ranks decides for itself."""
+    world = VirtualWorld(2, decisions=log)
+
+    async def body(runtime: Runtime) -> list[Json]:
+        return [runtime.decide_own("width", step, values.pop).value for step in range(2)]
+
+    return world.run([body(runtime) for runtime in world.runtimes])
+
+
+def test_what_each_replica_decides_for_itself_is_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    assert decided_alone(DecisionLog(path), [4, 3, 2, 1]) == [[1, 2], [3, 4]]
+    assert not path.exists()
+    assert (tmp_path / "decisions" / "rank-1.jsonl").read_text().splitlines() == [
+        '{"name":"width","step":0,"value":3,"timing":true,"rank":1}',
+        '{"name":"width","step":1,"value":4,"timing":true,"rank":1}',
+    ]
+    own = read_decisions(path)
+    assert {(d.step, d.rank): d.value for d in own} == {(0, 0): 1, (1, 0): 2, (0, 1): 3, (1, 1): 4}
+    assert decided_alone(DecisionLog(replay=own), []) == [[1, 2], [3, 4]]
+    DecisionLog(path).record(Decision("width", 0, 9))
+    assert read_decisions(path) == [Decision("width", 0, 9), *own]
+    assert (
+        decided(DecisionLog(replay=[*own, Decision("width", 0, 9), Decision("width", 1, 8)]), [])
+        == [[9, 8]] * 2
+    )
+
+
+def test_a_log_without_a_replicas_decision_is_refused() -> None:
+    log = DecisionLog(replay=[Decision("width", step, 1, rank=0) for step in range(2)])
+    with pytest.raises(ConfigError, match="the log holds no decision 'width' of rank 1 at step 0"):
+        decided_alone(log, [4, 3, 2, 1])
+
+
 def test_a_log_of_another_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="--replay: the log holds no decision 'width' at step 1"):
         decided(DecisionLog(replay=[Decision("width", 0, 3)]), [100, 200])
@@ -55,6 +90,7 @@ def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> Non
     [
         ("{\n{}\n", ", line 1: not a decision"),
         ('{"name":"a","step":"1","value":0,"timing":true}\n{}\n', ", line 1: not a decision"),
+        ('{"name":"a","step":1,"value":0,"timing":true,"rank":"0"}\n{}\n', ", line 1: not a decision"),
         ('[1]\n"two"\n', ", line 1: not a decision"),
         ("\n{}\n\n", ", line 2: not a decision"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -13,13 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung.comm import LinkModel
 from farflung.config import Training
+from farflung.data import RateLimited
 from farflung.recipes import recipe
 from farflung.replica import Replica, place
-from farflung.runtime import VirtualWorld, WallRuntime
+from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
-from farflung.types import PoolView, Runtime, Workload
-from farflung.workloads import workload
+from farflung.types import Decision, PoolView, Runtime, Stream, Workload
+from farflung.workloads import Quadratic, workload
+from tests.fed import Fed
 from tests.pool import digest, leave_group
 
 WORKLOAD = "fashion-mnist/cnn"
@@ -128,3 +131,61 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
         return {name: value.cpu().clone() for name, value in one.model.state_dict().items()}
     finally:
         runtime.close()
+
+
+def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:
+    """A replica whose samples arrive, on a small quadratic."""
+    work = Quadratic(dim=6, samples=64)
+    training = Training(steps=steps, batch_size=4, learning_rate=0.05, seed=3)
+    made = recipe("synchronous").but(**parts).parts(training.seed)
+    return Replica(runtime, work, training, replace(made, stream=stream), Telemetry(runtime.comm.rank))
+
+
+def rate_limited(rank: int) -> Stream:
+    """As it comes, and too fast for one of two replicas to take it all."""
+    del rank
+    return RateLimited([400.0, 8000.0], least=1, most=8, backlog=12, full="drop_oldest")
+
+
+def fed(rank: int) -> Stream:
+    """What a thread puts in as fast as it can."""
+    stream = Fed(1, 8)
+    stream.feed(64, [1, 3, 2, 5, 1] * 40 if rank == 0 else [2] * 200)
+    return stream
+
+
+STREAMS = {"rate limited": rate_limited, "fed": fed}
+
+
+def wall_streamed(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    stream: str,
+    replay: list[Decision] | None = None,
+    **arguments: Any,
+) -> tuple[dict[str, Any], list[Decision]]:
+    """A real replica whose samples arrive, and what it has decided."""
+    log = DecisionLog(replay=replay)
+    runtime = WallRuntime(rank, size, store, decisions=log)
+    try:
+        one = streamed(runtime, STREAMS[stream](rank), **arguments)
+        found = runtime.run(steps(one))
+        one.parts.stream.close()
+        return found, log.entries
+    finally:
+        runtime.close()
+
+
+def virtual_streamed(
+    size: int, *, stream: str, replay: list[Decision], **arguments: Any
+) -> list[tuple[dict[str, Any], list[Decision]]]:
+    """All of them in virtual time, by the decisions of the real ones."""
+    log = DecisionLog(replay=replay)
+    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
+    replicas = [streamed(r, STREAMS[stream](r.comm.rank), **arguments) for r in world.runtimes]
+    found = world.run([steps(each) for each in replicas])
+    for each in replicas:
+        each.parts.stream.close()
+    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,14 @@ def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool, collective: str) -
     for name, value in theirs.items():
         distance = (value - ours[name]).norm() / value.norm().clamp_min(1e-12)
         assert distance <= 1e-6, (name, float(distance))
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=2)"])
+@pytest.mark.parametrize("stream", sorted(jobs.STREAMS))
+def test_what_a_real_run_made_of_its_arrivals_is_made_again(pool: Pool, stream: str, schedule: str) -> None:
+    run: dict[str, Any] = {"stream": stream, "parts": {"schedule": schedule}, "steps": 12}
+    first = pool.run(2, "tests.worlds.jobs.wall_streamed", **run)
+    decided = [decision for _, decisions in first for decision in decisions]
+    assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}
+    assert pool.run(2, "tests.worlds.jobs.wall_streamed", replay=decided, **run) == first
+    assert jobs.virtual_streamed(2, replay=decided, **run) == first

@@ -17,13 +17,12 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.events import listener
-from farflung.cli.run import EVENTS, write_json
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
 from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.network import network_profile
+from farflung.runs import EVENTS, listener, write_json
 
 __all__ = ["RunInLab", "with_dashes"]
 

@@ -36,11 +36,7 @@ class Recipes:
 
 
 def _parts(recipe: Recipe) -> dict[str, Json]:
-    return {
-        family: value
-        for family, value in recipe.to_json().items()
-        if family not in ("name", "summary", "bucket_nbytes")
-    }
+    return {**recipe.members}
 
 
 def _row(recipe: Recipe) -> dict[str, Json]:
@@ -54,6 +50,6 @@ def _row(recipe: Recipe) -> dict[str, Json]:
 
 
 def _cells(recipe: Recipe) -> list[str]:
-    plain = _parts(Recipe("", ""))
+    plain = _parts(Recipe())
     own = [f"{family} {member}" for family, member in _parts(recipe).items() if member != plain[family]]
     return [recipe.name, recipe.summary, ", ".join(own) or "the plain ones", carries(recipe)]

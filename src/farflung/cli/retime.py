@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +10,7 @@ import tyro
 
 from farflung.cli.options import finish
 from farflung.cli.progress import Progress
-from farflung.cli.run import RunFolder
-from farflung.cli.simulation import SimulatedConfig, retime
+from farflung.runs import RunFolder, SimulatedConfig, retime
 
 __all__ = ["Retime"]
 
@@ -39,14 +38,11 @@ class Retime:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        stored = RunFolder(self.run_folder)
-        before = SimulatedConfig.resolve(stored.stored_config(SimulatedConfig))
-        config = replace(before, network=self.network or before.network, device=self.device or before.device)
-        task = config.make_workload()
-        shares = config.check(task)
-        name = f"{self.run_folder.name}-on-{Path(config.network).stem}-{Path(config.device).stem}"
-        folder = RunFolder(self.out or self.run_folder.with_name(name))
+        before = SimulatedConfig.stored_in(RunFolder(self.run_folder))
+        network, device = self.network or str(before["network"]), self.device or str(before["device"])
+        name = f"{self.run_folder.name}-on-{Path(network).stem}-{Path(device).stem}"
+        out = self.out or self.run_folder.with_name(name)
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
-            summary = retime(config, stored, folder, task, progress)
-        finish(config, folder, summary, shares, as_json=self.json, simulated=True)
+            run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
+        finish(run, as_json=self.json)
         return 0

@@ -19,6 +19,7 @@ from farflung.network import Link, NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Replica
 from farflung.report import gantt_picture
+from farflung.runs import make_replica
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.timing import Costs, Timeline, timeline
@@ -104,9 +105,7 @@ class Schedule:
         task = Quadratic(dim=max(1, round(self.mbytes * 1e6 / 4)), samples=max(4, self.workers), groups=1)
         events: list[list[Event]] = [[] for _ in range(self.workers)]
         replicas = [
-            Replica(
-                runtime, task, training, chosen.parts(0), Telemetry(rank, events[rank].append), trace=True
-            )
+            make_replica(runtime, task, chosen, training, Telemetry(rank, events[rank].append), trace=True)
             for rank, runtime in enumerate(world.runtimes)
         ]
 

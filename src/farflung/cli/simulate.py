@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from farflung.cli.options import RunOptions, finish
+from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
-from farflung.cli.run import RunConfig
-from farflung.cli.simulation import SimulatedConfig, asked_to_stop, simulate
+from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop, prepared, simulate_prepared
 from farflung.types import Json
 
 __all__ = ["Simulate"]
 
 
 @dataclass(frozen=True)
+@with_settings(SimulatedConfig, without=("encrypt",))
 class Simulate(RunOptions):
     """Train in virtual time: as farflung train would, on a network and devices that need not be there.
 
@@ -25,24 +25,12 @@ class Simulate(RunOptions):
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset({"encrypt", "interface", "keys", "pace"})
 
-    network: str | None = None
-    """What lies between the replicas: a name (farflung networks lists them) or a TOML file; lan-1g when not given."""
-    device: str | None = None
-    """What each replica computes on: a name (farflung networks lists them) or a TOML file; cpu-core when not given."""
-    faults: str | None = None
-    """A TOML file that says what goes wrong."""
-
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
-        config = SimulatedConfig.resolve(self.stored(), filed, self.given())
-        folder = self.folder(config)
-        task = config.make_workload()
-        shares = config.check(task)
-        if folder.resumed:
-            config.check_resumable(folder, task)
-        folder.create(config, self.replay)
-        self.show(config, shares)
-        with Progress(quiet=self.quiet or self.json, simulated=True) as progress, asked_to_stop() as asked:
-            summary = simulate(config, folder, progress, task, stop_asked=asked.is_set)
-        finish(config, folder, summary, shares, as_json=self.json, simulated=True)
-        return 130 if asked.is_set() else 0
+        run = prepared(SimulatedConfig, filed, self.given(), **self.where)
+        run.create()
+        self.show(run)
+        with Progress(quiet=self.quiet or self.json, simulated=True) as progress, asked_to_stop() as stop:
+            ended = simulate_prepared(run, progress, stop_asked=stop.is_set)
+        finish(ended, as_json=self.json)
+        return 130 if stop.is_set() else 0

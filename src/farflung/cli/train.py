@@ -6,29 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import tyro
-
-from farflung.cli.events import teller
-from farflung.cli.join import Reach, work
-from farflung.cli.launch import launch
-from farflung.cli.options import RunOptions, finish
+from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
-from farflung.cli.run import EVENTS, RunConfig, RunFolder
-from farflung.comm.keys import load_keys
-from farflung.data import Share
-from farflung.errors import ConfigError
-from farflung.network import device_profile, network_profile
-from farflung.replica import place
-from farflung.telemetry import Event, Sink
-from farflung.timing import forward_flops
+from farflung.runs import RunConfig, prepare_training, train_prepared
 from farflung.types import Json
 
 __all__ = ["Train"]
 
 
 @dataclass(frozen=True)
+@with_settings(RunConfig)
 class Train(RunOptions):
     """Train a model on several workers of this machine.
 
@@ -38,8 +27,6 @@ class Train(RunOptions):
 
     elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults"})
 
-    encrypt: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Encrypt messages within this machine too, to see what it costs; those between machines always are."""
     interface: str | None = None
     """Under torchrun on several machines: the address, or the name of the network interface, at which the others
     reach this one; when not given, the one on the way to the master address."""
@@ -60,83 +47,19 @@ class Train(RunOptions):
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
-        config = self.resolved(filed)
-        folder = self.folder(config)
-        if _under_torchrun():
-            if self.network is not None:
-                raise ConfigError(
-                    "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
-                )
-            return self._join(config, folder)
-        if self.interface is not None or self.keys is not None:
-            raise ConfigError(
-                "--interface and --keys are for several machines: start this under torchrun there"
-            )
-        task = config.make_workload()
-        place(self.device, local_size=config.workers)
-        if self.pace is not None:
-            device_profile(self.pace, forward_flops=forward_flops(task))
-        network = None if self.network is None else network_profile(self.network).for_nodes(config.workers)
-        if network is not None and config.collective == "native":
-            raise ConfigError(
-                "--network: the backend's own collectives (--collective native) cannot be paced: choose another one"
-            )
-        shares = config.check(task)
-        if folder.resumed:
-            config.check_resumable(folder, task)
-        self.show(config, shares)
-        with Progress(quiet=self.quiet or self.json) as progress:
-            summary = launch(
-                config,
-                folder,
+        run = prepare_training(filed, self.given(), **self.where)
+        leads = os.environ.get("RANK", "0") == "0"
+        self.show(run)
+        with Progress(quiet=self.quiet or self.json or not leads) as progress:
+            ended = train_prepared(
+                run,
                 progress,
-                self.replay,
+                interface=self.interface,
+                keys=self.keys,
+                network=self.network,
                 device=self.device,
-                pace=self.pace or "",
-                network=network,
+                pace=self.pace,
             )
-        finish(
-            config,
-            folder,
-            {**summary, "partition": config.split_json(shares)},
-            shares,
-            as_json=self.json,
-        )
-        return 130 if summary.get("interrupted") else 0
-
-    def resolved(self, filed: Mapping[str, Json]) -> RunConfig:
-        """The configuration: options, then the file's, then the run's that is resumed."""
-        given = self.given()
-        if _under_torchrun():
-            size = int(os.environ["WORLD_SIZE"])
-            if given.setdefault("workers", size) != size:
-                raise ConfigError(f"--workers {self.workers}: torchrun has started {size}")
-        return RunConfig.resolve(self.stored(), filed, given)
-
-    def _join(self, config: RunConfig, folder: RunFolder) -> int:
-        rank = int(os.environ["RANK"])
-        reach = Reach(self.interface, None if self.keys is None else load_keys(self.keys))
-        task = config.make_workload()
-        shares: list[Share] = []
-        if rank == 0:
-            shares = config.check(task)
-            folder.create(config, self.replay)
-            self.show(config, shares)
-        with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
-            show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
-            summary = work(config, folder, show, reach, task, device=self.device, pace=self.pace or "")
-        if rank == 0:
-            finish(config, folder, summary, shares, as_json=self.json)
-        return 0
-
-
-def _both(one: Sink, other: Sink) -> Sink:
-    def tell(event: Event) -> None:
-        one(event)
-        other(event)
-
-    return tell
-
-
-def _under_torchrun() -> bool:
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        if leads:
+            finish(ended, as_json=self.json)
+        return 130 if ended.summary.get("interrupted") else 0

@@ -59,6 +59,7 @@ class Purpose(IntEnum):
     SHARING = 4
     START = 5
     FLUSH = 6
+    REMAINDER = 7
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""

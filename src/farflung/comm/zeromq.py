@@ -23,11 +23,12 @@ import torch
 import zmq
 from torch import Tensor
 
+from farflung.comm.blame import Blame
 from farflung.comm.connections import Connections
 from farflung.comm.gate import Gate, listen
 from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
-from farflung.comm.mailbox import Mailbox, Waiting
+from farflung.comm.mailbox import Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.wire import Kind, Message, WireError, decode, encode, json_of
@@ -104,8 +105,8 @@ class ZmqCommunicator:
         self._rank_of: dict[bytes, int] = {}
         self._greeted: set[int] = set()
         self._left: set[int] = set()
-        self._announced: Waiting | None = None
-        self._blocked_on: dict[int, int | None] = {}
+        self._blame = Blame(rank)
+        self._data: Pending[None] = _SENT
         self._parting: tuple[Kind, dict[str, Json]] | None = None  # what is said to everybody when leaving
         self._watched: set[int] = set()
 
@@ -220,28 +221,36 @@ class ZmqCommunicator:
     def check_deadline(self, deadline_s: float) -> float | None:
         """Ends the view when the oldest wait is older than ``deadline_s``; returns when to look again.
 
-        Halfway there it tells everybody whom it waits for. So a replica that is itself held up by another is not
-        taken for the one that was lost: the blame follows the chain of waits to its end.
+        Halfway there it tells everybody whom it waits for, and is told what they wait for; see
+        :class:`farflung.comm.blame.Blame`. So a replica that is itself held up by another is not taken for the one
+        that was lost, and time in which samples are waited for counts against nobody.
         """
-        waiting = self.mailbox.oldest()
+        waiting, now = self.mailbox.oldest(), self._now()
+        holdup = self._blame.holdup(waiting)
+        for rank in self._blame.to_tell(holdup, now, deadline_s):
+            if rank in self._present():
+                self._say(Kind.WAITING, rank, {"for": holdup})
         if waiting is None:
             return None
-        age = self._now() - waiting.since
-        if age >= deadline_s:
-            self.end(DeadlinePassed(self._root_of(waiting.src), waiting.what, age))
+        since = self._blame.counts_from(waiting)
+        if now - since >= deadline_s:
+            self.end(DeadlinePassed(self._blame.root_of(waiting.src), waiting.what, now - waiting.since))
             return None
-        if age >= deadline_s / 2 and self._announced is not waiting:
-            self._announced = waiting
+        if now - since >= deadline_s / 2 and self._blame.asks(waiting):
             for rank in self._present():
-                self._say(Kind.WAITING, rank, {"for": waiting.src})
-        return waiting.since + (deadline_s if self._announced is waiting else deadline_s / 2)
+                self._say(Kind.WAITING, rank, {"for": holdup, "asks": True})
+        return since + (deadline_s if self._blame.asked(waiting) else deadline_s / 2)
 
-    def _root_of(self, rank: int | None) -> int | None:
-        seen = {self.rank}
-        while rank is not None and rank not in seen and self._blocked_on.get(rank) not in (None, self.rank):
-            seen.add(rank)
-            rank = self._blocked_on[rank]
-        return rank
+    def waits_for_data(self, ready: Pending[None]) -> None:
+        """This replica waits for samples until ``ready`` is done, which it also is when the view ends."""
+        self._blame.waits_for_data = True
+        self._data = ready
+        if self.lost is not None:
+            ready.fail(self.lost)
+
+    def has_data(self) -> None:
+        """It does so no more."""
+        self._blame.waits_for_data = False
 
     def end(self, error: BaseException) -> None:
         """Ends the view: every wait fails with ``error``, and so does every later one."""
@@ -249,6 +258,7 @@ class ZmqCommunicator:
             self.lost = error
         self.mailbox.end(self.lost)
         self.ready.fail(self.lost)
+        self._data.fail(self.lost)
 
     def farewell(self, error: BaseException | None) -> None:
         """Tells everybody that this replica leaves, and why if it failed by itself."""
@@ -304,7 +314,7 @@ class ZmqCommunicator:
             if self._connections.rank_of(frames[0].get(zmq.SRCFD)) != rank:
                 raise WireError("a message under another's name")
         if message.kind is Kind.DATA:
-            self._blocked_on.pop(rank, None)
+            self._blame.moves(rank)
             self.mailbox.deliver(rank, message.tag, message.payload, self._now())
         else:
             self._control(rank, message, frames[0])
@@ -328,8 +338,7 @@ class ZmqCommunicator:
             self._left.add(rank)
             self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
         elif message.kind is Kind.WAITING:
-            blocker = body.get("for")
-            self._blocked_on[rank] = blocker if isinstance(blocker, int) else None
+            self._blame.heard(rank, body, self.mailbox.oldest(), self._now())
         elif message.kind is Kind.ABORT:
             self._left.add(rank)
             failed_rank, detail = body.get("rank"), str(body.get("detail"))

@@ -17,14 +17,16 @@ from farflung.data.partition import (
     iid,
     in_order,
 )
-from farflung.data.sharing import NoSharing
+from farflung.data.sharing import SHARINGS, NoSharing
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
-from farflung.data.streams import InMemory
+from farflung.data.streams import STREAMS, InMemory, RateLimited
 
 __all__ = [
     "CATALOG",
     "IID",
     "PARTITIONS",
+    "SHARINGS",
+    "STREAMS",
     "ByOrder",
     "Dirichlet",
     "Entry",
@@ -34,6 +36,7 @@ __all__ = [
     "Location",
     "NoSharing",
     "Partition",
+    "RateLimited",
     "Share",
     "Source",
     "Subset",

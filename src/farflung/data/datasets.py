@@ -35,9 +35,17 @@ class Subset:
     def __repr__(self) -> str:
         return f"Subset({len(self)} of {self.data!r})"
 
+    def rows(self, ids: SampleIds) -> Batch:
+        """The samples that are ``ids`` here, as stored."""
+        return self.data.rows(self.ids[ids])
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        """As in the whole."""
+        return self.data.prepare(rows, train=train)
+
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         """The samples that are ``ids`` here; with ``train``, augmented as in the whole."""
-        return self.data.take(self.ids[ids], train=train)
+        return self.prepare(self.rows(ids), train=train)
 
 
 class TensorDataset:
@@ -92,11 +100,19 @@ class TensorDataset:
     def __repr__(self) -> str:
         return f"TensorDataset({len(self)} samples of {tuple(self.inputs.shape[1:])}, {self.origin})"
 
-    def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """The samples ``ids``; with ``train``, augmented by what torch's current random state draws."""
-        inputs = self.inputs[ids]
+    def rows(self, ids: SampleIds) -> Batch:
+        """The samples ``ids`` as stored."""
+        return Batch(self.inputs[ids], self.targets[ids])
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        """Transformed; with ``train``, augmented before by what torch's current random state draws."""
+        inputs = rows.inputs
         if train and self.augment is not None:
             inputs = self.augment(inputs)
         if self.transform is not None:
             inputs = self.transform(inputs)
-        return Batch(inputs, self.targets[ids])
+        return Batch(inputs, rows.targets)
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        """The samples ``ids``, prepared."""
+        return self.prepare(self.rows(ids), train=train)

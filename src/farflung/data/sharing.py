@@ -1,10 +1,12 @@
-"""The sharing that moves nothing."""
+"""Sharing: samples that move between replicas."""
 
 from __future__ import annotations
 
-from farflung.types import Channel, Dataset
+from collections.abc import Callable
 
-__all__ = ["NoSharing"]
+from farflung.types import Batch, Channel, Samples, Sharing
+
+__all__ = ["SHARINGS", "NoSharing"]
 
 
 class NoSharing:
@@ -12,6 +14,18 @@ class NoSharing:
 
     data_leaves_device = False
 
-    async def exchange(self, channel: Channel, samples: Dataset) -> None:
+    def due(self, step: int) -> bool:
+        """Never."""
+        del step
+        return False
+
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """Sends nothing."""
-        del channel, samples
+        del channel, samples, step
+        return rows
+
+
+SHARINGS: dict[str, Callable[..., Sharing]] = {
+    "none": NoSharing,
+}
+"""All of them by name; each is made anew for every replica."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
 from farflung.config import BUCKET_NBYTES
-from farflung.data import InMemory
+from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
 from farflung.options import whole_option
 from farflung.reducers import REDUCERS
@@ -15,40 +17,68 @@ from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
-from farflung.spec import build, name_of
-from farflung.types import Json, Reducer
+from farflung.spec import build, name_of, taken, text_of
+from farflung.types import Codec, Json, Reducer, Sampler, Schedule, Sharing, Stream
 
-__all__ = ["RECIPES", "Recipe", "recipe"]
+__all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
+
+
+MEMBERS: dict[str, Mapping[str, Callable[..., object]]] = {
+    "codec": CODECS,
+    "reducer": REDUCERS,
+    "collective": COLLECTIVES,
+    "schedule": SCHEDULES,
+    "sampler": SAMPLERS,
+    "stream": STREAMS,
+    "sharing": SHARINGS,
+}
+"""The families that a recipe takes a member of, and what can be had of each by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which member of each family a run trains with, as text.
+    """Which member of each family a run trains with.
+
+    A member is text, ``name``, ``name(option=value)`` or ``module:name(option=value)``, or an object: a codec, reducer
+    or schedule itself, or a class or function that makes it.
+
+    >>> from farflung.codecs import TopK
+    >>> Recipe(codec=TopK(density=0.1)).to_json()["codec"]
+    'topk(density=0.1)'
+    >>> Recipe(codec=TopK(density=0.1), schedule="pipelined(width=3)").text
+    'own(codec=topk(density=0.1), schedule=pipelined(width=3))'
 
     Args:
       name: of the recipe.
       summary: one line for people.
-      codec: gradient to payload and back; for reducer ``codec`` alone.
-      reducer: how a bucket travels: ``codec``, ``codec(phases='two')``, or one that needs no codec.
-      collective: how an all-reduce travels.
+      codec: gradient to payload and back, e.g. truncate16; for reducer ``codec`` alone.
+      reducer: how a bucket travels: ``codec``, or ``codec(phases='two')`` or ``codec(phases='hops')`` for another way
+        of the codec's payloads; or, without a codec, ``powersgd(rank=2)`` or ``shared_scale_qsgd(bits=4)``.
+      collective: how an all-reduce travels: direct, all_gather, ring, parameter_server, multi_parameter_server, auto,
+        native; a reducer that is an object has its own.
       schedule: what starts when and is due when.
-      sampler: which samples a replica takes.
+      sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
+      stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
+        what makes one.
+      sharing: how samples move between replicas: none; as an object, what makes one.
       bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
-    name: str
-    summary: str
-    codec: str = "identity"
-    reducer: str = "codec"
+    name: str = "own"
+    summary: str = ""
+    codec: str | Codec | Callable[..., Codec] = "identity"
+    reducer: str | Reducer | Callable[..., Reducer] = "codec"
     collective: str = "auto"
-    schedule: str = "synchronous"
-    sampler: str = "uniform"
+    schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
+    sampler: str | Callable[..., Sampler] = "uniform"
+    stream: str | Callable[..., Stream] = "in_memory"
+    sharing: str | Callable[..., Sharing] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
-    def but(self, **given: str | int | None) -> Recipe:
+    def but(self, **given: object) -> Recipe:
         """The same with other members where one is given."""
-        changes = {field: value for field, value in given.items() if value is not None}
-        return replace(self, **changes)  # type: ignore[arg-type]
+        changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+        return replace(self, **changes)
 
     def parts(self, seed: int, share: int | None = None) -> Parts:
         """Fresh members for one replica.
@@ -64,32 +94,98 @@ class Recipe:
         """
         if self.collective not in COLLECTIVES:
             raise UnknownName("collective", self.collective, COLLECTIVES)
-        if self.sampler not in SAMPLERS:
-            raise UnknownName("sampler", self.sampler, SAMPLERS)
         whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
+        stream: Stream = _made("stream", self.stream, STREAMS, "poll", fresh=True)
+        if self.collective == "native" and not stream.everything:
+            raise ConfigError(
+                f"stream {text_of(self.stream, STREAMS)}: the backend's own collectives (--collective native) count "
+                "waits for samples against their deadline: choose another collective"
+            )
+        derived = derive(seed, "sampler", *([] if share is None else [share]))
         return Parts(
             reducer=self._reducer(),
-            schedule=build("schedule", self.schedule, SCHEDULES),
-            sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
-            stream=InMemory(),
+            schedule=_made("schedule", self.schedule, SCHEDULES, "plan"),
+            sampler=_made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True),
+            stream=stream,
+            sharing=_made("sharing", self.sharing, SHARINGS, "exchange", fresh=True),
             bucket_nbytes=self.bucket_nbytes,
         )
 
     def _reducer(self) -> Reducer:
-        named = name_of("reducer", self.reducer)
+        plain = name_of("reducer", self.reducer) == "codec" if isinstance(self.reducer, str) else False
         given: dict[str, object] = {"collective": self.collective}
-        if named == "codec":
-            given["codec"] = build("codec", self.codec, CODECS)
-        reducer = build("reducer", self.reducer, REDUCERS, given)
-        if named != "codec" and self.codec != "identity":
+        if plain:
+            given["codec"] = _made("codec", self.codec, CODECS, "encode")
+        reducer: Reducer = _made("reducer", self.reducer, REDUCERS, "reduce", given)
+        if not plain and self.codec != "identity":
             raise ConfigError(
-                f"reducer {named} takes no codec: leave out one of --reducer and --codec {self.codec}"
+                f"reducer {_outermost(self.reducer)} takes no codec: leave out one of --reducer and --codec "
+                f"{text_of(self.codec, CODECS)}"
             )
         return reducer
 
+    @property
+    def members(self) -> dict[str, str]:
+        """The text of each member; in ``<>`` where it is an object that no other process could make."""
+        return {family: text_of(getattr(self, family), known) for family, known in MEMBERS.items()}
+
+    @property
+    def settings(self) -> dict[str, Json]:
+        """All of it but the name and what is said of it."""
+        return {**self.members, "bucket_nbytes": self.bucket_nbytes}
+
+    @property
+    def text(self) -> str:
+        """Name and members that are not the preset's of that name, or not the plain ones."""
+        plain = RECIPES.get(self.name, Recipe()).settings
+        own = [f"{name}={text}" for name, text in self.settings.items() if text != plain[name]]
+        return f"{self.name}({', '.join(own)})" if own else self.name
+
     def to_json(self) -> dict[str, Json]:
         """For telemetry and for comparing ranks."""
-        return asdict(self)
+        return {"name": self.name, "summary": self.summary, **self.settings}
+
+
+def _made(
+    kind: str,
+    member: object,
+    registry: Mapping[str, Callable[..., Any]],
+    has: str,
+    given: Mapping[str, object] | None = None,
+    *,
+    fresh: bool = False,
+) -> Any:
+    """The member that text names, a class or function makes, or that is there already.
+
+    Args:
+      kind: the family.
+      member: of it.
+      registry: its members by name.
+      has: a method that all of them have.
+      given: options that have settings of their own.
+      fresh: whether each replica needs one of its own, so that one that is there already will not do.
+    """
+    if isinstance(member, str):
+        made = build(kind, member, registry, given)
+    elif isinstance(member, type) or not hasattr(member, has):
+        if not callable(member):
+            raise ConfigError(
+                f"{kind} {member!r}: it has no method {has}(); see farflung.types.{kind.title()}"
+            )
+        made = member(**taken(member, given or {}))
+    elif fresh:
+        raise ConfigError(
+            f"{kind} {member!r}: each replica needs its own; give the class or a function that makes one"
+        )
+    else:
+        made = member
+    if not hasattr(made, has):
+        raise ConfigError(f"{kind} {made!r}: it has no method {has}(); see farflung.types.{kind.title()}")
+    return made
+
+
+def _outermost(reducer: object) -> str:
+    return name_of("reducer", reducer) if isinstance(reducer, str) else type(reducer).__name__
 
 
 def recipe(name: str) -> Recipe:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import NonFinite, Unsupported
-from farflung.replica.averaging import average
+from farflung.replica.averaging import average, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight, joined
 from farflung.replica.merges import mergers
@@ -238,13 +238,14 @@ class Exchanges:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    async def flush(self, number: int, update: Callable[[int], Awaitable[None]]) -> None:
+    async def flush(self, number: int, update: Callable[[int], Awaitable[None]]) -> Settled:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
 
         Args:
           number: of the exchange that averages parameters, where that is needed; alike on all ranks.
           update: a step of the optimizer, given the step of training that it belongs to.
         """
+        self._settled = Settled()
         for step in sorted({flight.transfer.due_step for flight in self._in_flight}):
             self._step = step
             taking = any(self._mergers[type(f.transfer.merge)].takes_gradient for f in self._due("gradient"))
@@ -259,6 +260,19 @@ class Exchanges:
             ]
             await average(self._runtime, parameters, number, Purpose.FLUSH)
             self.restart()
+        if self._said:
+            await self._say_the_rest(number)
+        return self._settled
+
+    async def _say_the_rest(self, number: int) -> None:
+        """The numbers of steps that no exchange has followed; equal names on all replicas."""
+        own = torch.tensor(list(self._said.values()), dtype=torch.float64)
+        _, summed = await sum_everywhere(
+            self._runtime, torch.empty(0), own, number, purpose=Purpose.REMAINDER
+        )
+        for name, value in zip(self._said, summed.tolist(), strict=True):
+            self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+        self._said = {}
 
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""

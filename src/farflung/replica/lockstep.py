@@ -8,8 +8,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from farflung.data import InMemory, NoSharing
+from farflung.sampling import Uniform
 from farflung.schedules import Synchronous
-from farflung.types import Schedule
+from farflung.types import Sampler, Schedule, Sharing, Stream
 
 __all__ = ["Lockstep", "keep_once"]
 
@@ -17,6 +19,12 @@ __all__ = ["Lockstep", "keep_once"]
 class _Parts(Protocol):
     @property
     def schedule(self) -> Schedule: ...
+    @property
+    def sampler(self) -> Sampler: ...
+    @property
+    def stream(self) -> Stream: ...
+    @property
+    def sharing(self) -> Sharing: ...
 
 
 class _Replica(Protocol):
@@ -36,16 +44,19 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
     steps for all; a thousand replicas then take the memory of their gradients alone. Buffers, such as the statistics
     of a batch norm, stay each replica's own. Not for worlds in which replicas are lost or come back.
 
+    A sampler or sharing may use a model between its steps, when others have stepped already, and a stream may have
+    replicas begin their steps apart. So it is done for those alone of which it is known that they do neither.
+
     Args:
       replicas: all of the world, before the first step or after a resume.
 
     Returns:
-      Whether it was done; not with another schedule, or where parameters differ.
+      Whether it was done; not with other parts, or where parameters differ.
     """
     first = list(replicas[0].model.parameters())
     for other in replicas:
         pairs = zip(first, other.model.parameters(), strict=True)
-        if not isinstance(other.parts.schedule, Synchronous) or not all(torch.equal(a, b) for a, b in pairs):
+        if not _in_step(other.parts) or not all(torch.equal(a, b) for a, b in pairs):
             return False
     together = Lockstep(replicas[0].model)
     for other in replicas:
@@ -53,6 +64,12 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
             own.data = kept.data
         other.optimizer, other.lockstep = replicas[0].optimizer, together
     return True
+
+
+def _in_step(parts: _Parts) -> bool:
+    """Whether nothing but the step itself reads the parameters, and no replica waits for anything but messages."""
+    kinds = [type(part) for part in (parts.schedule, parts.sampler, parts.stream, parts.sharing)]
+    return kinds == [Synchronous, Uniform, InMemory, NoSharing]
 
 
 class Lockstep:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import Purpose
+from farflung.comm import ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
-from farflung.data import Subset
+from farflung.data import NoSharing, Subset
 from farflung.errors import ConfigError
-from farflung.replica.averaging import barrier
+from farflung.replica.averaging import averaged, barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
@@ -30,15 +30,20 @@ from farflung.types import (
     Cost,
     Dataset,
     Decision,
+    Feed,
+    Json,
     PoolView,
     RateSchedule,
     Reducer,
     Runtime,
     SampleIds,
     Sampler,
+    Samples,
     Schedule,
+    Sharing,
     State,
     Stream,
+    Tells,
     Workload,
 )
 
@@ -57,8 +62,34 @@ class Parts:
     schedule: Schedule
     sampler: Sampler
     stream: Stream
+    sharing: Sharing = field(default_factory=NoSharing)
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The samples of a step, from when they are picked until their gradient is given.
+
+    Args:
+      ids: which.
+      weights: of each, for importance; ``None``: all weigh 1.
+      weight: of the step in the mean; ``None``: by the number of samples.
+      held: how many the stream held when they were picked.
+    """
+
+    ids: SampleIds
+    weights: Tensor | None
+    weight: float | None
+    held: int
+
+    def state_dict(self) -> State:
+        weights = {} if self.weights is None else {"weights": self.weights}
+        return {"ids": self.ids, **weights, "weight": self.weight, "held": self.held}
+
+    @staticmethod
+    def from_state(state: State) -> _Drawn:
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["held"])
 
 
 def _never() -> bool:
@@ -103,6 +134,8 @@ class Replica:
     time_s: TimeSplit = field(init=False, default_factory=TimeSplit)
     _train: Dataset = field(init=False)
     _test: Dataset = field(init=False)
+    _source: Samples = field(init=False)
+    _drawn: _Drawn | None = field(init=False, default=None)
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
     _exchanges: Exchanges = field(init=False)
@@ -110,6 +143,10 @@ class Replica:
     _rate: float | None = field(init=False, default=None)
     """The learning rate of this step, where it changes."""
     _samples: int = field(init=False, default=0)
+    _shared_nbytes: int = field(init=False, default=0)
+    _even: bool = field(init=False)
+    """Whether all replicas take as many samples as each other, in every step."""
+    _tellers: list[Tells] = field(init=False)
 
     def __post_init__(self) -> None:
         comm, seed = self.runtime.comm, self.training.seed
@@ -123,11 +160,27 @@ class Replica:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             self._train = Subset(self._train, self.share)
+        parts = self.parts
+        self._even = parts.stream.everything and not parts.sharing.data_leaves_device
+        self._tellers = [
+            part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
+        ]
+        self._source = parts.stream.open(
+            Feed(
+                self._train,
+                comm.rank,
+                comm.size,
+                self.share is None,
+                self.training.batch_size,
+                seed,
+                self.runtime.decide_own,
+            )
+        )
         self.model = self.workload.model(generator(seed, "model")).to(self.device)
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
         self._random = RandomState(derive(seed, "replica", comm.rank), self.device)
-        self._buckets = GradientBuckets(self.model.named_parameters(), self.parts.bucket_nbytes)
+        self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
         self._exchanges = Exchanges(
             self.runtime,
             self._buckets,
@@ -136,6 +189,7 @@ class Replica:
             seed,
             self.training.on_nonfinite,
             self._tell if self.trace else None,
+            rides=self._numbers(0),
         )
         self._exchanges.check(self.optimizer)
         if self.training.clip_norm and not self._exchanges.clips:
@@ -147,12 +201,18 @@ class Replica:
     # --- the whole run ----------------------------------------------------------------------------------------
 
     async def run(self) -> Summary:
-        """Trains to the end, or until somebody is asked to stop.
+        """Trains to the end, or until somebody is asked to stop; closes the stream.
 
         Raises:
           NonFinite: at the same step on all replicas.
           RunLost: somebody was lost.
         """
+        try:
+            return await self._run()
+        finally:
+            self.parts.stream.close()
+
+    async def _run(self) -> Summary:
         begin = self.runtime.now()
         stopped, score = False, None
         placed = {} if self.device == HOST else {"device": str(self.device)}
@@ -176,7 +236,7 @@ class Replica:
             samples=self._samples,
             final_accuracy=None if score is None else score.metric,
             final_loss=None if score is None else score.loss,
-            bytes_sent=self._exchanges.sent_nbytes,
+            bytes_sent=self._exchanges.sent_nbytes + self._shared_nbytes,
             schedule_nbytes=self._exchanges.most_nbytes,
             duration_s=duration,
             time_s=split,
@@ -212,10 +272,14 @@ class Replica:
         settled = await self._exchanges.finish(updated=apply)
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
+        held = self.commit()
         exposed = (merged - computed) + (now() - updated)
-        self._samples += len(batch) * self.runtime.comm.size
+        if self._even:
+            self._samples += len(batch) * self.runtime.comm.size
+        self._count(settled)
         split = TimeSplit((computed - fetched) + (updated - merged), exposed, fetched - begin)
-        self._record(vote, settled, split, begin)
+        arrived: dict[str, Json] = {} if self._even else {"batch": len(batch), "held": held}
+        self._record(vote, settled, split, begin, arrived)
         self.step_done += 1
         return settled
 
@@ -230,7 +294,12 @@ class Replica:
             self._set_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        await self._exchanges.flush(self.step_done, update)
+        self._count(await self._exchanges.flush(self.step_done, update))
+
+    def _count(self, settled: Settled) -> None:
+        """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
+        if not self._even:
+            self._samples += int(settled.sums.get("samples", 0))
 
     def _set_rate(self, step: int) -> None:
         size = self.runtime.comm.size
@@ -241,20 +310,51 @@ class Replica:
     # --- its pieces -------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> tuple[Batch, Tensor | None]:
-        """The step's samples, waited for where a stream is slow, and their importance weights."""
-        size = self.training.batch_size
-        stream = self.parts.stream
-        arrivals = stream.poll(self.runtime.now(), size)
-        while arrivals.ready_at is not None:
-            await self.runtime.sleep_until(arrivals.ready_at)
-            arrivals = stream.poll(self.runtime.now(), size)
-        comm = self.runtime.comm
-        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
-        pool = len(self._train) if stream.everything else arrivals.ids
-        draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
-        stream.commit(draw.ids, step=self.step_done)
+        """The step's samples, waited for where a stream is slow, and their importance weights.
+
+        They are the same until :meth:`commit`, so a step that is broken off before loses none.
+        """
+        if self._drawn is None:
+            self._drawn = await self._draw()
         self._random.install()
-        return self._train.take(draw.ids, train=True), draw.weights
+        rows = self._source.rows(self._drawn.ids)
+        if self.parts.sharing.due(self.step_done):
+            rows = await self._shared(rows)
+            self._random.install()
+        batch = self._source.prepare(rows, train=True)
+        weights = self._drawn.weights
+        if weights is not None and len(weights) < len(batch):
+            weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
+        return batch, weights
+
+    async def _draw(self) -> _Drawn:
+        stream, comm = self.parts.stream, self.runtime.comm
+        arrivals = stream.poll(self.runtime.now(), self.step_done)
+        while arrivals.ready is not None:
+            await self.runtime.wait_for_data(arrivals.ready)
+            arrivals = stream.poll(self.runtime.now(), self.step_done)
+        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
+        size = self.training.batch_size if arrivals.count is None else arrivals.count
+        pool = len(self._train) if stream.everything else arrivals.ids[:size]
+        draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
+        return _Drawn(draw.ids, draw.weights, arrivals.weight, len(arrivals.ids))
+
+    async def _shared(self, rows: Batch) -> Batch:
+        """The step's rows after a round of the sharing."""
+        step = self.step_done
+        channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
+        shared = await self.runtime.launch(
+            self.parts.sharing.exchange(channel, self._source, rows, step=step)
+        )
+        self._shared_nbytes += channel.sent_nbytes
+        return shared
+
+    def commit(self) -> int:
+        """The gradient of the step's samples is given: they are used. How many the stream held before."""
+        assert self._drawn is not None
+        drawn, self._drawn = self._drawn, None
+        self.parts.stream.commit(drawn.ids, step=self.step_done)
+        return drawn.held
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
@@ -262,7 +362,20 @@ class Replica:
         self.model.train()
         losses = self.workload.loss(self.model, batch_on(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        return loss, Vote(float(loss.detach()), len(batch) / self.training.batch_size, self._asks_to_stop())
+        return loss, self.vote(float(loss.detach()), len(batch))
+
+    def vote(self, loss: float, samples: int) -> Vote:
+        """What to tell the others about a step on so many samples."""
+        assert self._drawn is not None
+        weight = samples / self.training.batch_size if self._drawn.weight is None else self._drawn.weight
+        return Vote(loss, weight, self._asks_to_stop(), self._numbers(samples))
+
+    def _numbers(self, samples: int) -> dict[str, float]:
+        """What rides beside this replica's gradient, besides its vote."""
+        told = {} if self._even else {"samples": float(samples)}
+        for part in self._tellers:
+            told.update(part.tell())
+        return told
 
     def _asks_to_stop(self) -> bool:
         return self.stop_asked() or self.runtime.decisions.replayed(STOP, self.step_done) is not None
@@ -300,6 +413,12 @@ class Replica:
         )
         return score
 
+    async def trained(self) -> State:
+        """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
+        # The number after the last evaluation's, since no exchange comes twice.
+        async with averaged(self.runtime, self.model, self.step_done + 1, apart=self._exchanges.apart):
+            return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
@@ -326,8 +445,10 @@ class Replica:
             "random": self._random.state_dict(),
             "sampler": self.parts.sampler.state_dict(),
             "stream": self.parts.stream.state_dict(),
+            "drawn": {} if self._drawn is None else self._drawn.state_dict(),
             "exchanges": exchanges["own"],
             "samples": self._samples,
+            "shared_nbytes": self._shared_nbytes,
             "share": share_name(self.share),
         }
         folder = self.checkpoints.save(self.step_done, shared, own)
@@ -356,9 +477,10 @@ class Replica:
         self._random.load_state_dict(own["random"])
         self.parts.sampler.load_state_dict(own["sampler"])
         self.parts.stream.seek(own["stream"])
+        self._drawn = _Drawn.from_state(own["drawn"]) if own["drawn"] else None
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self._exchanges.load_state_dict(state_on(exchanges, self.device))
-        self._samples = own["samples"]
+        self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
         self.step_done = shared["step"]
 
     def _tell(self, flight: Flight) -> None:
@@ -373,7 +495,9 @@ class Replica:
             bytes_sent=flight.channel.sent_nbytes,
         )
 
-    def _record(self, vote: Vote, settled: Settled, split: TimeSplit, begin: float) -> None:
+    def _record(
+        self, vote: Vote, settled: Settled, split: TimeSplit, begin: float, arrived: Mapping[str, Json]
+    ) -> None:
         total = self.time_s
         total.compute += split.compute
         total.exposed_communication += split.exposed_communication
@@ -388,7 +512,8 @@ class Replica:
             mean_loss=None if settled.stats is None else settled.stats.loss,
             in_flight=self._exchanges.in_flight,
             samples=self._samples,
-            bytes_sent=self._exchanges.sent_nbytes,
+            **arrived,
+            bytes_sent=self._exchanges.sent_nbytes + self._shared_nbytes,
             duration_s=end - begin,
             compute_s=split.compute,
             exposed_s=split.exposed_communication,

@@ -5,10 +5,13 @@ from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
 from farflung.report.pictures import run_picture
 from farflung.report.summary import score_words, summary_table
+from farflung.report.text import PLAIN_WIDTH, as_text
 
 __all__ = [
+    "PLAIN_WIDTH",
     "Compared",
     "Course",
+    "as_text",
     "compare_courses",
     "comparison_picture",
     "comparison_table",

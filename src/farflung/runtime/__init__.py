@@ -1,6 +1,6 @@
 """The two worlds behind :class:`farflung.types.Runtime`: the wall clock and virtual time."""
 
-from farflung.runtime.decisions import DecisionLog, read_decisions
+from farflung.runtime.decisions import DecisionLog, decision_json, read_decisions
 from farflung.runtime.fleet import FleetTimes, time_fleet
 from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
 from farflung.runtime.wall import WallRuntime
@@ -12,6 +12,7 @@ __all__ = [
     "VirtualRuntime",
     "VirtualWorld",
     "WallRuntime",
+    "decision_json",
     "read_decisions",
     "time_fleet",
 ]

@@ -14,15 +14,16 @@ from farflung.comm import Purpose
 from farflung.errors import ConfigError
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
-__all__ = ["DecisionLog", "decide_by_rank_0", "read_decisions"]
+__all__ = ["DecisionLog", "decide_by_rank_0", "decision_json", "read_decisions"]
 
 
 class DecisionLog:
     """The decisions of a run, in order. With an equal log a run is a function of its seed.
 
     Args:
-      path: the file that keeps them, a JSON object on each line; ``None``: they are kept in memory alone. It appears
-        with the first decision, and whatever it holds already stays.
+      path: the file that keeps those for all replicas, a JSON object on each line; ``None``: all are kept in memory
+        alone. What a replica decides for itself is kept beside it, for ``decisions.jsonl`` in
+        ``decisions/rank-<r>.jsonl``. A file appears with its first decision, and whatever it holds already stays.
       replay: decisions to make again. Where a choice depends on time or arrival, nothing else is decided then.
     """
 
@@ -30,42 +31,68 @@ class DecisionLog:
         self.entries: list[Decision] = []
         """Those made so far."""
         self._path = path
-        self._replay = None if replay is None else {(d.name, d.step): d for d in replay}
+        self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
         """Adds one."""
         self.entries.append(decision)
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(decision), separators=(",", ":")) + "\n")
+            path = self._path
+            if decision.rank is not None:
+                path = path.with_suffix("") / f"rank-{decision.rank}.jsonl"
+                path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(decision_json(decision) + "\n")
 
-    def replayed(self, name: str, step: int) -> Decision | None:
+    def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """What is to be decided again; ``None`` where nothing was."""
-        return None if self._replay is None else self._replay.get((name, step))
+        return None if self._replay is None else self._replay.get((name, step, rank))
 
-    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+    def decide(self, name: str, step: int, local: Callable[[], Json], rank: int | None = None) -> Decision:
         """Makes a choice: that of the run which is replayed, or a new one.
+
+        Args:
+          name: of what is decided.
+          step: the step it belongs to.
+          local: the choice.
+          rank: the replica that decides for itself alone; ``None``: it is for all.
 
         Raises:
           ConfigError: the run that is replayed did not make it.
         """
-        decision = self.replayed(name, step)
+        decision = self.replayed(name, step, rank)
         if decision is None:
             if self._replay is not None:
+                whose = "" if rank is None else f" of rank {rank}"
                 raise ConfigError(
-                    f"--replay: the log holds no decision {name!r} at step {step}: it is of another run, or ends there"
+                    f"--replay: the log holds no decision {name!r}{whose} at step {step}: it is of another run, or "
+                    "ends there"
                 )
-            decision = Decision(name, step, local())
+            decision = Decision(name, step, local(), rank=rank)
         self.record(decision)
         return decision
 
 
+def decision_json(decision: Decision) -> str:
+    """One line of a log."""
+    content = {key: value for key, value in asdict(decision).items() if key != "rank" or value is not None}
+    return json.dumps(content, separators=(",", ":"))
+
+
 def read_decisions(path: Path) -> list[Decision]:
-    """The decisions in a file; a last line that was cut short is left out.
+    """The decisions of a run: those in a file for all replicas, and beside it those of each; see :class:`DecisionLog`.
+
+    A last line that was cut short is left out.
 
     Raises:
-      ConfigError: the file cannot be read, or a line is no decision; one line with file and line.
+      ConfigError: a file cannot be read, or a line is no decision; one line with file and line.
     """
+    own = sorted(path.with_suffix("").glob("rank-*.jsonl"))
+    files = own if own and not path.exists() else [path, *own]
+    return [decision for file in files for decision in _read(file)]
+
+
+def _read(path: Path) -> list[Decision]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,9 +115,12 @@ def read_decisions(path: Path) -> list[Decision]:
 
 def _decision(content: dict[str, Json]) -> Decision:
     name, step, value, timing = (content[key] for key in ("name", "step", "value", "timing"))
+    rank = content.get("rank")
     if not (isinstance(name, str) and type(step) is int and isinstance(timing, bool)):
         raise ValueError
-    return Decision(name, step, value, timing)
+    if not (rank is None or type(rank) is int):
+        raise ValueError
+    return Decision(name, step, value, timing, rank)
 
 
 async def decide_by_rank_0(

@@ -43,6 +43,8 @@ class VirtualStage:
         self._factors: dict[int, float] = {}
         self._conditions: dict[tuple[int, int], Condition] = {}
         self._crashed: set[int] = set()
+        self._waiting_for_data: set[int] = set()
+        self._excused: dict[int, float] = {}
         self._pauses: Pauses | None = None
         if plan.faults:
             self._pauses = network.pauses = Pauses(clock)
@@ -63,6 +65,7 @@ class VirtualStage:
         if fault.kind == "crash":
             self._crash(rank)
         elif fault.kind == "hang":
+            self._excuse(rank)
             pauses.stop(rank)
         elif fault.kind == "slow":
             assert fault.factor is not None
@@ -105,6 +108,29 @@ class VirtualStage:
             return
         pauses, due = self._pauses, ends - self._pauses.lost_s(rank)
         self._clock.at(ends, lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
+
+    def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
+        """A replica waits for samples until then; meanwhile nobody's deadline runs who waits for it."""
+        if self._pauses is None:
+            return
+        self._waiting_for_data.add(rank)
+
+        def there(_: object) -> None:
+            self._excuse(rank)
+            self._waiting_for_data.discard(rank)
+
+        arrived.on_done(there)
+
+    def _excuse(self, rank: int) -> None:
+        """Waits that end at a replica which waits for samples count from now, unless it has fallen silent before."""
+        if rank in self._waiting_for_data and not self._silent(rank):
+            now = self._clock.now()
+            self._excused.update(
+                {other: now for other in range(len(self._network.mailboxes)) if self._root_of(other) == rank}
+            )
+
+    def _silent(self, rank: int) -> bool:
+        return rank in self._crashed or (self._pauses is not None and self._pauses.stopped(rank))
 
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
         """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
@@ -154,22 +180,24 @@ class VirtualStage:
         again = now + self._deadline_s
         for rank in alive:
             waiting = self._network.mailboxes[rank].oldest()
-            if rank in self._crashed or self._pauses.stopped(rank) or waiting is None:
+            if self._silent(rank) or waiting is None:
                 continue
-            if now >= waiting.since + self._deadline_s:
-                self._network.mailboxes[rank].end(
-                    DeadlinePassed(self._root_of(rank), waiting.what, now - waiting.since)
-                )
+            due = max(waiting.since, self._excused.get(rank, 0.0)) + self._deadline_s
+            if now < due:
+                again = min(again, due)
+                continue
+            root = self._root_of(rank)
+            if root not in self._waiting_for_data or self._silent(root):
+                self._network.mailboxes[rank].end(DeadlinePassed(root, waiting.what, now - waiting.since))
                 return
-            again = min(again, waiting.since + self._deadline_s)
         self._clock.at(again, self._look)
 
     def _root_of(self, rank: int) -> int | None:
-        """Who holds up a rank in the end; one that stands still tells nobody whom it waits for."""
+        """Who holds up a rank in the end; one that stands still or waits for samples is held up by nobody."""
         assert self._pauses is not None
         seen = {rank}
         blamed = rank
-        while not self._pauses.stopped(blamed):
+        while not self._pauses.stopped(blamed) and (blamed == rank or blamed not in self._waiting_for_data):
             waiting = self._network.mailboxes[blamed].oldest()
             if waiting is None or waiting.src is None or waiting.src in seen:
                 break

@@ -153,6 +153,15 @@ class VirtualRuntime:
         """The index of whichever completes first."""
         return tasks.first_of(pendings)
 
+    def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
+        """Done at a time; the clock stands still for what another thread completes."""
+        if isinstance(ready, Pending):
+            ready.block()
+            return ready
+        arrived = self.sleep_until(ready)
+        self._world.stage.waits_for_data(self.comm.rank, arrived)
+        return arrived
+
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Computes now, and is done when the modelled seconds have passed.
 
@@ -190,6 +199,10 @@ class VirtualRuntime:
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self._world.decisions, name, step, local))
+
+    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+        """This replica decides."""
+        return self._world.decisions.decide(name, step, local, self.comm.rank)
 
     def _seconds(self, cost: Cost) -> float:
         if cost.kind == "forward":

@@ -241,6 +241,22 @@ class WallRuntime:
         """The index of whichever completes first."""
         return tasks.first_of(pendings)
 
+    def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
+        """Done at a time, or when another thread says so; fails when the view ends first."""
+        arrived = ready if isinstance(ready, Pending) else self.sleep_until(ready)
+        ended: Pending[None] = Pending()
+        self._thread.soon(lambda: self.comm.waits_for_data(ended))
+
+        def there(_: object) -> None:
+            self._thread.soon(self.comm.has_data)
+            if arrived.error is not None:
+                ended.fail(arrived.error)
+            else:
+                ended.set(None)
+
+        arrived.on_done(there)
+        return ended
+
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Computes on the calling thread, at the device's pace where there is one."""
         if self.pace is None:
@@ -280,6 +296,10 @@ class WallRuntime:
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
+
+    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+        """This replica decides."""
+        return self.decisions.decide(name, step, local, self.comm.rank)
 
     # --- a replica's life -------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from farflung.seeding import generator
-from farflung.types import Draw, PoolView, State, Work
+from farflung.seeding import Passes
+from farflung.types import Draw, PoolView, State
 
 __all__ = ["Uniform"]
 
@@ -26,9 +26,8 @@ class Uniform:
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        self._passes = Passes(seed)
         self._cursor = 0
-        self._passes: dict[tuple[int, int], Tensor] = {}
 
     def next(self, view: PoolView) -> Draw:
         """This replica's part of the step's samples."""
@@ -37,11 +36,6 @@ class Uniform:
         first = self._cursor + view.rank * view.batch_size
         self._cursor += view.size * view.batch_size
         return Draw(self._at(first, view.batch_size, view.pool), None)
-
-    def meanwhile(self, model: nn.Module, budget_s: float) -> Work | None:
-        """Nothing to do."""
-        del model, budget_s
-        return None
 
     def state_dict(self) -> State:
         """The cursor."""
@@ -55,14 +49,8 @@ class Uniform:
         parts = []
         while count > 0:
             index, begin = divmod(first, n)
-            part = self._permutation(index, n)[begin : begin + count]
+            part = self._passes.order(index, n)[begin : begin + count]
             parts.append(part)
             first += len(part)
             count -= len(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _permutation(self, index: int, n: int) -> Tensor:
-        if (index, n) not in self._passes:
-            self._passes = {key: kept for key, kept in self._passes.items() if key == (index - 1, n)}
-            self._passes[index, n] = torch.randperm(n, generator=generator(self._seed, "pass", index))
-        return self._passes[index, n]

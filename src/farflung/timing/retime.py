@@ -55,7 +55,7 @@ class Retimed(Replica):
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """Nothing."""
         del weights
-        return torch.zeros(()), Vote(0.0, len(batch) / self.training.batch_size)
+        return torch.zeros(()), self.vote(0.0, len(batch))
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Buckets fill in the order in which they did."""
@@ -175,9 +175,15 @@ class _Numbers:
     def __len__(self) -> int:
         return self._count
 
-    def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        del train
+    def rows(self, ids: SampleIds) -> Batch:
         return Batch(ids, ids)
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        del train
+        return rows
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        return self.prepare(self.rows(ids), train=train)
 
 
 class _Unkept(Checkpoints):

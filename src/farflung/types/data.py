@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from farflung.tasks import Pending
 from farflung.types.tensors import Json, SampleIds, State
-from farflung.types.world import Channel, Cost
+from farflung.types.world import Channel, Decision
 
 __all__ = [
     "Arrivals",
     "Batch",
     "Dataset",
     "Draw",
+    "Feed",
     "PoolView",
     "Sampler",
+    "Samples",
     "Sharing",
     "Stream",
-    "Work",
+    "Tells",
     "Workload",
 ]
 
@@ -37,8 +40,23 @@ class Batch:
         return len(self.targets)
 
 
-class Dataset(Protocol):
-    """Samples by index."""
+class Samples(Protocol):
+    """Samples by number: as they are stored, and made ready for a model."""
+
+    def rows(self, ids: SampleIds) -> Batch:
+        """The samples ``ids`` as stored; what is sent where samples are sent."""
+        ...
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        """Rows, also those of another replica, as the model takes them.
+
+        With ``train``, augmented by what torch's current random state draws.
+        """
+        ...
+
+
+class Dataset(Samples, Protocol):
+    """A fixed number of samples, by index."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -48,7 +66,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """The samples ``ids``; with ``train``, random augmentation drawn from torch's current random state."""
+        """``prepare(rows(ids), train=train)``."""
         ...
 
 
@@ -89,36 +107,88 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Feed:
+    """What one replica gives its stream to deliver from.
+
+    Args:
+      data: the training samples that the replica draws from.
+      rank: this replica.
+      size: number of replicas.
+      shared: whether all replicas draw from ``data``; otherwise it is this one's share.
+      batch_size: of the run, per replica.
+      seed: of the run.
+      decide: :meth:`farflung.types.Runtime.decide_own`; whatever a stream chooses by time or arrival goes through it.
+    """
+
+    data: Dataset
+    rank: int
+    size: int
+    shared: bool
+    batch_size: int
+    seed: int
+    decide: Callable[[str, int, Callable[[], Json]], Decision]
+
+
+@dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a stream has let go: ids not handed out before, and when the wanted number will be there."""
+    """What a stream holds, and what a step is to train on.
+
+    Args:
+      ids: all that has arrived and has not been taken out, oldest first.
+      ready: ``None``: train now. Otherwise poll again at this time on the runtime's clock, in seconds, or when this is
+        done, which another thread may see to; an error in it ends the run.
+      count: how many of the oldest the step is made of; ``None``: as many as the run's batch.
+      weight: of the step in the mean; ``None``: its samples by those of the run's batch.
+    """
 
     ids: SampleIds
-    ready_at: float | None
-    """Seconds on the runtime's clock; ``None``: the wanted number is there now."""
+    ready: Pending[None] | float | None = None
+    count: int | None = None
+    weight: float | None = None
 
 
 class Stream(Protocol):
-    """Where a replica's samples come from, at what rate, and what becomes of those not yet used."""
+    """Where a replica's samples come from, at what rate, and what becomes of those not yet used.
+
+    A sample is held from its arrival until :meth:`commit` takes it out, however often it is shown meanwhile. A replica
+    keeps a step's samples until their gradient is given and commits them then, so that neither a step that is broken
+    off nor a resumed run loses any.
+
+    Waiting for samples counts against no deadline of the run. A stream whose source may fall silent for good has a
+    deadline of its own, and lets :attr:`Arrivals.ready` fail with an error that names the source.
+    """
 
     @property
     def everything(self) -> bool:
         """Whether all of the data set is there at any time, so that a sampler may pick anything in it."""
         ...
 
-    def poll(self, now: float, wanted: int) -> Arrivals:
-        """What has arrived since the last poll; never blocks."""
+    def open(self, feed: Feed) -> Samples:
+        """Begins to deliver; what the ids of :meth:`poll` stand for.
+
+        Raises:
+          ConfigError: settings that do not go with the run.
+        """
+        ...
+
+    def poll(self, now: float, step: int) -> Arrivals:
+        """All that is held, and whether ``step`` can be trained; never blocks, and takes nothing out."""
         ...
 
     def commit(self, ids: SampleIds, *, step: int) -> None:
-        """These were used by a step that stands."""
+        """Takes out what a step has used, whose gradient is given."""
         ...
 
     def state_dict(self) -> State:
-        """The position to resume from."""
+        """The position to resume from, with all that is held."""
         ...
 
     def seek(self, state: State) -> None:
-        """Goes back to a position from :meth:`state_dict`."""
+        """Goes back to a position from :meth:`state_dict`; after :meth:`open`."""
+        ...
+
+    def close(self) -> None:
+        """Delivers no more; ends threads and connections. Also without :meth:`open`, and more than once."""
         ...
 
 
@@ -141,23 +211,11 @@ class Draw(NamedTuple):
     weights: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Work that may fill a wait: ``run`` it, charge its ``cost``."""
-
-    cost: Cost
-    run: Callable[[], None]
-
-
 class Sampler(Protocol):
     """Picks a batch and its importance weights; deterministic given state and seed."""
 
     def next(self, view: PoolView) -> Draw:
         """The batch of this replica for one step."""
-        ...
-
-    def meanwhile(self, model: nn.Module, budget_s: float) -> Work | None:
-        """Work for a wait of about ``budget_s`` seconds, if there is any."""
         ...
 
     def state_dict(self) -> State:
@@ -177,6 +235,29 @@ class Sharing(Protocol):
         """Whether samples are sent to other replicas."""
         ...
 
-    async def exchange(self, channel: Channel, samples: Dataset) -> None:
-        """One round; pausable at message boundaries."""
+    def due(self, step: int) -> bool:
+        """Whether there is a round at ``step``; alike on all replicas."""
+        ...
+
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+        """One round, before the gradient of ``step`` is computed.
+
+        Args:
+          channel: of this round.
+          samples: of this replica.
+          rows: those of the step.
+          step: the step.
+
+        Returns:
+          The rows that the step trains on: the first are ``rows``, others may follow.
+        """
+        ...
+
+
+@runtime_checkable
+class Tells(Protocol):
+    """A stream, sampler or sharing that has numbers for the other replicas; they ride on the next exchange."""
+
+    def tell(self) -> Mapping[str, float]:
+        """Numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
         ...

@@ -86,28 +86,30 @@ class Decision:
     """A choice that was not a function of the seed, recorded with its step.
 
     Args:
-      name: of what was decided; with ``step`` it names the decision, so each is made once.
+      name: of what was decided; with ``step`` and ``rank`` it names the decision, so each is made once.
       step: the step it belongs to.
       value: what was decided.
       timing: whether it depended on time or arrival, so that another network might have led to another; a person's
         wish to stop does not.
+      rank: the replica that decided for itself alone; ``None``: rank 0 decided for all.
     """
 
     name: str
     step: int
     value: Json
     timing: bool = True
+    rank: int | None = None
 
 
 class Decisions(Protocol):
     """The decisions of a run: those that are made now, and those of an earlier run that are made again."""
 
-    def replayed(self, name: str, step: int) -> Decision | None:
+    def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """What the run that is replayed decided; ``None`` where it decided nothing, or none is replayed."""
         ...
 
     def record(self, decision: Decision) -> None:
-        """Keeps one; called on rank 0."""
+        """Keeps one; called on the rank that decided, rank 0 where it decided for all."""
         ...
 
 
@@ -194,6 +196,14 @@ class Runtime(Protocol):
         """The index of whichever completes first."""
         ...
 
+    def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
+        """Done at a time, or when another thread says that samples are there; counts against nobody's deadline.
+
+        In virtual time a stream tells times. What another thread completes has no time there: the clock stands still
+        until it is done.
+        """
+        ...
+
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn``; virtual time charges the modelled seconds."""
         ...
@@ -212,4 +222,8 @@ class Runtime(Protocol):
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """A choice that depends on time or arrival: ``local`` is asked on one decider, all get its value."""
+        ...
+
+    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+        """A choice by time or arrival that concerns this replica alone; made without a message."""
         ...

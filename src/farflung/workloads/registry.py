@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from farflung.data import CATALOG, Source
 from farflung.errors import ConfigError, UnknownName
+from farflung.spec import build
 from farflung.types import Json, Workload
 from farflung.workloads import (
     aid,
@@ -19,7 +20,7 @@ from farflung.workloads import (
     synthetic,
 )
 
-__all__ = ["DATA", "WORKLOADS", "workload"]
+__all__ = ["DATA", "WORKLOADS", "check_workload", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "ag-news/lstm": news.ag_news_lstm,
@@ -57,16 +58,19 @@ def workload(name: str, **options: Json) -> Workload:
     """The workload called ``name``.
 
     Args:
-      name: a key of :data:`WORKLOADS`.
+      name: a key of :data:`WORKLOADS`; or ``module:name``, a workload, or a class or function that makes one, with
+        options in brackets if wished: ``my_module:MyTask(dim=8)``.
       options: what that workload can be told, e.g. ``data="packaged"``.
 
     Raises:
       UnknownName: no such workload.
-      ConfigError: an option it does not have.
+      ConfigError: an option it does not have, or something that is no workload.
 
     >>> workload("synthetic/quadratic", dim=8).name
     'synthetic/quadratic'
     """
+    if ":" in name:
+        return check_workload(build("workload", name, {}, options))
     try:
         factory = WORKLOADS[name]
     except KeyError:
@@ -78,3 +82,21 @@ def workload(name: str, **options: Json) -> Workload:
                 f"workload {name} has no option {option!r}; it has: {', '.join(known) or 'none'}"
             )
     return factory(**options)
+
+
+def check_workload(made: object) -> Workload:
+    """``made``, if it has all that a workload has.
+
+    Raises:
+      ConfigError: it lacks something; names it.
+    """
+    lacking = [part for part in _PARTS if not hasattr(made, part)]
+    if lacking:
+        raise ConfigError(
+            f"{made!r} is no workload: it has no {', '.join(lacking)}; see farflung.types.Workload, or make one of a "
+            "model and data sets by farflung.TorchWorkload"
+        )
+    return made  # type: ignore[return-value]
+
+
+_PARTS = ("name", "defaults", "model", "loss", "metric", "datasets")

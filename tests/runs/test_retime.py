@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farflung.cli.main import main
-from farflung.cli.run import RunFolder
-from farflung.cli.simulation import SimulatedConfig, retime, simulate
 from farflung.errors import DataError
 from farflung.replica import Replica
+from farflung.runs import RunFolder, SimulatedConfig, retime, simulate
 from farflung.runtime import DecisionLog
 from farflung.schedules import SCHEDULES
-from farflung.types import Decision, Workload
+from farflung.types import Decision
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
@@ -27,17 +25,14 @@ def made(path: Path, **settings: Any) -> tuple[SimulatedConfig, RunFolder]:
     small: dict[str, Any] = {
         "workload": "synthetic/quadratic", "steps": 5, "batch_size": 4, "evaluate_every": 2, "checkpoint_every": 3,
     }  # fmt: skip
-    config, folder = SimulatedConfig.resolve({**small, **settings}), RunFolder(path)
-    folder.create(config)
-    simulate(config, folder, lambda event: None, config.make_workload())
-    return config, folder
+    run = simulate(out=path, **{**small, **settings})
+    assert isinstance(run.config, SimulatedConfig)
+    return run.config, run.files
 
 
-def again(path: Path, config: SimulatedConfig, stored: RunFolder) -> RunFolder:
+def again(path: Path, stored: RunFolder, **where: Any) -> RunFolder:
     """That run, retimed."""
-    folder = RunFolder(path)
-    retime(config, stored, folder, config.make_workload(), lambda event: None)
-    return folder
+    return retime(stored.path, out=path, **where).files
 
 
 def told(folder: RunFolder) -> dict[str, bytes]:
@@ -60,6 +55,7 @@ def told(folder: RunFolder) -> dict[str, bytes]:
         {"collective": "all_gather"},
         {"collective": "direct"},
         {"reducer": "powersgd(rank=1)"},
+        {"stream": "rate(200, backlog=9)"},
         *({"schedule": schedule} for schedule in SCHEDULES),
         {
             "workload": "fashion-mnist/mlp",
@@ -73,47 +69,43 @@ def told(folder: RunFolder) -> dict[str, bytes]:
 )
 @pytest.mark.parametrize("base", ["wifi-10mbps", "four-regions"])
 def test_retiming_equals_simulating(tmp_path: Path, parts: dict[str, Any], base: str) -> None:
-    config, stored = made(tmp_path / "base", network=base, **parts)
+    _, stored = made(tmp_path / "base", network=base, **parts)
     for network in {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}[base]:
-        elsewhere = replace(config, network=network)
         _, fresh = made(tmp_path / f"fresh-{network}", network=network, **parts)
-        assert told(again(tmp_path / network, elsewhere, stored)) == told(fresh), network
+        assert told(again(tmp_path / network, stored, network=network)) == told(fresh), network
 
 
 def test_on_other_devices(tmp_path: Path) -> None:
     slow = tmp_path / "slow.toml"
     slow.write_text("forward_s = 0.004\noptimizer_s = 0.1\n[[varying]]\nspread = 0.5\n")
-    config, stored = made(tmp_path / "base", device="v100")
+    _, stored = made(tmp_path / "base", device="v100")
     _, fresh = made(tmp_path / "fresh", device=str(slow))
-    retimed = again(tmp_path / "again", replace(config, device=str(slow)), stored)
+    retimed = again(tmp_path / "again", stored, device=str(slow))
     assert told(retimed) == told(fresh)
     assert told(retimed) != told(stored)
 
 
 def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, stored = made(tmp_path / "base")
+    _, stored = made(tmp_path / "base")
 
     def never(*_: object) -> None:
         raise AssertionError("arithmetic")
 
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
-    monkeypatch.setattr("farflung.cli.simulation.forward_flops", lambda task: 128.0)
+    monkeypatch.setattr("farflung.runs.config.forward_flops", lambda task: 128.0)
     for name in ("forward", "backward", "update"):
         monkeypatch.setattr(Replica, name, never)
     monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)
-    again(tmp_path / "again", config, stored)
+    again(tmp_path / "again", stored)
 
 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
-    config = SimulatedConfig.resolve({"workload": "synthetic/quadratic", "steps": 9, "workers": 2})
-    task: Workload = config.make_workload()
-    stored = RunFolder(tmp_path / "base")
-    stored.create(config)
     asked = iter([False] * 6 + [True] * 20)
-    assert simulate(config, stored, lambda event: None, task, stop_asked=lambda: next(asked))["stopped"]
-    retimed = again(tmp_path / "again", config, stored)
-    assert told(retimed) == told(stored)
+    settings: dict[str, Any] = {"workload": "synthetic/quadratic", "steps": 9, "workers": 2}
+    run = simulate(out=tmp_path / "base", stop_asked=lambda: next(asked), **settings)
+    assert run.summary["stopped"]
+    assert told(again(tmp_path / "again", run.files)) == told(run.files)
 
 
 # --- as a command -----------------------------------------------------------------------------------------------
@@ -127,7 +119,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     folder = RunFolder(Path(found["folder"]))
     assert folder.path == tmp_path / "base-on-4g-cpu-core"
     assert folder.picture.exists()
-    assert SimulatedConfig(**folder.stored_config(SimulatedConfig)).network == "4g"  # type: ignore[arg-type]
+    assert SimulatedConfig.resolve(folder.stored_config()).network == "4g"
 
 
 def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
@@ -149,6 +141,14 @@ def test_a_run_whose_learning_depended_on_time_is_refused(
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
 
 
+def test_a_run_that_trained_on_what_had_come_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made(tmp_path / "base", stream="rate(200, least=1, most=9)")
+    said = refused(capsys, tmp_path / "base", "--network", "4g")
+    assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
+
+
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
     assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")
@@ -167,8 +167,8 @@ def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], t
 
 
 def test_events_of_another_run_are_noticed(tmp_path: Path) -> None:
-    config, stored = made(tmp_path / "base")
+    _, stored = made(tmp_path / "base")
     _, other = made(tmp_path / "other", steps=4)
     other.telemetry(1).replace(stored.telemetry(1))
     with pytest.raises(DataError, match=r"the run's events and its traffic differ at \w+ of rank 1"):
-        again(tmp_path / "again", config, stored)
+        again(tmp_path / "again", stored)

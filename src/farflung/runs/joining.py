@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,18 +15,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.cli.run import RunConfig, RunFolder, write_json
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
-from farflung.data import describe
 from farflung.network import device_profile
-from farflung.replica import Replica, place
+from farflung.replica import place, save_tree
+from farflung.runs.config import RunConfig
+from farflung.runs.folder import write_json
+from farflung.runs.preparing import Prepared
+from farflung.runs.replicas import make_replica
+from farflung.runs.result import Run
+from farflung.runs.simulation import one_thread, whole
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
-from farflung.types import Json, Workload
 
-__all__ = ["DEVICE", "MODEL", "PACE", "Reach", "work"]
+__all__ = ["DEVICE", "MODEL", "PACE", "Reach", "join", "under_torchrun"]
 
 DEVICE = "FARFLUNG_DEVICE"
 """Tells workers what to train on."""
@@ -59,30 +63,31 @@ class Reach:
         return LOOPBACK if size == 1 else route_to(os.environ["MASTER_ADDR"])
 
 
-def work(
-    config: RunConfig,
-    folder: RunFolder,
+def under_torchrun() -> bool:
+    """Whether torchrun, or something like it, has started this process as one of several."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def join(
+    run: Prepared[RunConfig],
     show: Sink,
     reach: Reach | None = None,
-    task: Workload | None = None,
+    *,
     device: str = "cpu",
     pace: str = "",
     model: str = "",
-) -> Mapping[str, Json]:
-    """Trains as one replica; returns the summary.
+) -> Run:
+    """Trains as one replica.
 
     Args:
-      config: of the run.
-      folder: where it is kept.
+      run: what and where; its folder has been made.
       show: gets this replica's events.
       reach: how the others reach this machine.
-      task: the run's own, where it has been made.
       device: what to train on; see :func:`farflung.replica.place`.
       pace: a device whose pace to keep; empty: as fast as this machine is.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
-    reach, task = reach or Reach(), task or config.make_workload()
-    torch.set_num_threads(1)
+    config, files, reach = run.config, run.files, reach or Reach()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = (
         int(os.environ.get(name, here)) for name, here in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
@@ -91,48 +96,45 @@ def work(
     placed = place(device, local_rank=local_rank, local_size=local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
-    asked = _stop_on_signals()
-    with JsonLines(folder.telemetry(rank)) as file:
+    with one_thread(), _asked_to_stop() as asked, JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
         telemetry.emit("hello", pid=os.getpid())
         store: dist.Store | None = None
         if size > 1:
             store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))
-        recipe = config.make_recipe()
         runtime = WallRuntime(
             rank,
             size,
             store,
             settings=config.to_json(),
             deadline_s=config.deadline,
-            native=recipe.collective == "native",
+            native=config.recipe.collective == "native",
             join_s=JOIN_S,
             interface=reach.address(size),
             encrypt=config.encrypt,
             keys=reach.keys,
-            decisions=folder.decision_log() if rank == 0 else None,
-            device=device_profile(pace, forward_flops=forward_flops(task)) if pace else None,
+            decisions=files.decision_log(),
+            device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,
         )
         try:
-            checkpoints = folder.checkpoints(rank, size, leader=leader)
-            shares = config.make_shares(task)
-            replica = Replica(
+            checkpoints = files.checkpoints(rank, size, leader=leader)
+            replica = make_replica(
                 runtime,
-                task,
-                config.make_training(),
-                recipe.parts(config.seed, None if shares is None else rank),
+                config.task,
+                config.recipe,
+                config.training,
                 telemetry,
-                checkpoints,
-                asked.is_set,
-                None if shares is None else shares[rank],
+                shares=config.make_shares(),
+                checkpoints=checkpoints,
+                stop_asked=asked.is_set,
                 device=placed,
             )
-            if folder.resumed:
+            if files.resumed:
                 replica.resume(checkpoints.newest())
-            split = config.split_json(describe(shares or [], task.datasets()[0].labels))
-            summary = {**runtime.run(replica.run()).to_json(), "partition": split}
+            ended, state = runtime.run(whole(replica))
+            summary = {**ended.to_json(), "partition": config.split_json(config.split())}
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
                 summary["pace"] = runtime.pace.to_json()
@@ -140,14 +142,25 @@ def work(
             runtime.close(error)
             raise
         runtime.close()
+    if leader:
+        save_tree(files.model, state)
     if rank == 0:
-        write_json(folder.summary, summary)
-    return summary
+        write_json(files.summary, summary)
+    return run.ended(summary)
 
 
-def _stop_on_signals() -> threading.Event:
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Inside, every signal to stop sets the event."""
     asked = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: asked.set())
-    return asked
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {
+        number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,19 +10,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from farflung.cli.events import listener
-from farflung.cli.join import DEVICE, MODEL, PACE
-from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm import NetworkModel
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
 from farflung.network import NetworkProfile
+from farflung.runs.config import RunConfig
+from farflung.runs.events import EVENTS, listener
+from farflung.runs.folder import RunFolder
+from farflung.runs.joining import DEVICE, MODEL, PACE
+from farflung.runs.preparing import Prepared
+from farflung.runs.result import Run
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -35,22 +39,18 @@ STOP_S = 30.0
 
 
 def launch(
-    config: RunConfig,
-    folder: RunFolder,
+    run: Prepared[RunConfig],
     show: Sink,
-    replay: Path | None = None,
     *,
     device: str = "cpu",
     pace: str = "",
     network: NetworkProfile | None = None,
-) -> Mapping[str, Json]:
-    """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
+) -> Run:
+    """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
     Args:
-      config: of the run.
-      folder: where it is kept.
+      run: what and where; its folder has been made.
       show: gets the events of all workers.
-      replay: a file with decisions to make again.
       device: what the workers train on.
       pace: a device whose pace they keep; empty: as fast as they can.
       network: whose pace their messages keep; ``None``: none.
@@ -59,7 +59,7 @@ def launch(
       BadInput: a worker found something wrong with what the user gave.
       RunLost: a worker was lost or failed; names it.
     """
-    folder.create(config, replay)
+    config, folder = run.config, run.files
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
         events = stack.enter_context(listener(Path(scratch)))
@@ -79,7 +79,8 @@ def launch(
                 },
                 start_new_session=True,
             )
-        return _Watch(job, events, show, folder).run()
+        summary = _Watch(job, events, show, folder).run()
+    return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
 class _Watch:
@@ -96,7 +97,9 @@ class _Watch:
         self._end_by: float | None = None
 
     def run(self) -> Mapping[str, Json]:
-        before = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        here = threading.current_thread() is threading.main_thread()  # signals come to no other
+        before = {s: signal.signal(s, self._interrupt) for s in numbers if here}
         try:
             while self._job.poll() is None:
                 self._listen()
@@ -175,7 +178,7 @@ def _command(config: RunConfig, folder: RunFolder) -> list[str]:
         str(_free_port()),
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--max-restarts", "0"]
-    worker = ["-m", "farflung.cli.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
+    worker = ["-m", "farflung.runs.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
     return [*torchrun, "--nproc-per-node", str(config.workers), *worker]
 
 
@@ -186,4 +189,6 @@ def _free_port() -> int:
 
 
 def _environment(events: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", EVENTS: events}
+    # Workers import what was named from where this process would.
+    found = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found, EVENTS: events}

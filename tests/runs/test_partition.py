@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from farflung.cli.main import main
-from farflung.cli.run import RunConfig, RunFolder
 from farflung.errors import BadInput, CheckpointError, ConfigError
 from farflung.replica import Replica
+from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.runtime import VirtualWorld
-from farflung.telemetry import Telemetry
 from farflung.types import Json, SampleIds
 from tests.helpers import same_tree
 
@@ -34,22 +33,20 @@ def configured(**given: Json) -> RunConfig:
 def replicas(config: RunConfig, folder: RunFolder | None = None) -> tuple[VirtualWorld, list[Replica]]:
     """The replicas of a run in virtual time, made as the command makes them."""
     world = VirtualWorld(config.workers)
-    task = config.make_workload()
-    shares = config.make_shares(task)
-    recipe = config.make_recipe()
-    made = []
-    for rank, runtime in enumerate(world.runtimes):
-        made.append(
-            Replica(
-                runtime,
-                task,
-                config.make_training(),
-                recipe.parts(config.seed, None if shares is None else rank),
-                Telemetry(rank),
-                None if folder is None else folder.checkpoints(rank, config.workers, leader=rank == 0),
-                share=None if shares is None else shares[rank],
-            )
+    shares = config.make_shares()
+    made = [
+        make_replica(
+            runtime,
+            config.task,
+            config.recipe,
+            config.training,
+            shares=shares,
+            checkpoints=None
+            if folder is None
+            else folder.checkpoints(rank, config.workers, leader=rank == 0),
         )
+        for rank, runtime in enumerate(world.runtimes)
+    ]
     return world, made
 
 
@@ -81,7 +78,7 @@ def parameters(replica: Replica) -> dict[str, Tensor]:
 )
 def test_each_replica_draws_from_its_share_alone(how: str) -> None:
     config = configured(workers=2, partition=how)
-    shares = config.make_shares(config.make_workload())
+    shares = config.make_shares()
     assert shares is not None
     for own, share in zip(drawn(config), shares, strict=True):
         assert len(own) == 12 * 8
@@ -91,14 +88,14 @@ def test_each_replica_draws_from_its_share_alone(how: str) -> None:
 
 def test_shared_is_one_pass_for_all() -> None:
     config = configured(workers=2)
-    assert config.make_shares(config.make_workload()) is None
+    assert config.make_shares() is None
     one, other = drawn(config)
     assert len({*one, *other}) == 2 * 12 * 8
 
 
 def test_a_pass_is_over_the_replicas_own_share() -> None:
     config = configured(workers=2, partition="dirichlet(alpha=0.1)", steps=200)
-    shares = config.make_shares(config.make_workload())
+    shares = config.make_shares()
     assert shares is not None
     sizes = [len(share) for share in shares]
     assert sizes[0] != sizes[1]
@@ -109,7 +106,7 @@ def test_a_pass_is_over_the_replicas_own_share() -> None:
 
 def test_a_share_smaller_than_a_batch_is_in_it_several_times() -> None:
     config = configured(workers=4, partition="iid", steps=2, batch_size=600)
-    shares = config.make_shares(config.make_workload())
+    shares = config.make_shares()
     assert shares is not None
     for own, share in zip(drawn(config), shares, strict=True):
         assert len(share) == 256
@@ -130,8 +127,8 @@ def test_replicas_go_through_their_shares_in_orders_of_their_own() -> None:
 def test_the_split_depends_on_the_seed(seed: int, same: bool) -> None:
     first, second = configured(workers=3, partition="iid"), configured(workers=3, partition="iid", seed=seed)
     pairs = zip(
-        first.make_shares(first.make_workload()) or [],
-        second.make_shares(second.make_workload()) or [],
+        first.make_shares() or [],
+        second.make_shares() or [],
         strict=True,
     )
     assert [torch.equal(one, other) for one, other in pairs] == [same] * 3
@@ -160,16 +157,15 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, how: str) -> None
 def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> None:
     folder = RunFolder(tmp_path)
     config = configured(workers=2, partition="labels(k=5)", steps=1)
-    folder.create(config)
+    folder.create(config.to_json())
     world, made = replicas(config, folder)
     world.run([replica.run() for replica in made])
-    task = config.make_workload()
-    configured(workers=2, partition="labels(k=5)").check_resumable(folder, task)
+    configured(workers=2, partition="labels(k=5)").check_resumable(folder)
     other = RunConfig.resolve(config.to_json(), {"steps": 2, **change})
     with pytest.raises(
         CheckpointError, match="drew from another share of the data; resume with the --partition"
     ):
-        other.check_resumable(folder, task)
+        other.check_resumable(folder)
     _, made = replicas(other, folder)
     with pytest.raises(CheckpointError, match="drew from another share"):
         made[0].resume(1)
@@ -200,22 +196,15 @@ def test_bad_partitions(capsys: pytest.CaptureFixture[str], how: str, says: str)
 def test_a_replica_without_samples_is_refused() -> None:
     config = configured(workers=1100, partition="labels(k=1)")
     with pytest.raises(BadInput, match="cannot split 1024 samples into 1100 parts"):
-        config.make_shares(config.make_workload())
+        config.make_shares()
     config = configured(workers=1020, partition="labels(k=2)")
     with pytest.raises(ConfigError, match=r"--partition labels\(k=2\): replica \d+ gets no sample"):
-        config.check(config.make_workload())
+        config.check()
     world = VirtualWorld(1)
     config = configured(workers=1)
     nothing = torch.empty(0, dtype=torch.int64)
     with pytest.raises(ConfigError, match="replica 0 has no training sample"):
-        Replica(
-            world.runtimes[0],
-            config.make_workload(),
-            config.make_training(),
-            config.make_recipe().parts(0, 0),
-            Telemetry(0),
-            share=nothing,
-        )
+        make_replica(world.runtimes[0], config.task, config.recipe, config.training, shares=[nothing])
 
 
 # --- the command ------------------------------------------------------------------------------------------------

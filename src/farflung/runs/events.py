@@ -1,4 +1,4 @@
-"""How workers tell the command that started them of their events: datagrams of JSON on a socket of its own."""
+"""How workers tell the process that started them of their events: datagrams of JSON on a socket of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 from farflung.errors import RunLost
 from farflung.telemetry import Event, Sink
 
-__all__ = ["listener", "teller"]
+__all__ = ["EVENTS", "listener", "teller"]
+
+EVENTS = "FARFLUNG_EVENTS"
+"""Names the datagram socket on which whoever started the workers listens to them."""
 
 LISTEN_S = 0.05
 

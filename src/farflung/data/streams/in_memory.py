@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from farflung.types import Arrivals, SampleIds, State
+from farflung.types import Arrivals, Feed, SampleIds, Samples, State
 
 __all__ = ["InMemory"]
+
+_NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
 
 
 class InMemory:
@@ -14,10 +16,14 @@ class InMemory:
 
     everything = True
 
-    def poll(self, now: float, wanted: int) -> Arrivals:
+    def open(self, feed: Feed) -> Samples:
+        """The samples that the replica draws from."""
+        return feed.data
+
+    def poll(self, now: float, step: int) -> Arrivals:
         """Nothing new, and no wait."""
-        del now, wanted
-        return Arrivals(torch.empty(0, dtype=torch.int64), None)
+        del now, step
+        return _NOTHING
 
     def commit(self, ids: SampleIds, *, step: int) -> None:
         """The sampler's cursor is position enough."""
@@ -29,3 +35,6 @@ class InMemory:
     def seek(self, state: State) -> None:
         """No position."""
         del state
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,4 +1,4 @@
-"""One worker process that ``farflung train`` has started through torchrun: reports to it and trains."""
+"""One worker process that a run has been given through torchrun: reports to whoever started it, and trains."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import sys
 import traceback
 from pathlib import Path
 
-from farflung.cli.events import teller
-from farflung.cli.join import DEVICE, MODEL, PACE, work
-from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import FarflungError, RunLost
+from farflung.runs.config import RunConfig
+from farflung.runs.events import EVENTS, teller
+from farflung.runs.folder import RunFolder
+from farflung.runs.joining import DEVICE, MODEL, PACE, join
+from farflung.runs.preparing import Prepared
 from farflung.telemetry import Event
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Trains in a folder that the starting command has made; tells it of every event and of any error."""
-    folder = RunFolder(Path(sys.argv[1]), resumed=sys.argv[2:] == ["resume"])
+    """Trains in a folder that the starting process has made; tells it of every event and of any error."""
+    files = RunFolder(Path(sys.argv[1]), resumed=sys.argv[2:] == ["resume"])
     tell = teller(os.environ[EVENTS])
     rank = int(os.environ["RANK"])
     try:
-        config = RunConfig(**folder.stored_config())  # type: ignore[arg-type]
+        config = RunConfig.resolve(files.stored_config())
         device, pace, model = (os.environ.get(name, "") for name in (DEVICE, PACE, MODEL))
-        work(config, folder, tell, device=device, pace=pace, model=model)
+        join(Prepared(config, files), tell, device=device, pace=pace, model=model)
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        what = f"rank {rank} failed: {type(error).__name__}: {error} (see {folder.log})"
+        what = f"rank {rank} failed: {type(error).__name__}: {error} (see {files.log})"
         tell(_error_event(rank, error, what, 1))
         return 1
     return 0

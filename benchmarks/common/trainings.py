@@ -1,0 +1,168 @@
+"""Trainings that take long, stored with where their first steps end, so that they outlive changes of the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from rich.console import Console
+
+from benchmarks.common.first_steps import machine
+from benchmarks.common.rows import source_hash
+from farflung.errors import FarflungError
+
+__all__ = ["TRAINED", "CannotTell", "Training", "Trainings"]
+
+TRAINED = ["src/farflung/**/*.py", *(f"!src/farflung/{above}/*.py" for above in ("cli", "lab", "report"))]
+"""What a training may depend on besides its settings and its own script: all but what stands above it."""
+
+
+class CannotTell(FarflungError):
+    """A stored training was made on another machine, and its first steps end otherwise on this one."""
+
+
+class Training(Protocol):
+    """A frozen dataclass of settings that can be trained."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        """For a line of progress."""
+        ...
+
+    def first_steps(self) -> int:
+        """How many say enough."""
+        ...
+
+    def digest(self, steps: int) -> str:
+        """Of where the first ``steps`` of the whole training end."""
+        ...
+
+    def accuracy(self) -> float:
+        """Trains; the test accuracy in percent."""
+        ...
+
+
+T = TypeVar("T", bound=Training)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A stored training.
+
+    Args:
+      settings: of the training.
+      accuracy: what it came to, in percent.
+      sources: of the code that it is known to hold for.
+      first_steps: how many steps were taken for the digests.
+      digests: where they ended, by machine.
+    """
+
+    settings: dict[str, Any]
+    accuracy: float
+    sources: str = ""
+    first_steps: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> _Line:
+        known = json.loads(text)
+        own = {name: known.pop(name) for name in _OWN if name in known}
+        return cls(known, **own)
+
+    def to_json(self) -> str:
+        return json.dumps({**self.settings, **{name: getattr(self, name) for name in _OWN}})
+
+
+_OWN = ("accuracy", "sources", "first_steps", "digests")
+
+
+class Trainings(Generic[T]):
+    """A file of JSON lines, one for each training.
+
+    A stored training holds for the code as it is if nothing has changed since it was found to hold, or else if its
+    first steps still end in the same digest. Equal digests are a proof on any machine. Unlike ones prove that the
+    training has changed only where the stored digest is of the same machine; see
+    :func:`benchmarks.common.first_steps.machine`.
+
+    Args:
+      path: of the file.
+      kind: the dataclass of the trainings' settings.
+      sources: patterns of the code that they depend on, relative to the repository.
+      minutes: an estimate for the first steps of one.
+    """
+
+    def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str], *, minutes: float) -> None:
+        self.sources, self.minutes = sources, minutes
+        self._path, self._kind = path, kind
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+    def stored(self) -> list[T]:
+        """All that are stored."""
+        return [self._training(line) for line in self._lines()]
+
+    def due(self) -> list[T]:
+        """Those stored that are not known to hold, or whose first steps were never taken on this machine."""
+        current, here = source_hash(self.sources), machine()
+        return [
+            self._training(line)
+            for line in self._lines()
+            if line.sources != current or here not in line.digests
+        ]
+
+    def accuracy(self, training: T) -> float:
+        """The stored accuracy if it holds, else that of a training now.
+
+        Raises:
+          CannotTell: the stored one is of another machine.
+        """
+        line = next((line for line in self._lines() if self._training(line) == training), None)
+        current, here = source_hash(self.sources), machine()
+        if line is not None and line.sources == current and here in line.digests:
+            return line.accuracy
+        steps = max(training.first_steps(), 0 if line is None else line.first_steps)
+        self._console.print(f"first {steps} steps of {training.title}")
+        found = training.digest(steps)
+        if line is not None and line.sources != current and not self._holds(line, steps, found):
+            line = None
+        if line is None:
+            self._console.print(f"training {training.title}")
+            line = _Line(asdict(training), training.accuracy())
+        digests = line.digests if line.first_steps == steps else {}
+        self._store(_Line(asdict(training), line.accuracy, current, steps, {**digests, here: found}))
+        return line.accuracy
+
+    def _holds(self, line: _Line, steps: int, found: str) -> bool:
+        if line.first_steps != steps or not line.digests:
+            return False
+        if found in line.digests.values() or machine() in line.digests:
+            return found in line.digests.values()
+        raise CannotTell(
+            f"{self._training(line).title}: its first {steps} steps end otherwise than on {' or '.join(line.digests)}; "
+            f"this is {machine()}, so whether it holds cannot be told here: take a machine like that, store where the "
+            f"code that it was trained with ends here, or remove its line from {self._path.name} to train it anew"
+        )
+
+    def _training(self, line: _Line) -> T:
+        """Settings that a line does not know have their defaults."""
+        return self._kind(**line.settings)
+
+    def _lines(self) -> list[_Line]:
+        if not self._path.exists():
+            return []
+        return [_Line.from_json(text) for text in self._path.read_text(encoding="utf-8").splitlines()]
+
+    def _store(self, new: _Line) -> None:
+        """In the place of the line with the same settings."""
+        training = self._training(new)
+        lines = self._lines()
+        place = next((i for i, line in enumerate(lines) if self._training(line) == training), len(lines))
+        lines[place : place + 1] = [new]
+        self._path.parent.mkdir(exist_ok=True)
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
+        part.replace(self._path)

@@ -1,0 +1,47 @@
+"""Runs: what decides one, what it leaves behind, and how it is made, in either world, from Python or a command."""
+
+from farflung.runs.comparison import COMPARED, Comparison, Contest, Row, Watch, compare, contest
+from farflung.runs.config import DEVICE, NETWORK, RunConfig, SimulatedConfig
+from farflung.runs.events import EVENTS, listener
+from farflung.runs.folder import RunFolder, write_json
+from farflung.runs.preparing import Prepared, prepared, run_folder
+from farflung.runs.replicas import make_replica
+from farflung.runs.result import Run
+from farflung.runs.settings import Setting, settings_of
+from farflung.runs.simulation import asked_to_stop, retime, retime_prepared, simulate, simulate_prepared
+from farflung.runs.training import prepare_training, train, train_prepared
+from farflung.runs.variants import variant
+
+__all__ = [
+    "COMPARED",
+    "DEVICE",
+    "EVENTS",
+    "NETWORK",
+    "Comparison",
+    "Contest",
+    "Prepared",
+    "Row",
+    "Run",
+    "RunConfig",
+    "RunFolder",
+    "Setting",
+    "SimulatedConfig",
+    "Watch",
+    "asked_to_stop",
+    "compare",
+    "contest",
+    "listener",
+    "make_replica",
+    "prepare_training",
+    "prepared",
+    "retime",
+    "retime_prepared",
+    "run_folder",
+    "settings_of",
+    "simulate",
+    "simulate_prepared",
+    "train",
+    "train_prepared",
+    "variant",
+    "write_json",
+]

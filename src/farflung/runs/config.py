@@ -1,0 +1,436 @@
+"""What decides a run: its resolved configuration, in either world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias
+
+from farflung.config import Training
+from farflung.data import PARTITIONS, Partition, Share, describe
+from farflung.errors import CheckpointError, ConfigError
+from farflung.faults import FaultPlan, load_faults
+from farflung.network import DeviceProfile, NetworkProfile, device_profile, network_profile
+from farflung.recipes import MEMBERS, Recipe, recipe
+from farflung.replica import check_model, check_share
+from farflung.runs.folder import RunFolder
+from farflung.runs.settings import Setting, settings_of
+from farflung.runs.variants import variant
+from farflung.runtime import DecisionLog, VirtualWorld
+from farflung.seeding import generator
+from farflung.spec import build, is_carried, text_of
+from farflung.timing import forward_flops
+from farflung.types import Json, SampleIds, Workload
+from farflung.workloads import WORKLOADS, check_workload, workload
+
+__all__ = ["DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
+
+DEFAULTS = ("batch_size", "learning_rate", "momentum", "weight_decay", "steps")
+"""What every workload says for itself."""
+WORKLOAD, RECIPE = "fashion-mnist/cnn", "synchronous"
+NETWORK = "lan-1g"
+"""What lies between the replicas of a simulated run when nothing is said."""
+DEVICE = "cpu-core"
+"""What they compute on."""
+
+Settings: TypeAlias = "Mapping[str, object]"
+"""Settings by name: text and numbers, or objects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a run, resolved: no value is left to a default.
+
+    Args:
+      workload: what to train: a name (``farflung workloads`` lists them) or ``module:name``; fashion-mnist/cnn when not
+        given.
+      recipe: how to train together; synchronous when not given.
+      training: for how long and with what settings.
+      workers: replicas on this machine; 2 when not given.
+      data: where data comes from: auto, packaged or full, for workloads that offer the choice; auto when not given.
+      partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
+        labels(k=1), dirichlet(alpha=0.5), by-order. shared when not given.
+      deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
+      encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
+      task: what ``workload`` has made.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+
+    workload: str
+    recipe: Recipe
+    training: Training
+    workers: int
+    data: str
+    partition: str | Partition
+    deadline: float
+    encrypt: bool
+    task: Workload = field(compare=False, repr=False)
+
+    command: ClassVar[str] = "train"
+    """Which makes such runs."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        if not self.deadline > 0:
+            raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.workload}, {self.recipe.name}"
+
+    @property
+    def seed(self) -> int:
+        """Everything random derives from it."""
+        return self.training.seed
+
+    @property
+    def steps(self) -> int:
+        """Updates of the parameters."""
+        return self.training.steps
+
+    # --- what can be set --------------------------------------------------------------------------------------
+
+    @classmethod
+    def settings(cls) -> dict[str, Setting]:
+        """All settings by name: a run's own, those of its training, and the members of its recipe."""
+        found = dict(settings_of(cls))
+        training = {
+            name: replace(one, about=f"{one.about.rstrip('.')}; {_when_not_given(one)} when not given")
+            for name, one in settings_of(Training).items()
+        }
+        members = {
+            name: replace(one, about=f"{one.about.rstrip('.')}; the recipe's when not given")
+            for name, one in settings_of(Recipe).items()
+            if name in Recipe().settings
+        }
+        chosen = Setting("recipe", str, "How to train together; synchronous when not given", None)
+        return {"workload": found.pop("workload"), "recipe": chosen, **training, **members, **found}
+
+    @classmethod
+    def lacks(cls, stored: Mapping[str, Json]) -> bool:
+        """Whether a setting is absent that every run of this kind has."""
+        del stored
+        return False
+
+    @classmethod
+    def resolve(cls, *layers: Settings, task: Workload | None = None) -> Self:
+        """What the last layer says, else the one before it, and so on; else the recipe's and the workload's own.
+
+        A layer that names a recipe takes that recipe's members, not those that earlier layers name.
+
+        Args:
+          layers: settings by name.
+          task: what the workload makes, where it has been made.
+
+        Raises:
+          BadInput: a setting that there is not, or a value that is not in its range.
+        """
+        said: dict[str, Any] = {}
+        for layer in layers:
+            spread = _spread(layer)
+            dropped = Recipe().settings if "recipe" in spread else {}
+            said = {**{name: value for name, value in said.items() if name not in dropped}, **spread}
+        for name, value in said.items():
+            _check_setting(name, value, cls.settings())
+        return cls(**cls._resolved(said, task))
+
+    @classmethod
+    def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
+        """The value of each field."""
+        data = str(said.get("data", "auto"))
+        what = said.get("workload", WORKLOAD)
+        task = task or _made_workload(what, data)
+        training = Training.resolve(
+            task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)}
+        )
+        periods = {"evaluate_every": training.steps // 10, "checkpoint_every": training.steps // 5}
+        own: dict[str, Any] = {
+            name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
+        }
+        return {
+            "workload": text_of(what, WORKLOADS)
+            if isinstance(what, str) or callable(what)
+            else f"<{task.name}>",
+            "recipe": _resolved_recipe(said),
+            "training": replace(training, **own),
+            "workers": int(said.get("workers", 2)),
+            "data": data,
+            "partition": said.get("partition", "shared"),
+            "deadline": float(said.get("deadline", 60.0)),
+            "encrypt": bool(said.get("encrypt", False)),
+            "task": task,
+        }
+
+    # --- what it makes ----------------------------------------------------------------------------------------
+
+    def make_shares(self) -> list[SampleIds] | None:
+        """The training samples for each replica; ``None`` where all draw from the whole set.
+
+        Raises:
+          BadInput: a partition that cannot be made, or that leaves a replica nothing.
+        """
+        how: Partition | _Shared | str = self.partition
+        if isinstance(how, str):
+            known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, "shared": _Shared}
+            how = build("partition", how, known)
+        if isinstance(how, _Shared):
+            return None
+        train, _ = self.task.datasets()
+        shares = how.split(train, self.workers, seed=self.seed)
+        for rank, share in enumerate(shares):
+            if not len(share):
+                raise ConfigError(
+                    f"--partition {self.split_text}: replica {rank} gets no sample; use fewer replicas or another "
+                    "split"
+                )
+        return shares
+
+    @property
+    def split_text(self) -> str:
+        """How the training set is split, in words."""
+        return text_of(self.partition, PARTITIONS)
+
+    def split(self) -> list[Share]:
+        """Size and labels of each replica's share; nothing where all draw from the whole set."""
+        shares = self.make_shares()
+        return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
+
+    def split_json(self, shares: Sequence[Share]) -> dict[str, Json]:
+        """How the training set is split, for summaries."""
+        return {"how": self.split_text, "shares": [share.to_json() for share in shares]}
+
+    def check(self) -> list[Share]:
+        """Finds out what cannot work before any process is started.
+
+        Returns:
+          Size and labels of each replica's share of the training set; nothing where all draw from the whole.
+
+        Raises:
+          BadInput: says what and what to do.
+        """
+        self.recipe.parts(self.seed)
+        train, _ = self.task.datasets()
+        if self.workers > len(train):
+            raise ConfigError(
+                f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
+                "use at most one replica per sample"
+            )
+        return self.split()
+
+    def check_carried(self) -> None:
+        """Finds out whether other processes can make this run from its configuration alone.
+
+        Raises:
+          ConfigError: names what they cannot make, and says what to do.
+        """
+        for name, value in self.to_json().items():
+            if isinstance(value, str) and not is_carried(value):
+                raise ConfigError(
+                    f"{name} {value}: workers in processes of their own can only import it: give a class, function or "
+                    "frozen dataclass of a module (not of the script itself), or start the script under torchrun"
+                )
+
+    def check_resumable(self, folder: RunFolder) -> None:
+        """Finds out whether the newest checkpoint of a run belongs to this configuration.
+
+        Raises:
+          BadInput: says what is wrong with it.
+        """
+        shares = self.make_shares()
+        for rank in range(self.workers):
+            checkpoints = folder.checkpoints(rank, self.workers, leader=False)
+            step = checkpoints.newest()
+            shared, own = checkpoints.load(step)
+            where = f"{checkpoints.folder}, step {step}"
+            if rank == 0:
+                check_model(shared, self.task.model(generator(self.seed, "model")), where)
+            check_share(own, None if shares is None else shares[rank], where)
+            if step >= self.steps:
+                raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
+
+    def to_json(self) -> dict[str, Json]:
+        """Every setting by name, for the run's folder and for comparing ranks; objects as :func:`text_of` has them."""
+        own = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name in settings_of(type(self))
+        }
+        members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
+        return {"workload": self.workload, **members, **own, "partition": self.split_text}
+
+    @classmethod
+    def stored_in(cls, folder: RunFolder) -> dict[str, Json]:
+        """The settings of the run in a folder.
+
+        Raises:
+          CheckpointError: there is none, it is damaged, or of another kind.
+        """
+        stored = folder.stored_config()
+        if not set(stored) <= set(cls.settings()) or cls.lacks(stored):
+            raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
+        return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig(RunConfig):
+    """Everything that decides a run in virtual time.
+
+    Args:
+      workers: replicas; as many as the network has nodes when not given, or 4.
+      network: what lies between the replicas: a name (``farflung networks`` lists them) or a TOML file; lan-1g when not
+        given.
+      device: what each replica computes on: a name (``farflung networks`` lists them) or a TOML file; cpu-core when not
+        given.
+      faults: a TOML file that says what goes wrong.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+
+    network: str | NetworkProfile
+    device: str | DeviceProfile
+    faults: str | FaultPlan
+
+    command: ClassVar[str] = "simulate"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.workload}, {self.recipe.name}, {self.network_name}"
+
+    @property
+    def network_name(self) -> str:
+        """Of the network, or its file."""
+        return self.network if isinstance(self.network, str) else self.network.name
+
+    @classmethod
+    def lacks(cls, stored: Mapping[str, Json]) -> bool:
+        """Whether it is a run of the other world."""
+        return "network" not in stored
+
+    @classmethod
+    def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
+        of_the_world = {name: said.get(name, value) for name, value in _WORLD.items()}
+        count = _profile(of_the_world["network"]).nodes
+        return {**RunConfig._resolved({"workers": count or 4, **said}, task), **of_the_world}
+
+    def make_network(self) -> NetworkProfile:
+        """The network between the replicas."""
+        return _profile(self.network).for_nodes(self.workers)
+
+    def make_faults(self) -> FaultPlan:
+        """What goes wrong."""
+        if isinstance(self.faults, FaultPlan):
+            return self.faults
+        return load_faults(Path(self.faults)) if self.faults else FaultPlan()
+
+    def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
+        """The clock, the network and the devices."""
+        device = self.device
+        if isinstance(device, str):
+            device = device_profile(device, forward_flops=forward_flops(self.task))
+        return VirtualWorld(
+            self.workers,
+            network=self.make_network(),
+            device=device,
+            seed=self.seed,
+            faults=self.make_faults(),
+            deadline_s=self.deadline,
+            decisions=decisions,
+        )
+
+    def check(self) -> list[Share]:
+        """See :meth:`RunConfig.check`."""
+        if self.recipe.collective == "native":
+            raise ConfigError(
+                "the backend's own collectives (--collective native) run on real machines alone: choose another "
+                "collective or recipe"
+            )
+        self.make_world()
+        return RunConfig.check(self)
+
+    def world_json(self) -> dict[str, Json]:
+        """What a simulated figure depends on beside the run itself, for summaries."""
+        profile = self.make_network()
+        return {
+            "network": self.network_name,
+            "device": self.device if isinstance(self.device, str) else self.device.name,
+            "source": profile.source,
+            "changes": list(profile.changes),
+        }
+
+    def to_json(self) -> dict[str, Json]:
+        """See :meth:`RunConfig.to_json`."""
+        return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
+
+
+_WORLD = {"network": NETWORK, "device": DEVICE, "faults": ""}
+"""What a run in virtual time has beside the others, and what it is when not given."""
+
+
+class _Shared:
+    """All replicas draw from the whole training set."""
+
+
+def _when_not_given(one: Setting) -> str:
+    """What a setting of the training is then."""
+    of_the_run = {"evaluate_every": "a tenth of the steps", "checkpoint_every": "a fifth of the steps"}
+    if one.name in of_the_run:
+        return of_the_run[one.name]
+    return "the workload's own" if one.name in DEFAULTS else f"{one.default}"
+
+
+def _spread(layer: Settings) -> dict[str, object]:
+    """A layer whose recipe, where it is text with changes in brackets, is the settings that this stands for."""
+    said = {name: value for name, value in layer.items() if value is not None}
+    how = said.get("recipe")
+    return (
+        {**variant(how), **{k: v for k, v in said.items() if k != "recipe"}} if isinstance(how, str) else said
+    )
+
+
+def _check_setting(name: str, value: object, known: Mapping[str, Setting]) -> None:
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+        raise ConfigError(f"unknown setting {name!r}; {hint}")
+    if isinstance(value, str) and not is_carried(value):
+        raise ConfigError(f"{name} {value}: the run was made with an object that has no text: give it again")
+    kind = known[name].kind
+    fits = (int, float) if kind is float else kind
+    if kind is not str and (not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool)):
+        raise ConfigError(f"{name}: must be of type {kind.__name__}, not {value!r}")
+
+
+def _made_workload(what: object, data: str) -> Workload:
+    options = {} if data == "auto" else {"data": data}
+    if isinstance(what, str):
+        return workload(what, **options)
+    made: Any = what(**options) if isinstance(what, type) or not hasattr(what, "datasets") else what  # type: ignore[operator]
+    if options and made is what:
+        raise ConfigError(f"--data {data}: {what!r} is made already")
+    return check_workload(made)
+
+
+def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
+    """The preset, or the recipe itself, with the members that are named; all named need no preset."""
+    how: str | Recipe = said.get("recipe", RECIPE)
+    members = {name: said[name] for name in Recipe().settings if name in said}
+    if isinstance(how, str):
+        how = Recipe(how) if members.keys() >= MEMBERS.keys() else recipe(how)
+    return how.but(**members)
+
+
+def _profile(network: str | NetworkProfile) -> NetworkProfile:
+    return network_profile(network) if isinstance(network, str) else network
+
+
+def _words(value: str | NetworkProfile | DeviceProfile | FaultPlan) -> str:
+    """Text as it is; in brackets what is none."""
+    if isinstance(value, str):
+        return value
+    return f"<{value if isinstance(value, FaultPlan) else value.name}>"

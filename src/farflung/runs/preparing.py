@@ -1,0 +1,106 @@
+"""From settings to a run that has been checked and can be made."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from farflung.data import Share
+from farflung.errors import ConfigError
+from farflung.runs.config import RunConfig, Settings
+from farflung.runs.folder import RunFolder, Scratch
+from farflung.runs.result import Run
+from farflung.types import Json
+
+__all__ = ["Prepared", "prepared", "run_folder"]
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[C]):
+    """A run that has been checked and not begun.
+
+    Args:
+      config: what decides it.
+      files: where it will be kept.
+      shares: size and labels of each replica's share; nothing where all draw from the whole set.
+      replay: a decision log whose decisions are made again.
+      scratch: keeps the files where they have no folder of their own.
+    """
+
+    config: C
+    files: RunFolder
+    shares: Sequence[Share] = ()
+    replay: Path | None = None
+    scratch: Scratch | None = field(default=None, repr=False)
+
+    def create(self) -> None:
+        """Makes the folder.
+
+        Raises:
+          ConfigError: another run is in it, or ``replay`` is no decision log.
+        """
+        self.files.create(self.config.to_json(), self.replay)
+
+    def ended(self, summary: dict[str, Json]) -> Run:
+        """The run, once it has been made."""
+        return Run(self.config, self.files, summary, self.shares, self.scratch)
+
+
+def prepared(
+    kind: type[C],
+    *layers: Settings,
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    replay: Path | str | None = None,
+    check: bool = True,
+    scratch: bool = False,
+) -> Prepared[C]:
+    """Resolves settings, finds a folder, and finds out what cannot work.
+
+    Args:
+      kind: of configuration.
+      layers: settings by name; later ones win, and all of them over those of the run that is resumed.
+      out: the run's folder.
+      resume: the folder of a run that goes on from its last checkpoint.
+      replay: a decision log.
+      check: whether to look at the data and at checkpoints too.
+      scratch: where neither ``out`` nor ``resume`` is given: keep the run in a folder that goes with it, not in a new
+        one under ``runs/``.
+
+    Raises:
+      BadInput: says what and what to do.
+    """
+    stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
+    config = kind.resolve(stored, *layers)
+    kept: Scratch | None = None
+    if resume is not None:
+        if out is not None and Path(out) != Path(resume):
+            raise ConfigError("--out and --resume name different folders: a run resumes in its own folder")
+        files = RunFolder(Path(resume), resumed=True)
+    elif out is not None:
+        files = RunFolder(Path(out))
+    elif scratch:
+        kept = Scratch()
+        files = RunFolder(kept.path / "run")
+    else:
+        files = RunFolder(run_folder(config.title))
+    shares: list[Share] = []
+    if check:
+        shares = config.check()
+        if files.resumed:
+            config.check_resumable(files)
+    return Prepared(config, files, shares, None if replay is None else Path(replay), kept)
+
+
+def run_folder(title: str) -> Path:
+    """A new folder under ``runs/``, of which all ranks of a torchrun job have the same name."""
+    label = os.environ.get("TORCHELASTIC_RUN_ID") or time.strftime("%Y%m%d-%H%M%S")
+    stem = re.sub(r"[^\w.-]+", "-", title)
+    return Path("runs") / f"{stem}-{label}"

@@ -1,0 +1,97 @@
+"""What a run gives back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from farflung.data import Share
+from farflung.replica import load_tree
+from farflung.runs.config import RunConfig, SimulatedConfig
+from farflung.runs.folder import RunFolder, Scratch
+from farflung.telemetry import Event
+from farflung.types import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that has come to its end; printed, it is the table of its summary.
+
+    Args:
+      config: what decided it.
+      files: what it left behind.
+      summary: of rank 0: ``final_accuracy``, ``final_loss``, ``steps``, ``samples``, ``bytes_sent_per_replica``,
+        ``duration_s``, ``time_s`` by part, whether it was ``stopped``, and its ``partition``.
+      shares: size and labels of each replica's share of the training set; nothing where all draw from the whole.
+      scratch: keeps the files for as long as the run is known, where they have no folder of their own.
+    """
+
+    config: RunConfig
+    files: RunFolder
+    summary: Mapping[str, Json]
+    shares: Sequence[Share] = ()
+    scratch: Scratch | None = field(default=None, repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are; gone with this object where no folder was asked for."""
+        return self.files.path
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its times are those of a modelled clock."""
+        return isinstance(self.config, SimulatedConfig)
+
+    @property
+    def events(self) -> dict[int, list[Event]]:
+        """All that each rank has told of: steps, evaluations, checkpoints; see :mod:`farflung.telemetry`."""
+        return self.files.events()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the trained model, as they were evaluated: for ``load_state_dict``.
+
+        Raises:
+          CheckpointError: there are none, or they are damaged.
+        """
+        return load_tree(self.files.model)
+
+    def table(self) -> Table:
+        """The summary for people."""
+        from farflung.report import summary_table
+
+        return summary_table(self.summary, simulated=self.simulated)
+
+    def picture(self, path: Path | str | None = None) -> Path:
+        """Draws loss, score and time; to ``run.png`` in the run's folder when no path is given.
+
+        Returns:
+          Where it is.
+        """
+        from farflung.report import run_picture
+
+        path = Path(path or self.files.picture)
+        run_picture(self.events, path, title=self.config.title, simulated=self.simulated)
+        return path
+
+    def keep(self, folder: Path | str) -> Path:
+        """Copies its files to a folder that is not there yet.
+
+        Returns:
+          That folder.
+        """
+        return Path(shutil.copytree(self.folder, folder))
+
+    def __str__(self) -> str:
+        from farflung.report import as_text
+
+        return as_text(self.table())

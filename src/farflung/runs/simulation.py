@@ -1,0 +1,308 @@
+"""Runs in virtual time: made, and timed anew elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from farflung.errors import CheckpointError, ConfigError
+from farflung.network import DeviceProfile, NetworkProfile
+from farflung.recipes import Recipe
+from farflung.replica import Replica, Summary, keep_once, save_tree
+from farflung.runs.config import RunConfig, SimulatedConfig
+from farflung.runs.folder import RunFolder, Scratch, write_json
+from farflung.runs.preparing import Prepared, prepared
+from farflung.runs.replicas import make_replica
+from farflung.runs.result import Run
+from farflung.runtime import VirtualWorld
+from farflung.tasks import Pending
+from farflung.telemetry import Event, JsonLines, Sink, Telemetry
+from farflung.timing import RecordedReplica, Retimed, Traffic, TrafficRecorder, retimed_events
+from farflung.types import Decision, Json, State, Workload
+
+__all__ = [
+    "asked_to_stop",
+    "never",
+    "nowhere",
+    "one_thread",
+    "retime",
+    "retime_prepared",
+    "simulate",
+    "simulate_prepared",
+    "timing_decisions",
+    "whole",
+]
+
+T = TypeVar("T")
+
+
+def nowhere(event: Event) -> None:
+    """A sink that keeps nothing."""
+    del event
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
+def simulate(
+    workload: str | Workload | Callable[..., Workload] | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    replay: Path | str | None = None,
+    show: Sink = nowhere,
+    stop_asked: Callable[[], bool] = never,
+    **settings: object,
+) -> Run:
+    """Trains in virtual time, with the real arithmetic on a modelled clock, as ``farflung simulate`` does.
+
+    >>> run = simulate("synthetic/quadratic", "ring(codec=int8)", network="wifi-10mbps", workers=2, steps=3)
+    >>> run.summary["steps"], run.simulated, list(run.state_dict())
+    (3, True, ['w'])
+
+    Args:
+      workload: what to train: a name, ``module:name``, a workload, or a class or function that makes one;
+        fashion-mnist/cnn when not given.
+      recipe: how to train together: a name, with changes in brackets if wished, or a
+        :class:`farflung.recipes.Recipe` of names and objects; synchronous when not given.
+      out: the run's folder; when not given, the files go with the object that is returned.
+      resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
+      replay: a ``decisions.jsonl`` whose decisions are made again.
+      show: gets the events of all replicas as they happen.
+      stop_asked: whether somebody asked to stop; then all stop after the same step.
+      settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
+        ``faults`` and so on), with its defaults; ``network``, ``device``, ``faults``, ``partition`` and the members of
+        the recipe may be objects.
+
+    Raises:
+      BadInput: says what is wrong and what to do, before anything begins.
+      RunLost: a replica was lost.
+    """
+    said = {"workload": workload, "recipe": recipe, **settings}
+    run = prepared(SimulatedConfig, said, out=out, resume=resume, replay=replay, scratch=True)
+    run.create()
+    return simulate_prepared(run, show, stop_asked=stop_asked)
+
+
+def simulate_prepared(
+    run: Prepared[SimulatedConfig],
+    show: Sink = nowhere,
+    *,
+    stop_asked: Callable[[], bool] = never,
+    checkpointed: bool = True,
+) -> Run:
+    """Trains in virtual time, in a folder that has been made.
+
+    Args:
+      run: what and where.
+      show: gets the events of all replicas.
+      stop_asked: whether somebody asked to stop; then all stop after the same step.
+      checkpointed: whether checkpoints are kept.
+
+    Raises:
+      RunLost: a replica was lost.
+    """
+    config, files = run.config, run.files
+    world = config.make_world(files.decision_log())
+    shares = config.make_shares()
+    with ExitStack() as open_files:
+        recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.workers))
+        replicas: list[Replica] = []
+        for rank, runtime in enumerate(world.runtimes):
+            file = open_files.enter_context(JsonLines(files.telemetry(rank)))
+            checkpoints = files.checkpoints(rank, config.workers, leader=rank == 0)
+            replica = make_replica(
+                runtime,
+                config.task,
+                config.recipe,
+                config.training,
+                Telemetry(rank, file, show, world.injector),
+                shares=shares,
+                checkpoints=checkpoints if checkpointed else None,
+                stop_asked=stop_asked,
+                kind=partial(RecordedReplica, recorder=recorder),
+            )
+            if files.resumed:
+                replica.resume(checkpoints.newest())
+            replicas.append(replica)
+        if not config.make_faults().faults:
+            keep_once(replicas)
+        summary, model = _run(world, replicas, whole)
+    save_tree(files.model, model)
+    return _kept(run, summary.to_json())
+
+
+async def whole(replica: Replica) -> tuple[Summary, State]:
+    """All of a run, and the model that came of it."""
+    return await replica.run(), await replica.trained()
+
+
+def retime(
+    run: Run | Path | str,
+    *,
+    network: str | NetworkProfile | None = None,
+    device: str | DeviceProfile | None = None,
+    out: Path | str | None = None,
+    show: Sink = nowhere,
+) -> Run:
+    """A simulated run once more on another network or other devices, without its arithmetic.
+
+    What was learned stays as it was; every time is that of a fresh simulation there.
+
+    >>> run = simulate("synthetic/quadratic", network="wifi-10mbps", workers=2, steps=3)
+    >>> retime(run, network="4g").summary["duration_s"] > run.summary["duration_s"]
+    True
+
+    Args:
+      run: what :func:`simulate` gave back, or the folder of such a run.
+      network: instead of the run's: a name, a TOML file or a profile.
+      device: instead of the run's: likewise.
+      out: the new run's folder; when not given, the files go with the object that is returned.
+      show: gets the events of all replicas.
+
+    Raises:
+      BadInput: the run cannot be retimed, or such a network cannot be; says why.
+    """
+    stored = run.files if isinstance(run, Run) else RunFolder(Path(run))
+    if isinstance(run, Run):
+        before = run.config
+        if not isinstance(before, SimulatedConfig):
+            raise ConfigError(f"{run.folder}: a run of real workers; only simulated ones can be retimed")
+    else:
+        before = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
+    config = replace(before, network=network or before.network, device=device or before.device)
+    shares = config.check()
+    scratch = Scratch() if out is None else None
+    files = RunFolder(Path(str(out)) if scratch is None else scratch.path / "run")
+    return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
+
+
+def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
+    """A stored run once more on another network or device, in a folder that is made here.
+
+    Args:
+      run: the configuration of the stored run, with another network or device; and where to keep it.
+      stored: the run.
+      show: gets the events of all replicas.
+
+    Raises:
+      BadInput: the run cannot be retimed; says why.
+    """
+    config, files = run.config, run.files
+    events, checkpointed = _retimable(stored, config)
+    traffic = Traffic.read(stored.traffic)
+    replay = stored.decisions if stored.decisions.exists() else None
+    replace(run, replay=replay).create()
+    world = config.make_world(files.decision_log())
+    shares = config.make_shares()
+    with ExitStack() as open_files:
+        replicas: list[Replica] = []
+        for rank, runtime in enumerate(world.runtimes):
+            file = open_files.enter_context(JsonLines(files.telemetry(rank)))
+            replicas.append(
+                make_replica(
+                    runtime,
+                    config.task,
+                    config.recipe,
+                    config.training,
+                    Telemetry(rank, retimed_events(events[rank], file, show), world.injector),
+                    shares=shares,
+                    kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
+                )
+            )
+        _run(world, replicas, Replica.run)
+    if stored.model.exists():
+        shutil.copyfile(stored.model, files.model)
+    (end,) = (event for event in files.events()[0] if event["event"] == "end")
+    return _kept(run, {key: value for key, value in end.items() if key not in ("event", "rank", "t")})
+
+
+def timing_decisions(stored: RunFolder) -> list[Decision]:
+    """The decisions of a run that might have been others on another network."""
+    return [decision for decision in stored.decided() if decision.timing]
+
+
+def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Event]], bool]:
+    """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
+    timing = timing_decisions(stored)
+    if timing:
+        raise ConfigError(
+            f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
+            f"at step {timing[0].step}; simulate it anew instead"
+        )
+    if config.recipe.parts(config.seed).sharing.data_leaves_device:
+        raise ConfigError(
+            f"{stored.path}: its replicas sent samples (--sharing {config.recipe.members['sharing']}), which is not "
+            "recorded; simulate it anew instead"
+        )
+    events = stored.events()
+    told = [event["event"] for event in events.get(0, [])]
+    if len(events) != config.workers or "end" not in told:
+        raise CheckpointError(f"{stored.path}: the run has not come to its end")
+    if told.count("begin") > 1:
+        raise ConfigError(f"{stored.path}: the run was resumed, and only one in one piece can be retimed")
+    return events, "checkpoint" in told
+
+
+def _run(
+    world: VirtualWorld,
+    replicas: Sequence[Replica],
+    body: Callable[[Replica], Coroutine[Pending[Any], None, T]],
+) -> T:
+    """What ``body`` gives of rank 0, once it is through on all."""
+    with one_thread():
+        return world.run([body(replica) for replica in replicas])[0]
+
+
+def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json]) -> Run:
+    split = run.config.split_json(run.config.split())
+    found: dict[str, Json] = {**summary, "partition": split, "simulated": run.config.world_json()}
+    write_json(run.files.summary, found)
+    return run.ended(found)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on one thread, as real workers do: the bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """Inside, the first Ctrl-C sets the event, and the second interrupts."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

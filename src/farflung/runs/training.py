@@ -1,0 +1,144 @@
+"""Runs of real workers: started on this machine, or joined where torchrun has started them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from farflung.comm.keys import load_keys
+from farflung.errors import ConfigError
+from farflung.network import NetworkProfile, device_profile, network_profile
+from farflung.recipes import Recipe
+from farflung.replica import place
+from farflung.runs.config import RunConfig, Settings
+from farflung.runs.events import EVENTS, teller
+from farflung.runs.joining import Reach, join, under_torchrun
+from farflung.runs.launching import launch
+from farflung.runs.preparing import Prepared, prepared
+from farflung.runs.result import Run
+from farflung.runs.simulation import nowhere
+from farflung.telemetry import Event, Sink
+from farflung.timing import forward_flops
+from farflung.types import Workload
+
+__all__ = ["prepare_training", "train", "train_prepared"]
+
+
+def train(
+    workload: str | Workload | Callable[..., Workload] | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    replay: Path | str | None = None,
+    interface: str | None = None,
+    keys: Path | str | None = None,
+    network: str | NetworkProfile | None = None,
+    device: str = "cpu",
+    pace: str | None = None,
+    show: Sink = nowhere,
+    **settings: object,
+) -> Run:
+    """Trains on real workers, as ``farflung train`` does.
+
+    Under torchrun this process joins the run as one of its replicas, and gets back that replica's account of it.
+    Elsewhere workers are started on this machine, in processes that import what they need by name: workload, codec,
+    schedule and whatever else is an object has to be a class, a function or a frozen dataclass of a module, not of the
+    script itself. The first Ctrl-C ends such a run after the step it is in, and the second at once.
+
+    Args:
+      workload: what to train: a name, ``module:name``, or a class or function that makes it; under torchrun a workload
+        itself will do. fashion-mnist/cnn when not given.
+      recipe: how to train together: a name, with changes in brackets if wished, or a
+        :class:`farflung.recipes.Recipe` of names and objects; synchronous when not given.
+      out: the run's folder; a new one under ``runs/`` when not given.
+      resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
+      replay: a ``decisions.jsonl`` whose decisions are made again.
+      interface: under torchrun on several machines: where the others reach this one.
+      keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
+      network: paces the messages of workers that are started here as this network would.
+      device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
+        which all of them share.
+      pace: computes no faster than this device: a name or a TOML file.
+      show: gets the events as they happen: of all workers that are started here, of this replica under torchrun.
+      settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
+
+    Raises:
+      BadInput: says what is wrong and what to do, before anything begins.
+      RunLost: a worker was lost or failed; names it.
+    """
+    run = prepare_training(
+        {"workload": workload, "recipe": recipe, **settings}, out=out, resume=resume, replay=replay
+    )
+    return train_prepared(
+        run, show, interface=interface, keys=keys, network=network, device=device, pace=pace
+    )
+
+
+def prepare_training(
+    *layers: Settings,
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    replay: Path | str | None = None,
+) -> Prepared[RunConfig]:
+    """See :func:`farflung.runs.prepared`; under torchrun rank 0 alone looks whether it can work.
+
+    Raises:
+      BadInput: says what is wrong; other than torchrun's number of workers, too.
+    """
+    here = under_torchrun()
+    if here:
+        size = int(os.environ["WORLD_SIZE"])
+        given = layers[-1].get("workers") if layers else None
+        if given not in (None, size):
+            raise ConfigError(f"--workers {given}: torchrun has started {size}")
+        layers = (*layers, {"workers": size})
+    check = not here or os.environ["RANK"] == "0"
+    return prepared(RunConfig, *layers, out=out, resume=resume, replay=replay, check=check)
+
+
+def train_prepared(
+    run: Prepared[RunConfig],
+    show: Sink = nowhere,
+    *,
+    interface: str | None = None,
+    keys: Path | str | None = None,
+    network: str | NetworkProfile | None = None,
+    device: str = "cpu",
+    pace: str | None = None,
+) -> Run:
+    """Makes the folder and trains there; the arguments are those of :func:`train`."""
+    config = run.config
+    if under_torchrun():
+        if network is not None:
+            raise ConfigError(
+                "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
+            )
+        reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
+        if os.environ["RANK"] == "0":
+            run.create()
+        sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
+        return join(run, sink, reach, device=device, pace=pace or "")
+    if interface is not None or keys is not None:
+        raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
+    config.check_carried()
+    place(device, local_size=config.workers)
+    if pace is not None:
+        device_profile(pace, forward_flops=forward_flops(config.task))
+    profile = network_profile(network) if isinstance(network, str) else network
+    if profile is not None and config.recipe.collective == "native":
+        raise ConfigError(
+            "--network: the backend's own collectives (--collective native) cannot be paced: choose another one"
+        )
+    paced = None if profile is None else profile.for_nodes(config.workers)
+    run.create()
+    return launch(run, show, device=device, pace=pace or "", network=paced)
+
+
+def _both(one: Sink, other: Sink) -> Sink:
+    def tell(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return tell

@@ -1,0 +1,210 @@
+"""Any module, loss and map-style data sets of torch's as a workload."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from farflung.errors import ConfigError
+from farflung.seeding import RandomState, derive, generator
+from farflung.types import Batch, Dataset, Json, SampleIds
+from farflung.workloads._classification import settings
+from farflung.workloads._init import build
+
+__all__ = ["TorchWorkload"]
+
+
+class MapStyle(Protocol):
+    """A data set of torch's that gives ``(input, target)`` by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class TorchWorkload:
+    """A workload made of what a script has anyway: a module, a loss, and two data sets.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> data = TensorDataset(torch.randn(20, 3), torch.randint(2, (20,)))
+    >>> task = TorchWorkload(lambda: nn.Linear(3, 2), data, data, nn.functional.cross_entropy)
+    >>> task.loss(task.model(generator(0, "model")), task.datasets()[0].take(torch.arange(4), train=True)).shape
+    torch.Size([4])
+
+    Samples are put together by torch's ``default_collate``, into one tensor of inputs and one of targets. What is
+    random in the data sets has to draw from torch's random state alone, for runs to be repeated.
+
+    Args:
+      model: makes the module, whose initial weights are then those of the run's seed; or a module, of which every
+        replica trains a copy.
+      train: the training set, with ``len(train)`` and ``train[index]``, an ``(input, target)``.
+      test: the test set, likewise.
+      loss: of outputs and targets, a number for each sample: a function of :mod:`torch.nn.functional`, a module of
+        torch's with ``reduction='none'``, or one's own. What has more dimensions than that of samples is averaged.
+      metric: of outputs and targets, a score for each sample, the higher the better; when not given, 1 where the
+        largest of a row of outputs is in the target's place, and minus the loss where targets are no classes.
+      name: ``family/model``, for people; that of the module when not given.
+      defaults: settings that train it well: ``batch_size``, ``learning_rate``, ``momentum``, ``weight_decay``,
+        ``steps``, or others of :class:`farflung.config.Training`.
+
+    Raises:
+      ConfigError: something does not fit together, found out on two samples; one line that names it.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module] | nn.Module,
+        train: MapStyle,
+        test: MapStyle,
+        loss: Callable[..., Tensor],
+        metric: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        name: str | None = None,
+        defaults: Mapping[str, Json] | None = None,
+    ) -> None:
+        self._model, self._metric = model, metric
+        self._loss = _per_sample(loss)
+        self._train, self._test = _Mapped("train", train), _Mapped("test", test)
+        made = self.model(generator(0, "model"))
+        self.name: str = name or f"own/{type(made).__name__}"
+        """For people."""
+        self.defaults: Mapping[str, Json] = {
+            **settings(batch_size=32, learning_rate=0.01, steps=1000),
+            **(defaults or {}),
+        }
+        """Settings when none are given."""
+        self._try(made)
+
+    def __repr__(self) -> str:
+        return f"TorchWorkload({self.name}, {len(self._train)} + {len(self._test)} samples)"
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """A fresh module: made under ``generator``, or a copy of the one that was given."""
+        if isinstance(self._model, nn.Module):
+            return copy.deepcopy(self._model)
+        made = build(self._model, generator)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"TorchWorkload: model {self._model!r} makes {type(made).__name__}, not an nn.Module"
+            )
+        return made
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of each sample, shape ``(n,)``."""
+        return self._flat("loss", self._loss(model(batch.inputs), batch.targets), batch)
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The score of each sample, shape ``(n,)``."""
+        outputs: Tensor = model(batch.inputs)
+        if self._metric is not None:
+            return self._flat("metric", self._metric(outputs, batch.targets), batch)
+        if outputs.dim() == 2 and batch.targets.dim() == 1 and not batch.targets.is_floating_point():
+            return (outputs.argmax(dim=-1) == batch.targets).to(torch.float32)
+        return -self._flat("loss", self._loss(outputs, batch.targets), batch)
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """The training and the test set."""
+        return self._train, self._test
+
+    def _flat(self, what: str, values: object, batch: Batch) -> Tensor:
+        if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != len(batch):
+            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ConfigError(
+                f"{self.name}: {what} gives {shape} for {len(batch)} samples, not a number for each; "
+                "torch's losses do with reduction='none'"
+            )
+        return values if values.dim() == 1 else values.flatten(1).mean(dim=1)
+
+    def _try(self, model: nn.Module) -> None:
+        """Two samples through model, loss and metric, so that what does not fit is found before anything runs."""
+        with RandomState.scope(), torch.no_grad():
+            RandomState(derive(0, "replica", 0)).install()
+            model.eval()
+            for data in (self._train, self._test):
+                batch = data.take(torch.arange(min(2, len(data))), train=False)
+                try:
+                    self.loss(model, batch)
+                    self.metric(model, batch)
+                except ConfigError:
+                    raise
+                except Exception as error:
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise ConfigError(
+                        f"{self.name}: model, loss or metric cannot take the samples of {data.name}, inputs "
+                        f"{tuple(batch.inputs.shape)} and targets {tuple(batch.targets.shape)}: {reason}"
+                    ) from error
+
+
+class _Mapped:
+    """A map-style data set as :class:`farflung.types.Dataset`."""
+
+    def __init__(self, name: str, data: MapStyle) -> None:
+        self.name, self._data = name, data
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise ConfigError(
+                f"TorchWorkload: {name} {type(data).__name__} is not map-style: it needs len({name}) and {name}[index]"
+            )
+        if not len(data):
+            raise ConfigError(f"TorchWorkload: {name} has no sample")
+        sample = data[0]
+        if not (isinstance(sample, tuple | list) and len(sample) == 2):
+            raise ConfigError(
+                f"TorchWorkload: {name}[0] is {type(sample).__name__}, not an (input, target); wrap the data set"
+            )
+        self.take(torch.arange(1), train=False)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @cached_property
+    def labels(self) -> Tensor | None:
+        """The targets where each is a whole number, from ``targets`` of the data set or out of all its samples."""
+        known = getattr(self._data, "targets", None)
+        targets = [self._data[index][1] for index in range(len(self))] if known is None else known
+        try:
+            labels = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        whole = labels.shape == (len(self),) and not labels.is_floating_point() and not labels.is_complex()
+        return labels.to(torch.int64) if whole else None
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        """The samples, collated."""
+        return self.prepare(self.rows(ids), train=train)
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        """The rows as they are: what is random is the data set's own."""
+        del train
+        return rows
+
+    def rows(self, ids: SampleIds) -> Batch:
+        """The samples, collated."""
+        inputs, targets = default_collate([tuple(self._data[index]) for index in ids.tolist()])
+        if not (isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            raise ConfigError(
+                f"TorchWorkload: the samples of {self.name} collate to {type(inputs).__name__} and "
+                f"{type(targets).__name__}, not to a tensor of inputs and one of targets; wrap the data set"
+            )
+        return Batch(inputs, targets)
+
+
+def _per_sample(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that does not reduce over samples."""
+    if isinstance(loss, nn.Module):
+        if getattr(loss, "reduction", "none") != "none":
+            raise ConfigError(
+                f"TorchWorkload: {type(loss).__name__} gives the mean of a batch; make it with reduction='none'"
+            )
+        return loss
+    try:
+        reduces = "reduction" in inspect.signature(loss).parameters
+    except ValueError:  # some of torch's built-in functions have none
+        reduces = False
+    return (lambda outputs, targets: loss(outputs, targets, reduction="none")) if reduces else loss

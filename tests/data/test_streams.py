@@ -1,0 +1,220 @@
+"""Streams: what is held stays held until it is taken out, and arrives when the rate says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
+from farflung.errors import ConfigError
+from farflung.runtime import DecisionLog
+from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count), torch.zeros(count))
+
+
+def feed(
+    log: DecisionLog | None = None,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    data: Dataset | None = None,
+    shared: bool = True,
+    batch_size: int = 2,
+) -> Feed:
+    kept = log or DecisionLog()
+
+    def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
+        return kept.decide(name, step, local, rank)
+
+    return Feed(data or numbers(10), rank, size, shared, batch_size, 5, decide)
+
+
+def opened(stream: Stream, log: DecisionLog | None = None, **given: Any) -> Stream:
+    stream.open(feed(log, **given))
+    return stream
+
+
+def shown(arrivals: Arrivals) -> tuple[list[int], object, int | None]:
+    return arrivals.ids.tolist(), arrivals.ready, arrivals.count
+
+
+ROWS: dict[str, Callable[[], Stream]] = {
+    "in memory": InMemory,
+    "rate": lambda: RateLimited(4.0),
+    "rate, as it comes": lambda: RateLimited(4.0, least=1, most=8),
+    "rate, paused": lambda: RateLimited(4.0, backlog=3),
+    "rate, dropped": lambda: RateLimited(4.0, least=1, most=2, backlog=3, full="drop_oldest"),
+}
+
+
+def test_each_stream_is_in_the_table() -> None:
+    assert {type(make()) for make in ROWS.values()} == set(STREAMS.values())
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_what_is_held_is_shown_until_it_is_taken_out(make: Callable[[], Stream]) -> None:
+    stream = opened(make())
+    stream.poll(0.0, 0)
+    first = stream.poll(5.0, 0)
+    again = stream.poll(5.0, 0)
+    assert shown(first) == shown(again)
+    assert first.ready is None
+    used = first.ids[: first.count]
+    stream.commit(used, step=0)
+    left = stream.poll(5.0, 1).ids.tolist()
+    assert left[: len(first.ids) - len(used)] == first.ids[len(used) :].tolist()
+    stream.close()
+    stream.close()
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_a_position_is_gone_back_to(make: Callable[[], Stream]) -> None:
+    stream, later = opened(make()), opened(make())
+    stream.poll(0.0, 0)
+    first = stream.poll(1.0, 0)
+    stream.commit(first.ids[:1], step=0)
+    later.seek(stream.state_dict())
+    at_once = later.poll(100.0, 1)
+    assert at_once.ids.tolist() == first.ids[1:].tolist()
+    beyond = later.poll(100.5, 2).ids.tolist()
+    assert not beyond or beyond[-1] == int(first.ids[-1]) + 2
+
+
+def test_arrivals_have_exact_times() -> None:
+    stream = opened(RateLimited(4.0, least=3))
+    assert shown(stream.poll(10.0, 0)) == ([], 10.75, None)
+    assert shown(stream.poll(10.5, 0)) == ([0, 1], 10.75, None)
+    assert shown(stream.poll(10.75, 0)) == ([0, 1, 2], None, 3)
+
+
+@pytest.mark.parametrize("rate", [0.1, 3.0, 7.3, 1000.0])
+def test_what_is_awaited_is_there_at_its_time(rate: float) -> None:
+    stream, now = opened(RateLimited(rate, least=1)), 0.3
+    for step in range(200):
+        arrivals = stream.poll(now, step)
+        assert isinstance(arrivals.ready, float)
+        now = arrivals.ready
+        (index,) = stream.poll(now, step).ids.tolist()
+        assert index == step
+        stream.commit(torch.tensor([index]), step=step)
+
+
+def test_each_replica_has_a_rate_of_its_own() -> None:
+    for rank, ready in ((0, 2.0), (1, 0.25)):
+        stream = opened(RateLimited([1, 8]), rank=rank, size=2)
+        assert stream.poll(0.0, 0).ready == ready
+
+
+def test_a_step_takes_all_there_is_between_two_bounds() -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(10.0, least=2, most=5), log)
+    assert stream.poll(0.0, 0).ready == 0.2
+    sizes = []
+    for step, now in enumerate((0.2, 0.5, 1.8, 1.9)):
+        arrivals = stream.poll(now, step)
+        assert arrivals.count is not None
+        sizes.append((arrivals.count, len(arrivals.ids)))
+        stream.commit(arrivals.ids[: arrivals.count], step=step)
+    assert sizes == [(2, 2), (3, 3), (5, 13), (5, 9)]
+    assert [(d.name, d.step, d.rank, d.timing) for d in log.entries] == [
+        ("arrivals", step, 0, True) for step in range(4)
+    ]
+
+
+def test_a_fixed_batch_of_all_that_comes_is_no_decision() -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(10.0, backlog=4), log)
+    stream.poll(0.0, 0)
+    stream.poll(9.0, 0)
+    assert log.entries == []
+
+
+def test_a_full_backlog_pauses_its_source_until_a_step_takes_some() -> None:
+    stream = opened(RateLimited(1.0, backlog=3))
+    stream.poll(0.0, 0)
+    # Three are there at 3 s and no fourth comes; at 10 s a step takes two, and the source goes on.
+    assert shown(stream.poll(10.0, 0)) == ([0, 1, 2], None, 2)
+    assert stream.poll(11.5, 0).ids.tolist() == [0, 1, 2, 3]
+    stream.commit(torch.tensor([0, 1]), step=0)
+    assert shown(stream.poll(12.5, 1)) == ([2, 3, 4], None, 2)
+
+
+def test_a_full_backlog_drops_its_oldest() -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(1.0, backlog=3, full="drop_oldest"), log)
+    stream.poll(0.0, 0)
+    assert shown(stream.poll(10.0, 0)) == ([7, 8, 9], None, 2)
+    stream.commit(torch.tensor([7, 8]), step=0)
+    assert shown(stream.poll(11.0, 1)) == ([9, 10], None, 2)
+    assert [d.value for d in log.entries] == [{"oldest": 7, "count": 2}, {"oldest": 9, "count": 2}]
+
+
+def test_a_replay_takes_and_drops_what_it_did_on_a_slower_clock() -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(1.0, least=1, most=2, backlog=3, full="drop_oldest"), log)
+    stream.poll(0.0, 0)
+    taken = []
+    for step, now in enumerate((10.0, 10.0, 17.0)):
+        arrivals = stream.poll(now, step)
+        taken.append(arrivals.ids[: arrivals.count].tolist())
+        stream.commit(arrivals.ids[: arrivals.count], step=step)
+    again = opened(
+        RateLimited(1.0, least=1, most=2, backlog=3, full="drop_oldest"), DecisionLog(replay=log.entries)
+    )
+    retaken, now = [], 0.0
+    for step in range(3):
+        arrivals = again.poll(now, step)
+        while arrivals.ready is not None:
+            assert isinstance(arrivals.ready, float)
+            now = arrivals.ready
+            arrivals = again.poll(now, step)
+        retaken.append(arrivals.ids[: arrivals.count].tolist())
+        again.commit(arrivals.ids[: arrivals.count], step=step)
+    assert retaken == taken == [[7, 8], [9], [14, 15]]
+    assert now == 16.0
+
+
+def test_replicas_take_turns_in_passes_over_the_whole() -> None:
+    data = numbers(6)
+    rows = [
+        RateLimited(1.0).open(feed(rank=rank, size=2, data=data)).rows(torch.arange(6)).inputs
+        for rank in range(2)
+    ]
+    for first, last in ((0, 3), (3, 6)):
+        of_a_pass = torch.cat([each[first:last] for each in rows])
+        assert sorted(of_a_pass.tolist()) == list(range(6))
+    assert rows[0][:3].tolist() != rows[0][3:].tolist()
+
+
+def test_a_share_is_passed_over_by_its_replica_alone() -> None:
+    rows = [
+        RateLimited(1.0).open(feed(rank=rank, size=2, shared=False)).rows(torch.arange(10)).inputs.tolist()
+        for rank in range(2)
+    ]
+    assert [sorted(each) for each in rows] == [list(range(10))] * 2
+    assert rows[0] != rows[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: RateLimited(0.0), r"rate\(0.0\): rate: must be a number of samples per second above 0"),
+        (lambda: RateLimited([3, -1]), "must be a number of samples per second above 0"),
+        (lambda: RateLimited(float("nan")), "above 0"),
+        (lambda: RateLimited(1.0, full="burst"), "full='burst': must be 'pause' or 'drop_oldest'"),  # type: ignore[arg-type]
+        (lambda: opened(RateLimited([1.0]), size=2), "1 rates for 2 replicas"),
+        (lambda: opened(RateLimited(1.0, least=0)), "least 0, most 0"),
+        (lambda: opened(RateLimited(1.0, least=3, most=2)), "least 3, most 2, backlog 2"),
+        (lambda: opened(RateLimited(1.0, backlog=1)), "least 2, most 2, backlog 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        make()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,60 @@
+"""Parts as text: imported by name, nested, and back from objects."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from farflung.codecs import CODECS, ByRole, ErrorFeedback, TopK, error_feedback
+from farflung.errors import ConfigError
+from farflung.spec import build, imported, is_carried, text_of
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "topk(density=0.5)",
+        "farflung.codecs:TopK(density=0.5)",
+        "farflung.codecs.topk:TopK(0.5)",
+        "error_feedback(farflung.codecs:TopK(density=0.5))",
+        "farflung.codecs:error_feedback(topk(density=0.5))",
+    ],
+)
+def test_names_are_of_a_registry_or_imported(text: str) -> None:
+    made = build("codec", text, CODECS)
+    assert made in (TopK(0.5), ErrorFeedback(TopK(0.5)))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [TopK, TopK(0.5), error_feedback, ErrorFeedback(TopK(0.25)), ByRole(), functools.partial(TopK, 0.5)],
+    ids=repr,
+)
+def test_the_text_of_a_part_makes_it_again(part: object) -> None:
+    for registry in ({}, CODECS):
+        text = text_of(part, registry)
+        assert is_carried(text)
+        made = build("codec", text, registry or {"identity": CODECS["identity"]})
+        expected = part() if isinstance(part, functools.partial | type) or part is error_feedback else part
+        assert made == expected, text
+
+
+def test_what_has_no_text_is_told_apart_where_it_can_be() -> None:
+    assert (
+        text_of(lambda: 1)
+        == "<function test_what_has_no_text_is_told_apart_where_it_can_be.<locals>.<lambda>>"
+    )
+    assert not is_carried(text_of(object()))
+    assert text_of(object()) == text_of(object()), "without addresses, which no two processes share"
+
+
+def test_modules_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("VALUE = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert imported("codec", "only_here:VALUE") == 3
+    with pytest.raises(ConfigError, match="codec 'only_here:MISSING': cannot be imported"):
+        imported("codec", "only_here:MISSING")
