@@ -7,6 +7,7 @@ import functools
 import graphlib
 import importlib
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,11 +149,17 @@ def public_names(path: Path) -> set[str]:
 
 def exported(path: Path) -> set[str]:
     """The public names of a module, and those that the ``__init__`` files take from it."""
-    names = public_names(path) if path in PUBLIC else set()
+    return (public_names(path) if path in PUBLIC else set()) | named_by_packages()[module_name(path)]
+
+
+@functools.cache
+def named_by_packages() -> defaultdict[str, set[str]]:
+    """What the ``__init__`` files take from each module."""
+    names: defaultdict[str, set[str]] = defaultdict(set)
     for package in PACKAGES:
         for node in ast.walk(tree_of(package)):
-            if isinstance(node, ast.ImportFrom) and node.module == module_name(path):
-                names.update(alias.name for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names[node.module].update(alias.name for alias in node.names)
     return names
 
 

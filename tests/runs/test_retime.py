@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,36 +42,42 @@ def told(folder: RunFolder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
+PARTS: list[dict[str, Any]] = [
+    {},
+    {"recipe": "ring"},
+    {"recipe": "parameter_server"},
+    {"collective": "multi_parameter_server", "codec": "truncate16"},
+    {"recipe": "ring", "codec": "int8"},
+    {"codec": "error_feedback(topk(density=0.1))"},
+    {"codec": "dgc(density=0.1)", "partition": "labels(k=3)"},
+    {"codec": "qsgd(bits=4)", "reducer": "codec(phases='two')", "workers": 3},
+    {"collective": "all_gather"},
+    {"collective": "direct"},
+    {"reducer": "powersgd(rank=1)"},
+    {"stream": "rate(200, backlog=9)"},
+    *({"schedule": schedule} for schedule in SCHEDULES),
+    {
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "bucket_nbytes": 2000,
+        "learning_rate_schedule": "cosine(warmup=2)",
+    },
+]
+BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
+"""A network to simulate on, and those to retime to."""
+
+
 @pytest.mark.parametrize(
-    "parts",
-    [
-        {},
-        {"recipe": "ring"},
-        {"recipe": "parameter_server"},
-        {"collective": "multi_parameter_server", "codec": "truncate16"},
-        {"recipe": "ring", "codec": "int8"},
-        {"codec": "error_feedback(topk(density=0.1))"},
-        {"codec": "dgc(density=0.1)", "partition": "labels(k=3)"},
-        {"codec": "qsgd(bits=4)", "reducer": "codec(phases='two')", "workers": 3},
-        {"collective": "all_gather"},
-        {"collective": "direct"},
-        {"reducer": "powersgd(rank=1)"},
-        {"stream": "rate(200, backlog=9)"},
-        *({"schedule": schedule} for schedule in SCHEDULES),
-        {
-            "workload": "fashion-mnist/mlp",
-            "data": "packaged",
-            "steps": 3,
-            "bucket_nbytes": 2000,
-            "learning_rate_schedule": "cosine(warmup=2)",
-        },
-    ],
-    ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
+    ("parts", "base"),
+    [*((PARTS[0], base) for base in BASES), *zip(PARTS[1:], itertools.cycle(BASES), strict=False)],
+    ids=lambda given: (
+        "-".join(map(str, given.values())) or "synchronous" if isinstance(given, dict) else given
+    ),
 )
-@pytest.mark.parametrize("base", ["wifi-10mbps", "four-regions"])
 def test_retiming_equals_simulating(tmp_path: Path, parts: dict[str, Any], base: str) -> None:
     _, stored = made(tmp_path / "base", network=base, **parts)
-    for network in {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}[base]:
+    for network in BASES[base]:
         _, fresh = made(tmp_path / f"fresh-{network}", network=network, **parts)
         assert told(again(tmp_path / network, stored, network=network)) == told(fresh), network
 
