@@ -30,13 +30,16 @@ def replicas_in(
       parts: members of the recipe; the others are those of ``synchronous``.
       sink: takes the events of rank 0.
     """
-    return [
+    chosen = recipe("synchronous").but(**parts)
+    replicas = [
         Replica(
             runtime,
             task,
             training,
-            recipe("synchronous").but(**parts).parts(training.seed),
+            chosen.parts(training.seed),
             Telemetry(rank, *([sink] if sink is not None and rank == 0 else [])),
         )
         for rank, runtime in enumerate(world.runtimes)
     ]
+    world.settle_collective(chosen.collective, replicas[0].bucket_nbytes)
+    return replicas

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import AUTO, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.replica import Replica
@@ -142,6 +142,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         recipe("synchronous").parts(0),
         Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl")),
     )
+    runtime.settle_collective(AUTO, replica.bucket_nbytes)
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(0, "model")))
     optimizer = torch.optim.SGD(
@@ -193,7 +194,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     async def one() -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
-        return (await COLLECTIVES[name](channel, tensor, side))[0]
+        return (await channel.collective(name)(channel, tensor, side))[0]
 
     def ours() -> int:
         for _ in range(count):

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.comm import Purpose
+from farflung.comm import Purpose, collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost, Unsupported
+from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Exchanges, GradientBuckets, Vote
 from farflung.replica.averaging import average, averaged, broadcast
@@ -67,6 +68,7 @@ def attach(
     store: dist.Store | None = None,
     interface: str | None = None,
     encrypt: bool = False,
+    network: NetworkProfile | str | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun has started train ``model`` together.
 
@@ -88,9 +90,11 @@ def attach(
       store: where the replicas meet; torchrun's when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
+      network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
+        fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
 
     Raises:
-      UnknownName: no such recipe.
+      UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop.
       RunLost: a replica did not come.
     """
@@ -99,6 +103,7 @@ def attach(
     if reason := _refused(chosen):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    profile = network_profile(network) if isinstance(network, str) else network
     if size > 1 and store is None:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
         store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
@@ -110,18 +115,21 @@ def attach(
         settings={
             **chosen.to_json(),
             "seed": seed,
+            "network": None if profile is None else profile.name,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
         },
         deadline_s=deadline_s,
-        native=chosen.collective == "native",
+        native=collective_named(chosen.collective).by_backend,
         join_s=_JOIN_S,
         interface=interface or interface_to_master(size),
         encrypt=encrypt,
     )
     try:
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
+        nbytes = [bucket.spec.nbytes for bucket in buckets.buckets]
+        collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         own = parts.schedule.steps_on == "own"
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, updates=own)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, updates=own, collective=collective)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -141,7 +149,10 @@ class Handle:
         exchanges: Exchanges,
         *,
         updates: bool,
+        collective: str,
     ) -> None:
+        self.collective = collective
+        """How all-reduces travel; never ``auto``, but what that stands for."""
         self.step = 0
         """Backward passes exchanged so far."""
         self._model, self._optimizer = model, optimizer

@@ -15,8 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from farflung.attach import interface_to_master
 from farflung.codecs import CODECS
-from farflung.comm import ExchangeChannel, Purpose
-from farflung.comm.collectives import auto
+from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.recipes import build
 from farflung.reducers import REDUCERS, CodecReducer
@@ -261,7 +260,7 @@ class HookState:
     async def _sum(self, values: Tensor) -> Tensor:
         """Of all ranks."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
-        total, _ = await auto(channel, values, _NO_RIDER)
+        total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
         return total
 
     def _lay_out(self) -> None:
@@ -276,6 +275,8 @@ class HookState:
             own = _Own(index, filling, StateSlot(self._reducer.init(filling.spec, seeds)))
             self._owns.append(own)
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
+        sizes = [own.filling.spec.nbytes for own in self._owns]
+        self._runtime.settle_collective(_collective(self._reducer), sizes)
         if self._loaded is not None:
             self._runtime.launch(self._restore()).wait()
 
@@ -359,6 +360,11 @@ class HookState:
             own.slot.state = type(own.slot.state)(bucket["shared"], bucket["local"])
 
 
+def _collective(reducer: Reducer) -> str:
+    """The one it asks for; a reducer need not have any."""
+    return getattr(reducer, "collective", "direct")
+
+
 def _shapes(own: _Own) -> list[list[int]]:
     return [list(parameter.shape) for parameter in own.filling.parameters]
 
@@ -371,7 +377,7 @@ def _reducer(how: str | Codec | Reducer) -> Reducer:
         made = CodecReducer(made)
     if not hasattr(made, "reduce"):
         raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
-    if getattr(made, "collective", None) == "native":
+    if COLLECTIVES[_collective(made)].by_backend:
         raise Unsupported(
             "ddp_hook: gradients travel over connections of its own: use collective direct or ring"
         )

@@ -74,6 +74,7 @@ class Run:
         self.world = VirtualWorld(self.size, self.link, self.seconds_per_sample)
         self.events: list[list[Event]] = [[] for _ in range(self.size)]
         self.replicas = [self._replica(rank) for rank in range(self.size)]
+        self.world.settle_collective(self.parts.get("collective", "auto"), self.replicas[0].bucket_nbytes)
 
     def _replica(self, rank: int) -> Replica:
         work = self.workload()

@@ -52,7 +52,9 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
     """A real replica."""
     runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
     try:
-        return runtime.run(steps(replica(runtime, **arguments)))
+        trained = replica(runtime, **arguments)
+        runtime.settle_collective(arguments["parts"].get("collective", "auto"), trained.bucket_nbytes)
+        return runtime.run(steps(trained))
     finally:
         runtime.close()
 
@@ -60,7 +62,9 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
 def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
     """All replicas in virtual time, on links slow enough that exchanges overlap backward."""
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4)
-    return world.run([steps(replica(runtime, **arguments)) for runtime in world.runtimes])
+    replicas = [replica(runtime, **arguments) for runtime in world.runtimes]
+    world.settle_collective(arguments["parts"].get("collective", "auto"), replicas[0].bucket_nbytes)
+    return world.run([steps(one) for one in replicas])
 
 
 def ddp(rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int) -> dict[str, torch.Tensor]:

@@ -15,20 +15,23 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.cli.run import RunConfig, RunFolder, write_json
+from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.data import describe
-from farflung.network import device_profile
+from farflung.network import device_profile, network_profile
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 from farflung.types import Json, Workload
 
-__all__ = ["DEVICE", "MODEL", "Reach", "work"]
+__all__ = ["DEVICE", "MODEL", "NETWORK", "Reach", "work"]
 
 DEVICE = "FARFLUNG_DEVICE"
 """Tells workers of the device whose pace to keep."""
+NETWORK = "FARFLUNG_NETWORK"
+"""Tells workers what lies between them, where that is known: a name or a TOML file."""
 MODEL = "FARFLUNG_NETWORK_MODEL"
 """Tells workers where the model of the network is whose pace to keep."""
 JOIN_S = 60.0
@@ -64,6 +67,7 @@ def work(
     reach: Reach | None = None,
     task: Workload | None = None,
     device: str = "",
+    network: str = "",
     model: str = "",
 ) -> Mapping[str, Json]:
     """Trains as one replica; returns the summary.
@@ -75,6 +79,7 @@ def work(
       reach: how the others reach this machine.
       task: the run's own, where it has been made.
       device: a device whose pace to keep; empty: as fast as this machine is.
+      network: what lies between the replicas; empty: that is not known.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
     reach, task = reach or Reach(), task or config.make_workload()
@@ -95,7 +100,7 @@ def work(
             store,
             settings=config.to_json(),
             deadline_s=config.deadline,
-            native=recipe.collective == "native",
+            native=collective_named(recipe.collective).by_backend,
             join_s=JOIN_S,
             interface=reach.address(size),
             encrypt=config.encrypt,
@@ -121,7 +126,17 @@ def work(
             if folder.resumed:
                 replica.resume(checkpoints.newest())
             split = config.split_json(describe(shares or [], task.datasets()[0].labels))
-            summary = {**runtime.run(replica.run()).to_json(), "partition": split}
+            collective = runtime.settle_collective(
+                recipe.collective,
+                replica.bucket_nbytes,
+                network=network_profile(network).for_nodes(size) if network else None,
+                step=replica.step_done,
+            )
+            summary = {
+                **runtime.run(replica.run()).to_json(),
+                "collective": collective,
+                "partition": split,
+            }
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
                 summary["pace"] = runtime.pace.to_json()

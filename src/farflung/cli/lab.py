@@ -18,6 +18,7 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.events import listener
+from farflung.cli.join import NETWORK
 from farflung.cli.run import EVENTS, write_json
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
@@ -87,6 +88,7 @@ class RunInLab:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
             environment[EVENTS] = told.getsockname()
+            environment[NETWORK] = self.network
             result = run_job(
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
             )

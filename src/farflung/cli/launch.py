@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 
 from farflung.cli.events import listener
-from farflung.cli.join import DEVICE, MODEL
+from farflung.cli.join import DEVICE, MODEL, NETWORK
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm import NetworkModel
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
-from farflung.network import NetworkProfile
+from farflung.network import network_profile
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -41,7 +41,7 @@ def launch(
     replay: Path | None = None,
     *,
     device: str = "",
-    network: NetworkProfile | None = None,
+    network: str = "",
 ) -> Mapping[str, Json]:
     """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
 
@@ -51,7 +51,7 @@ def launch(
       show: gets the events of all workers.
       replay: a file with decisions to make again.
       device: whose pace the workers keep; empty: as fast as they can.
-      network: whose pace their messages keep; ``None``: none.
+      network: a profile whose pace their messages keep, by name or as a TOML file; empty: none.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
@@ -61,8 +61,9 @@ def launch(
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
         events = stack.enter_context(listener(Path(scratch)))
-        if network is not None:
-            stack.enter_context(NetworkModel(network, Path(scratch), config.seed))
+        if network:
+            profile = network_profile(network).for_nodes(config.workers)
+            stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
         with folder.log.open("ab") as log:
             job = subprocess.Popen(
                 _command(config, folder),
@@ -72,7 +73,8 @@ def launch(
                 env={
                     **_environment(events.getsockname()),
                     DEVICE: device,
-                    MODEL: scratch if network is not None else "",
+                    NETWORK: network,
+                    MODEL: scratch if network else "",
                 },
                 start_new_session=True,
             )

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from farflung.cli.run import RunConfig, RunFolder
 from farflung.cli.settings import option_types, read_settings
+from farflung.comm import COLLECTIVES
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.report import partition_picture, partition_table, run_picture, summary_table
@@ -65,8 +66,9 @@ class RunOptions:
     reducer: str | None = None
     """Instead of the recipe's: codec, or codec(phases='two') or codec(phases='hops') for another way of the codec's
     payloads; or, without a codec, powersgd(rank=2) or shared_scale_qsgd(bits=4)."""
-    collective: str | None = None
-    """Instead of the recipe's: direct, all_gather, ring, parameter_server, multi_parameter_server, auto, native."""
+    collective: Annotated[
+        str | None, tyro.conf.arg(help=f"Instead of the recipe's: {', '.join(COLLECTIVES)}.")
+    ] = None
     schedule: str | None = None
     """Instead of the recipe's."""
     data: str | None = None

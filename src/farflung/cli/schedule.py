@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from farflung.comm import collective_named
 from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, network_profile
@@ -90,7 +91,7 @@ class Schedule:
     def _simulate(self, chosen: Recipe) -> list[list[Event]]:
         """A quadratic as large as the gradient, trained in virtual time."""
         torch.set_num_threads(1)
-        if chosen.collective == "native":
+        if collective_named(chosen.collective).by_backend:
             chosen = chosen.but(collective="ring")  # what the backend does has no virtual counterpart
         network = (
             NetworkProfile.uniform(Link(self.latency, self.bandwidth))
@@ -109,6 +110,8 @@ class Schedule:
             )
             for rank, runtime in enumerate(world.runtimes)
         ]
+
+        world.settle_collective(chosen.collective, replicas[0].bucket_nbytes)
 
         async def train(replica: Replica) -> None:
             for _ in range(self.steps):

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 
 from farflung.cli.run import RunConfig, RunFolder, write_json
+from farflung.comm import collective_named
 from farflung.data import Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
@@ -91,10 +92,10 @@ class SimulatedConfig(RunConfig):
 
     def check(self, task: Workload) -> list[Share]:
         """See :meth:`RunConfig.check`."""
-        if self.collective == "native":
+        if collective_named(self.collective).by_backend:
             raise ConfigError(
-                "the backend's own collectives (--collective native) run on real machines alone: choose another "
-                "collective or recipe"
+                f"the backend's own collectives (--collective {self.collective}) run on real machines alone: choose "
+                "another collective or recipe"
             )
         self.make_world(task)
         return RunConfig.check(self, task)
@@ -156,9 +157,11 @@ def simulate(
             replicas.append(replica)
         if not config.faults:
             keep_once(replicas)
+        first = replicas[0]
+        collective = world.settle_collective(recipe.collective, first.bucket_nbytes, step=first.step_done)
         summary = _run(world, replicas)
     split = config.split_json(describe(shares or [], task.datasets()[0].labels))
-    return _kept(config, folder, {**summary.to_json(), "partition": split})
+    return _kept(config, folder, {**summary.to_json(), "collective": collective, "partition": split})
 
 
 def retime(
@@ -197,11 +200,12 @@ def retime(
                     checkpointed=checkpointed,
                 )
             )
+        collective = world.settle_collective(recipe.collective, replicas[0].bucket_nbytes, anew=True)
         _run(world, replicas)
     (end,) = (event for event in folder.events()[0] if event["event"] == "end")
     summary = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
     split = config.split_json(describe(shares or [], task.datasets()[0].labels))
-    return _kept(config, folder, {**summary, "partition": split})
+    return _kept(config, folder, {**summary, "collective": collective, "partition": split})
 
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:

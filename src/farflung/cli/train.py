@@ -11,11 +11,12 @@ from typing import Annotated, ClassVar
 import tyro
 
 from farflung.cli.events import teller
-from farflung.cli.join import Reach, work
+from farflung.cli.join import NETWORK, Reach, work
 from farflung.cli.launch import launch
 from farflung.cli.options import RunOptions, finish
 from farflung.cli.progress import Progress
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
+from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
@@ -71,17 +72,21 @@ class Train(RunOptions):
         task = config.make_workload()
         if self.device is not None:
             device_profile(self.device, forward_flops=forward_flops(task))
-        network = None if self.network is None else network_profile(self.network).for_nodes(config.workers)
-        if network is not None and config.collective == "native":
-            raise ConfigError(
-                "--network: the backend's own collectives (--collective native) cannot be paced: choose another one"
-            )
+        if self.network is not None:
+            network_profile(self.network).for_nodes(config.workers)
+            if collective_named(config.collective).by_backend:
+                raise ConfigError(
+                    f"--network: the backend's own collectives (--collective {config.collective}) cannot be paced: "
+                    "choose another one"
+                )
         shares = config.check(task)
         if folder.resumed:
             config.check_resumable(folder, task)
         self.show(config, shares)
         with Progress(quiet=self.quiet or self.json) as progress:
-            summary = launch(config, folder, progress, self.replay, device=self.device or "", network=network)
+            summary = launch(
+                config, folder, progress, self.replay, device=self.device or "", network=self.network or ""
+            )
         finish(
             config,
             folder,
@@ -111,7 +116,8 @@ class Train(RunOptions):
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
             show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
-            summary = work(config, folder, show, reach, task, self.device or "")
+            network = os.environ.get(NETWORK, "")
+            summary = work(config, folder, show, reach, task, self.device or "", network)
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0

@@ -23,6 +23,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from farflung.comm.collectives import collective_named
 from farflung.comm.connections import Connections
 from farflung.comm.gate import Gate, listen
 from farflung.comm.interface import LOOPBACK
@@ -40,7 +41,7 @@ from farflung.errors import (
     ProtocolError,
 )
 from farflung.tasks import Pending, done, failed
-from farflung.types import Feature, Json, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, Feature, Json, Payload, Tag, TensorSpec
 
 __all__ = ["Peer", "ZmqCommunicator"]
 
@@ -92,6 +93,7 @@ class ZmqCommunicator:
     ) -> None:
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
+        self.auto = "direct"
         self.mailbox = Mailbox()
         self.refused = 0
         self.ready: Pending[None] = Pending()
@@ -191,6 +193,10 @@ class ZmqCommunicator:
     ) -> Pending[Payload]:
         """Waits for a message."""
         return self.mailbox.recv(src, tag, expect, self._now())
+
+    def collective(self, name: str) -> AllReduce:
+        """Hop by hop."""
+        return collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """The backend's sum; calls match by their order, so all ranks make them in the same one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from farflung.codecs import CODECS
-from farflung.comm import COLLECTIVES
+from farflung.comm import AUTO, collective_named
 from farflung.data import InMemory
 from farflung.errors import ConfigError, UnknownName
 from farflung.recipes.spec import build, name_of
@@ -28,7 +28,8 @@ class Recipe:
       summary: one line for people.
       codec: gradient to payload and back; for reducer ``codec`` alone.
       reducer: how a bucket travels: ``codec``, ``codec(phases='two')``, or one that needs no codec.
-      collective: how an all-reduce travels.
+      collective: how an all-reduce travels; ``auto`` is settled when a run is made, by
+        :func:`farflung.comm.resolve_collective`.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes.
     """
@@ -37,7 +38,7 @@ class Recipe:
     summary: str
     codec: str = "identity"
     reducer: str = "codec"
-    collective: str = "auto"
+    collective: str = AUTO
     schedule: str = "synchronous"
     sampler: str = "uniform"
 
@@ -58,8 +59,7 @@ class Recipe:
           UnknownName: no such member.
           ConfigError: an option out of its range, or members that do not go together.
         """
-        if self.collective not in COLLECTIVES:
-            raise UnknownName("collective", self.collective, COLLECTIVES)
+        collective_named(self.collective)
         if self.sampler not in SAMPLERS:
             raise UnknownName("sampler", self.sampler, SAMPLERS)
         return Parts(

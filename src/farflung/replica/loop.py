@@ -137,6 +137,11 @@ class Replica:
             self._tell if self.trace else None,
         )
 
+    @property
+    def bucket_nbytes(self) -> list[int]:
+        """Of the gradients in each bucket."""
+        return [bucket.spec.nbytes for bucket in self._buckets.buckets]
+
     # --- the whole run ----------------------------------------------------------------------------------------
 
     async def run(self) -> Summary:

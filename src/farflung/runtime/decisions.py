@@ -14,7 +14,11 @@ from farflung.comm import Purpose
 from farflung.errors import ConfigError
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
-__all__ = ["DecisionLog", "decide_by_rank_0", "read_decisions"]
+__all__ = ["COLLECTIVE", "DecisionLog", "decide_by_rank_0", "read_decisions"]
+
+
+COLLECTIVE = "collective"
+"""The name of the decision what ``auto`` stands for; its step is the first of the run."""
 
 
 class DecisionLog:
@@ -43,19 +47,26 @@ class DecisionLog:
         """What is to be decided again; ``None`` where nothing was."""
         return None if self._replay is None else self._replay.get((name, step))
 
-    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+    def decide(self, name: str, step: int, local: Callable[[], Json], *, timing: bool = True) -> Decision:
         """Makes a choice: that of the run which is replayed, or a new one.
+
+        Args:
+          name: what is decided.
+          step: the step it belongs to.
+          local: the choice, where it is a new one.
+          timing: see :class:`farflung.types.Decision`. What does not depend on time or arrival may be decided anew
+            where the run that is replayed did not decide it.
 
         Raises:
           ConfigError: the run that is replayed did not make it.
         """
         decision = self.replayed(name, step)
         if decision is None:
-            if self._replay is not None:
+            if self._replay is not None and timing:
                 raise ConfigError(
                     f"--replay: the log holds no decision {name!r} at step {step}: it is of another run, or ends there"
                 )
-            decision = Decision(name, step, local())
+            decision = Decision(name, step, local(), timing)
         self.record(decision)
         return decision
 
@@ -94,7 +105,13 @@ def _decision(content: dict[str, Json]) -> Decision:
 
 
 async def decide_by_rank_0(
-    comm: Communicator, log: DecisionLog, name: str, step: int, local: Callable[[], Json]
+    comm: Communicator,
+    log: DecisionLog,
+    name: str,
+    step: int,
+    local: Callable[[], Json],
+    *,
+    timing: bool = True,
 ) -> Decision:
     """Asks ``local`` on rank 0 and carries its value, as JSON, to everybody.
 
@@ -104,12 +121,13 @@ async def decide_by_rank_0(
       name: what is decided; with ``step`` it names the decision, so each is made once.
       step: the step it belongs to.
       local: the decider's choice.
+      timing: whether it depends on time or arrival; see :class:`farflung.types.Decision`.
     """
     tag = Tag(Purpose.DECISION.at(step), zlib.crc32(name.encode()))
     if comm.rank != 0:
         (text,) = (await comm.recv(0, tag)).tensors()
-        return Decision(name, step, json.loads(bytes(text.tolist())))
-    decision = log.decide(name, step, local)
+        return Decision(name, step, json.loads(bytes(text.tolist())), timing)
+    decision = log.decide(name, step, local, timing=timing)
     text = torch.frombuffer(bytearray(json.dumps(decision.value).encode()), dtype=torch.uint8)
     for rank in range(1, comm.size):
         comm.send(Payload((text,)), rank, tag)

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from farflung import tasks
-from farflung.comm import VirtualNetwork
+from farflung.comm import AUTO, VirtualNetwork, resolve_collective
 from farflung.comm.virtual import VirtualClock
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
 from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
-from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.runtime.decisions import COLLECTIVE, DecisionLog, decide_by_rank_0
 from farflung.runtime.stage import VirtualStage
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
@@ -101,6 +101,35 @@ class VirtualWorld:
         if stuck:
             raise RunLost(self._deadlock(stuck))
         return [task.result() for task in running]
+
+    def settle_collective(
+        self, name: str, nbytes: Sequence[int], *, step: int = 0, anew: bool = False
+    ) -> str:
+        """What ``auto`` stands for from now on, by the world's profile; recorded, and takes no time.
+
+        Args:
+          name: the collective that was asked for; any but ``auto`` is settled already.
+          nbytes: of a step's buckets.
+          step: the first of the run.
+          anew: whether to leave aside what the run that is replayed decided, as on another network than its own.
+
+        Returns:
+          The name of the collective that the replicas use.
+
+        Raises:
+          UnknownName: no such collective.
+        """
+        found = resolve_collective(name, nbytes, len(self.runtimes), self.network.profile)
+        if name != AUTO:
+            return found
+        if anew:
+            decision = Decision(COLLECTIVE, step, found, timing=False)
+            self.decisions.record(decision)
+        else:
+            decision = self.decisions.decide(COLLECTIVE, step, lambda: found, timing=False)
+        for runtime in self.runtimes:
+            runtime.comm.auto = str(decision.value)
+        return str(decision.value)
 
     def _deadlock(self, stuck: Sequence[int]) -> str:
         lines = []

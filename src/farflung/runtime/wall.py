@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import PacedCommunicator, Peer, ZmqCommunicator
+from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, resolve_collective
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.comm.staging import to_host
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
-from farflung.network import DeviceProfile
-from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.network import DeviceProfile, NetworkProfile
+from farflung.runtime.decisions import COLLECTIVE, DecisionLog, decide_by_rank_0
+from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
@@ -185,7 +186,7 @@ class WallRuntime:
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
                 "machine: choose another collective"
             )
-        self._begin = time.monotonic()
+        self._begin, self._local = time.monotonic(), local
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
@@ -280,6 +281,44 @@ class WallRuntime:
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
+
+    def settle_collective(
+        self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
+    ) -> str:
+        """What ``auto`` stands for from now on; rank 0 decides and records it. All replicas call this.
+
+        Where the network is not known it is measured: see :func:`farflung.runtime.measuring.measured_network`. That
+        is left out where nothing hangs on it, between two, and where there is no network, on loopback.
+
+        Args:
+          name: the collective that was asked for; any but ``auto`` is settled already.
+          nbytes: of a step's buckets.
+          network: between the replicas, where it is known.
+          step: the first of the run.
+
+        Returns:
+          The name of the collective that the replicas use.
+
+        Raises:
+          UnknownName: no such collective.
+        """
+        size = self.comm.size
+        if name != AUTO:
+            return resolve_collective(name, nbytes, size, network)
+        if network is None and size > 2 and not self._local:
+            network = self.drive(measured_network(self))
+        decision = self.launch(
+            decide_by_rank_0(
+                self.comm,
+                self.decisions,
+                COLLECTIVE,
+                step,
+                lambda: resolve_collective(name, nbytes, size, network),
+                timing=False,
+            )
+        ).wait()
+        self.comm.auto = str(decision.value)
+        return self.comm.auto
 
     # --- a replica's life -------------------------------------------------------------------------------------
 

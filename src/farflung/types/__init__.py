@@ -31,10 +31,22 @@ from farflung.types.schedule import (
     Swap,
     Transfer,
 )
-from farflung.types.tensors import Json, Payload, Placed, SampleIds, State, TensorSpec
-from farflung.types.world import Channel, Communicator, Cost, Decision, Decisions, Feature, Runtime, Tag
+from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
+from farflung.types.world import (
+    AllReduce,
+    Channel,
+    Communicator,
+    Cost,
+    Decision,
+    Decisions,
+    Feature,
+    Runtime,
+    SegmentCoding,
+    Tag,
+)
 
 __all__ = [
+    "AllReduce",
     "Arrivals",
     "Batch",
     "Bucket",
@@ -65,6 +77,8 @@ __all__ = [
     "Sampler",
     "Schedule",
     "Seeds",
+    "Segment",
+    "SegmentCoding",
     "SharedStats",
     "Sharing",
     "Slice",
