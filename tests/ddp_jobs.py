@@ -141,7 +141,7 @@ def telescopes(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str
         left = {}
         names = [name for name, _ in reversed(list(model.named_parameters()))]
         for own in state._owns:
-            local = own.slot.state.local
+            local = state._slots[own.index].state.local
             residual = (local if "residual" in local else local["codec"])["residual"]
             for place in own.filling.parameters:
                 shape = place.shape

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src"
 PACKAGE = SRC / "farflung"
 
-MAX_LINES = 400
 
 # A module imports from groups above its own in this list, or from its own package; never from a neighbour.
 ORDER: list[set[str]] = [
@@ -255,13 +254,3 @@ def test_nothing_is_pickled_and_no_event_loop_is_borrowed(path: Path) -> None:
         ):
             found.append((node.value.lineno, "allow_pickle"))
     assert not found, ", ".join(f"{path}:{line}: {name}" for line, name in found)
-
-
-@pytest.mark.parametrize("folder", ["src", "tests"])
-def test_files_are_short_enough_to_read(folder: str) -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert lengths
-    assert {path: count for path, count in lengths.items() if count > MAX_LINES} == {}

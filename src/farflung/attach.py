@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.comm import Purpose, collective_named
+from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Exchanges, GradientBuckets, Vote
-from farflung.replica.averaging import average, averaged, broadcast
+from farflung.replica.averaging import averaged, broadcast
+from farflung.replica.merges import needs_the_loop
 from farflung.runtime import WallRuntime
 from farflung.types import State
 
@@ -39,18 +40,8 @@ def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.sampler}"
-    reason = _refused(chosen)
+    reason = needs_the_loop(chosen.parts(0).schedule)
     return f"no: {reason}" if reason else "yes"
-
-
-def _refused(chosen: Recipe) -> str:
-    """Why a loop of one's own cannot follow a recipe's schedule; empty where it can."""
-    schedule = chosen.parts(0).schedule
-    if schedule.predicts:
-        return "predicted weights need hold of the forward pass"
-    if schedule.steps_on == "own" and schedule.what == "gradient":
-        return "swapped gradients cannot be told from gradients that a loop adds up"
-    return ""
 
 
 def interface_to_master(size: int) -> str:
@@ -100,7 +91,7 @@ def attach(
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
-    if reason := _refused(chosen):
+    if reason := needs_the_loop(parts.schedule):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     profile = network_profile(network) if isinstance(network, str) else network
@@ -128,8 +119,7 @@ def attach(
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
         nbytes = [bucket.spec.nbytes for bucket in buckets.buckets]
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        own = parts.schedule.steps_on == "own"
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, updates=own, collective=collective)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -147,8 +137,6 @@ class Handle:
         runtime: WallRuntime,
         buckets: GradientBuckets,
         exchanges: Exchanges,
-        *,
-        updates: bool,
         collective: str,
     ) -> None:
         self.collective = collective
@@ -161,7 +149,8 @@ class Handle:
         self._weight = 1.0
         self._finished = False
         self._pass: int | None = None
-        self._updates, self._open = updates, False
+        self._open = False
+        """Whether a step has begun whose parameters have not been updated."""
         self._step_hook = optimizer.register_step_post_hook(lambda *_: self._updated(done=True))
         buckets.watch(self._gradient_arrives)
 
@@ -286,7 +275,7 @@ class Handle:
             self._buckets.clear()
         self._pass = None
         self.step += 1
-        if not self._updates:
+        if not self._exchanges.moves_parameters:
             self._updated(done=True)
 
     def _updated(self, *, done: bool) -> None:
@@ -296,15 +285,11 @@ class Handle:
             self._runtime.drive(self._exchanges.finish(updated=done))
 
     def _flush(self) -> None:
+        async def update() -> None:
+            self._optimizer.step()
+
         self._updated(done=False)
-        for step in self._exchanges.due_steps():
-            if self._runtime.drive(self._exchanges.drain(step)):
-                self._optimizer.step()
-            self._buckets.clear()
-        if self._exchanges.apart:
-            parameters = [p.detach() for p in self._model.parameters()]
-            self._runtime.drive(average(self._runtime, parameters, self.step, Purpose.FLUSH))
-            self._exchanges.restart()
+        self._runtime.drive(self._exchanges.flush(self.step, update))
 
     # --- the end ----------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.recipes import build
 from farflung.reducers import REDUCERS, CodecReducer
 from farflung.replica.buckets import Filling, fillings
+from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime
-from farflung.seeding import derive
-from farflung.types import Codec, Contribution, Reducer, Seeds, State, StateSlot
+from farflung.types import Codec, Contribution, Reducer, State
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
 
@@ -139,7 +139,6 @@ class _Own:
 
     index: int
     filling: Filling
-    slot: StateSlot
     arrivals: list[_Arrival] = field(default_factory=list)
     grads: list[_Piece] = field(default_factory=list)
     """DDP's own gradients, each with its place here."""
@@ -172,6 +171,9 @@ class HookState:
         self._reducer, self._runtime, self._seed = reducer, runtime, seed
         self._owns: list[_Own] = []
         self._places: dict[Tensor, tuple[_Own, int]] = {}
+        self._slots: Slots
+        self._carried: dict[int, int] = {}
+        """How many buckets of a step have been carried, where some are left."""
         self._waiting: list[_Arrival] = []
         self._loaded: State | None = None
         self._closed = False
@@ -204,7 +206,7 @@ class HookState:
     def state_dict(self) -> State:
         """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
         if not self._owns:
-            return self._loaded or {"step": self.step, "buckets": {}}
+            return self._loaded or {"step": self.step, "parameters": {}}
         return self._runtime.launch(self._snapshot()).wait()
 
     def load_state_dict(self, state: State) -> None:
@@ -269,14 +271,13 @@ class HookState:
         DDP's first buckets have them in that order, the last bucket first.
         """
         parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
-        rank = self._runtime.comm.rank
         for index, filling in enumerate(fillings([("", parameter) for parameter in parameters])):
-            seeds = Seeds(derive(self._seed, "codec", index), derive(self._seed, "codec", index, rank))
-            own = _Own(index, filling, StateSlot(self._reducer.init(filling.spec, seeds)))
+            own = _Own(index, filling)
             self._owns.append(own)
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
-        sizes = [own.filling.spec.nbytes for own in self._owns]
-        self._runtime.settle_collective(_collective(self._reducer), sizes)
+        specs = {own.index: own.filling.spec for own in self._owns}
+        self._slots = Slots(self._reducer, specs, self._seed, self._runtime.comm.rank)
+        self._runtime.settle_collective(_collective(self._reducer), [spec.nbytes for spec in specs.values()])
         if self._loaded is not None:
             self._runtime.launch(self._restore()).wait()
 
@@ -326,9 +327,11 @@ class HookState:
         """The whole of a bucket's exchange; runs on the communication thread."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), own.index)
         contribution = Contribution(own.filling.flat, 1.0, _NO_RIDER)
-        reduced = await self._reducer.reduce(channel, own.slot, contribution, step=step)
-        if reduced.learn is not None:
-            own.slot.state = reduced.learn(own.slot.state)
+        reduced = await self._reducer.reduce(channel, self._slots[own.index], contribution, step=step)
+        carried = self._carried.pop(step, 0) + 1
+        if carried < len(self._owns):
+            self._carried[step] = carried
+        self._slots.learn(own.index, reduced, last=carried == len(self._owns))
         if reduced.mean.data_ptr() != own.filling.flat.data_ptr():
             own.filling.flat.copy_(reduced.mean)
         torch._foreach_copy_([grad for grad, _ in pieces], [view for _, view in pieces])
@@ -337,27 +340,18 @@ class HookState:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def _snapshot(self) -> State:
-        return {
-            "step": self.step,
-            "buckets": {
-                str(own.index): {
-                    "parameters": _shapes(own),
-                    "shared": own.slot.state.shared,
-                    "local": own.slot.state.local,
-                }
-                for own in self._owns
-            },
-        }
+        shared, local = self._slots.state_dict()
+        parameters = {str(own.index): _shapes(own) for own in self._owns}
+        return {"step": self.step, "parameters": parameters, "shared": shared, "local": local}
 
     async def _restore(self) -> None:
         assert self._loaded is not None
-        kept, self._loaded = self._loaded["buckets"], None
-        if not kept:
+        kept, self._loaded = self._loaded, None
+        if not kept["parameters"]:
             return
-        if [_shapes(own) for own in self._owns] != [bucket["parameters"] for bucket in kept.values()]:
+        if {str(own.index): _shapes(own) for own in self._owns} != kept["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
-        for own, bucket in zip(self._owns, kept.values(), strict=True):
-            own.slot.state = type(own.slot.state)(bucket["shared"], bucket["local"])
+        self._slots.load_state_dict(kept["shared"], kept["local"])
 
 
 def _collective(reducer: Reducer) -> str:

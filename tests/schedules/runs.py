@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Batch, Dataset, SampleIds
+from farflung.types import Batch, Dataset, SampleIds, Schedule
 from farflung.workloads import Quadratic
 
 NO_LINK = LinkModel()
@@ -45,7 +45,7 @@ class Run:
     """Replicas on one clock.
 
     Args:
-      schedule: as text.
+      schedule: as text, or itself.
       size: number of replicas.
       parts: other members of the recipe.
       link: between any two.
@@ -57,7 +57,7 @@ class Run:
       folder: of checkpoints.
     """
 
-    schedule: str
+    schedule: str | Schedule
     size: int = 2
     parts: dict[str, str] = field(default_factory=dict)
     link: LinkModel = NO_LINK
@@ -84,11 +84,13 @@ class Run:
         checkpoints = None
         if self.folder is not None:
             checkpoints = Checkpoints(self.folder, rank, self.size, leader=rank == 0, keep=99)
+        text = self.schedule if isinstance(self.schedule, str) else None
+        parts = recipe("synchronous").but(schedule=text, **self.parts).parts(self.training.seed, order)
         return Replica(
             self.world.runtimes[rank],
             work,
             self.training,
-            recipe("synchronous").but(schedule=self.schedule, **self.parts).parts(self.training.seed, order),
+            parts if isinstance(self.schedule, str) else replace(parts, schedule=self.schedule),
             Telemetry(rank, self.events[rank].append),
             checkpoints,
             share=share,

@@ -31,9 +31,14 @@ def drop(replica: Replica, step: int) -> None:
 
 
 def anchor(replica: Replica) -> Tensor:
-    found = replica._exchanges.anchor()
+    found = replica._exchanges.common()
     assert found is not None
     return torch.cat([tensor.reshape(-1) for tensor in found.values()]).clone()
+
+
+def blocks(replica: Replica) -> list[Tensor]:
+    """Own updates under way, oldest first."""
+    return [flight.kept[0]["own"] for flight in replica._exchanges._in_flight]
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -70,10 +75,8 @@ def test_parameters_less_the_own_last_updates_are_the_same_bits(
         if period == 1:
             # Nothing recent: the parameters are the sum, to the bit.
             for replica in run.replicas:
-                blocks = [flight.own for flight in replica._exchanges._in_flight]
                 total = anchor(replica)
-                for block in blocks:
-                    assert block is not None
+                for block in blocks(replica):
                     total += block
                 assert same_bits(run.weights(replica.runtime.comm.rank), total), step
     run.flush()
@@ -87,7 +90,7 @@ def test_rounding_does_not_drift() -> None:
     """A long run at a rate so small that every update is mostly rounded away."""
     run = Run("delayed(3)", 2, settings={"learning_rate": 1e-7}).steps(200)
     for replica in run.replicas:
-        pending = torch.stack([flight.own for flight in replica._exchanges._in_flight]).sum(dim=0)  # type: ignore[misc]
+        pending = torch.stack(blocks(replica)).sum(dim=0)
         rest = run.weights(replica.runtime.comm.rank) - anchor(replica) - pending
         assert rest.abs().max() <= 4 * torch.finfo(torch.float32).eps * run.weights().abs().max()
 
@@ -110,7 +113,7 @@ def test_with_a_lossy_codec_the_residual_is_one_of_updates() -> None:
         run.steps(1)
     total = torch.stack(own).sum(dim=0) / 2
     residuals = [replica._exchanges._slots[0].state.local["residual"] for replica in run.replicas]
-    under_way = [flight.own for replica in run.replicas for flight in replica._exchanges._in_flight]
+    under_way = [block for replica in run.replicas for block in blocks(replica)]
     found = anchor(run.replicas[0]).double() - begin.double()
     # A residual holds what exchanges under way have left out already, and these are not in the anchor yet.
     waiting = len(run.replicas[0]._exchanges._in_flight)

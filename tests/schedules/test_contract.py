@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from farflung.replica.merges import MERGERS
 from farflung.schedules import SCHEDULES, Delayed, DelayedGradient, Pipelined, Synchronous
 from farflung.types import Bucket, Replace, Schedule, SharedStats, State, TensorSpec, Transfer
 
@@ -59,10 +60,11 @@ def stats(step: int) -> SharedStats:
 
 def run(schedule: Schedule, buckets: tuple[Bucket, ...] = BUCKETS) -> list[list[Transfer]]:
     """What it plans, told of each exchange when that is due, with the times it asks for."""
-    state, plans = schedule.init(buckets), []
+    state, parts = schedule.init(), schedule.parts(buckets)
+    plans: list[list[Transfer]] = []
     due: dict[int, list[SharedStats]] = {}
     for step in range(STEPS):
-        transfers = schedule.plan(state, step)
+        transfers = schedule.plan(state, parts, step)
         plans.append(transfers)
         if transfers:
             told = stats(step)
@@ -85,13 +87,14 @@ def test_the_table_has_every_schedule() -> None:
         assert isinstance(row.schedule, SCHEDULES[name.split(" ")[0]])  # type: ignore[arg-type]
 
 
-def test_it_says_what_the_optimizer_steps_on(row: Row) -> None:
-    assert row.schedule.steps_on in ("aggregate", "own")
+def test_every_merge_it_names_is_carried_out_by_something(row: Row) -> None:
+    assert row.schedule.merges
+    assert {type(merge) for merge in row.schedule.merges} <= set(MERGERS)
 
 
-def test_it_moves_what_it_says(row: Row) -> None:
-    for transfers in run(row.schedule):
-        assert {transfer.what for transfer in transfers} <= {row.schedule.what}
+def test_it_plans_no_merge_that_it_does_not_name(row: Row) -> None:
+    named = {type(merge) for merge in row.schedule.merges}
+    assert {type(transfer.merge) for transfers in run(row.schedule) for transfer in transfers} <= named
 
 
 def test_all_ranks_plan_alike(row: Row) -> None:
@@ -117,7 +120,6 @@ def test_nothing_is_due_before_it_starts_or_too_late(row: Row) -> None:
     for step, transfers in enumerate(run(row.schedule)):
         for transfer in transfers:
             assert step <= transfer.due_step <= step + row.lag
-            assert transfer.due_at in ("optimizer", "forward")
 
 
 def test_results_of_a_bucket_are_due_in_the_order_they_started(row: Row) -> None:
@@ -127,11 +129,12 @@ def test_results_of_a_bucket_are_due_in_the_order_they_started(row: Row) -> None
 
 
 def test_the_state_is_a_value(row: Row) -> None:
-    state: State = row.schedule.init(BUCKETS)
+    state: State = row.schedule.init()
+    parts = row.schedule.parts(BUCKETS)
     for step in range(5):
         kept = copy.deepcopy(state)
-        first = row.schedule.plan(state, step)
-        assert row.schedule.plan(state, step) == first
+        first = row.schedule.plan(state, parts, step)
+        assert row.schedule.plan(state, parts, step) == first
         after = row.schedule.observe(state, stats(step))
         assert state == kept
         assert row.schedule.observe(kept, stats(step)) == after
@@ -146,4 +149,4 @@ def test_it_plans_for_any_number_of_buckets(row: Row) -> None:
 
 def test_synchronous_is_every_bucket_at_every_step_due_at_once() -> None:
     for step, transfers in enumerate(run(Synchronous())):
-        assert transfers == [Transfer(bucket, "gradient", step, "optimizer", Replace()) for bucket in BUCKETS]
+        assert transfers == [Transfer(bucket, step, Replace()) for bucket in BUCKETS]

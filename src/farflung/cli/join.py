@@ -129,7 +129,7 @@ def work(
             collective = runtime.settle_collective(
                 recipe.collective,
                 replica.bucket_nbytes,
-                network=network_profile(network).for_nodes(size) if network else None,
+                network=network_profile(network) if network else None,
                 step=replica.step_done,
             )
             summary = {

@@ -23,7 +23,7 @@ from farflung.report import gantt_picture
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.timing import Costs, Timeline, timeline
-from farflung.types import Bucket, Swap, TensorSpec
+from farflung.types import Bucket, TensorSpec
 from farflung.workloads import Quadratic
 
 __all__ = ["Schedule"]
@@ -138,10 +138,10 @@ def grid(chosen: Recipe, steps: int, compute_s: float) -> Sequence[str]:
     lines = [f"{chosen.name}: {chosen.schedule}, {chosen.collective}, {chosen.codec}"]
     lines.append(" " * 27 + " ".join(f"{step:>{width}}" for step in range(steps)))
     for move in played.moves:
-        how = "swapped for its mean" if isinstance(move.transfer.merge, Swap) else "replaced by its mean"
+        merge = move.transfer.merge
         row = [_mark(step, move.step, move.transfer.due_step).rjust(width, " ") for step in range(steps)]
         lines.append(
-            f"step {move.step:>{width}}, {move.transfer.what}".ljust(27) + " ".join(row) + f"   {how}"
+            f"step {move.step:>{width}}, {merge.moves}".ljust(27) + " ".join(row) + f"   {merge.means}"
         )
     lines.append(f"{BEGINS} starts   {MOVES} under way   {ENDS} due   {AT_ONCE} starts and is due")
     return lines

@@ -143,8 +143,8 @@ class CodecReducer:
             routes = codec.routes(state)
             if by_backend and len(routes) > 1:
                 raise Unsupported(
-                    f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} do "
-                    "not have: use ring or direct"
+                    f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} "
+                    "do not have: use ring or direct"
                 )
             for route in routes:
                 self._check(route.codec, route.state)

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import NonFinite, Unsupported
-from farflung.replica.anchor import Anchor
+from farflung.replica.averaging import average
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight, bucket_of, carried
+from farflung.replica.flights import Flight, joined
+from farflung.replica.merges import mergers
+from farflung.replica.parts import buckets_of, numbered, spec_of
+from farflung.replica.slots import Slots
 from farflung.replica.times import Times
-from farflung.replica.votes import Vote, ballot, mean_loss, odd_ranks
-from farflung.seeding import derive
+from farflung.replica.votes import Rider, Tally, Vote
 from farflung.tasks import done
 from farflung.types import (
     CodecState,
     Decision,
+    Part,
     Reduced,
     Reducer,
-    Replace,
     Runtime,
     Schedule,
-    Seeds,
     SharedStats,
     State,
-    StateSlot,
-    Swap,
     Transfer,
 )
 
@@ -46,19 +48,28 @@ class Settled:
     """Of the last step whose exchange was due; ``None`` where none was."""
     stop: bool = False
     """Whether any replica asked to stop."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """What parts of all replicas have added to the rider, by name."""
 
 
 class Exchanges:
     """One replica's exchanges: launched as buckets fill or parameters are updated, merged when they are due.
 
+    All of it runs on the thread that trains, but for what is launched: reducers and their states belong to the thread
+    that carries exchanges, where what is launched runs in the order of launch.
+
     Args:
       runtime: the world.
       buckets: the model's gradients and parameters.
-      reducer: carries each bucket.
+      reducer: carries each part.
       schedule: says what starts when and is due when.
       seed: the run's.
       on_nonfinite: what to do where a replica's loss is not finite; see :class:`farflung.config.Training`.
       on_arrival: told of each exchange that is merged.
+      rides: the names of the numbers that votes carry beside their own.
+
+    Raises:
+      Unsupported: a merge that nothing carries out, or a bucket that nothing moves.
     """
 
     def __init__(
@@ -70,36 +81,36 @@ class Exchanges:
         seed: int,
         on_nonfinite: str = "stop",
         on_arrival: Callable[[Flight], None] | None = None,
+        rides: Iterable[str] = (),
     ) -> None:
         self._on_nonfinite, self._on_arrival = on_nonfinite, on_arrival
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
-        self._state = schedule.init(buckets.buckets)
-        rank = runtime.comm.rank
-        self._slots = [
-            StateSlot(
-                reducer.init(
-                    bucket.spec,
-                    Seeds(derive(seed, "codec", bucket.index), derive(seed, "codec", bucket.index, rank)),
-                )
-            )
-            for bucket in buckets.buckets
-        ]
-        self._anchor = Anchor(buckets) if schedule.what == "update" else None
-        self._sums: dict[int, Tensor] = {}
-        """Own gradients since the last exchange, by bucket, where a schedule swaps gradients."""
+        self._mergers = mergers(schedule, buckets)
+        self._parts = numbered(schedule, buckets.buckets)
+        self._numbers = {part: number for number, part in self._parts.items()}
+        self._state = schedule.init()
+        specs = {number: spec_of(part) for number, part in self._parts.items()}
+        self._slots = Slots(reducer, specs, seed, runtime.comm.rank)
+        self._rider = Rider(rides)
         self._in_flight: list[Flight] = []
-        self._planned: dict[int, Transfer] = {}
-        self._launchable = 0
+        self._planned: list[Transfer] = []
+        self._waiting: deque[Transfer] = deque()
+        """Gradients planned for this step whose buckets have not all filled."""
         self._filled: set[int] = set()
         self._step = 0
-        self._votes: list[Vote] = []
-        """Since the last exchange."""
+        self._leads = True
+        """Whether the next exchange to start is the first of its step."""
+        self._votes: dict[int, list[Vote]] = {number: [] for number in self._parts}
+        """Since each part's last exchange."""
+        self._said: dict[str, float] = {}
+        """The numbers of votes since the last exchange of any part."""
+        self._vote = Vote(0.0, 0.0)
         self._averaged = False
         self._settled = Settled()
         self._times = Times(runtime.now)
         self.sent_nbytes = 0
         self.most_nbytes = 0
-        """The most that anchors, blocks and copies for exchanges under way have taken up."""
+        """The most that merges and copies for exchanges under way have taken up."""
 
     @property
     def in_flight(self) -> int:
@@ -109,54 +120,79 @@ class Exchanges:
     @property
     def apart(self) -> bool:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
-        if self._schedule.steps_on == "aggregate" or self._averaged:
+        if self._averaged:
             return False
-        return self._anchor is None or bool(self._votes) or bool(self._in_flight)
+        pending = bool(self._in_flight) or any(self._votes.values())
+        return any(merger.apart(pending=pending) for merger in self._mergers.values())
 
-    def anchor(self) -> dict[str, Tensor] | None:
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether anything starts after the optimizer's step rather than in backward."""
+        return any(kind.moves != "gradient" for kind in self._mergers)
+
+    @property
+    def clips(self) -> bool:
+        """Whether the gradient that the optimizer steps on may be clipped."""
+        return all(merger.clips for merger in self._mergers.values())
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that the schedule's merges cannot go with.
+
+        Raises:
+          ConfigError: says what to do instead.
+        """
+        for merger in self._mergers.values():
+            merger.check(optimizer)
+
+    def common(self) -> dict[str, Tensor] | None:
         """The parameters without what is pending, alike on all replicas; ``None`` where there are none such."""
-        return None if self._anchor is None else self._anchor.parameters()
+        found = [flats for merger in self._mergers.values() if (flats := merger.common()) is not None]
+        return self._buckets.named(found[0]) if found else None
 
-    def missing(self) -> list[dict[int, Tensor]]:
-        """The own gradients whose means are still under way, oldest first, by bucket."""
-        found: dict[int, dict[int, Tensor]] = {}
-        for flight in self._in_flight:
-            if flight.own is not None:
-                found.setdefault(flight.step, {})[flight.index] = flight.own
-        return list(found.values())
+    @contextmanager
+    def taking_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Around forward and backward of a step."""
+        with ExitStack() as stack:
+            for kind, merger in self._mergers.items():
+                stack.enter_context(merger.taking(optimizer, self._of(kind)))
+            yield
 
     # --- a step -----------------------------------------------------------------------------------------------
 
     def begin(self, step: int, vote: Vote) -> None:
-        """Plans a step, before its backward pass."""
+        """Plans a step, before its backward pass.
+
+        Raises:
+          Unsupported: the schedule plans what it has not named before.
+        """
         self._times.step_begins()
-        self._step = step
-        self._votes.append(vote)
+        self._step, self._vote, self._leads = step, vote, True
+        for votes in self._votes.values():
+            votes.append(vote)
+        for name, value in vote.numbers.items():
+            self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
         self._settled = Settled()
-        self._planned = {
-            bucket_of(transfer).index: transfer for transfer in self._schedule.plan(self._state, step)
-        }
+        self._planned = self._schedule.plan(self._state, self._parts_of_plan, step)
+        for transfer in self._planned:
+            self._check(transfer)
+        self._waiting = deque(transfer for transfer in self._planned if transfer.merge.moves == "gradient")
         self._filled.clear()
-        self._launchable = 0
 
     def ready(self, index: int) -> None:
         """A bucket has filled: launches what was waiting for it.
 
-        Buckets start in order, on every rank the same: the backend's own collectives match by nothing else.
+        Exchanges start in the planned order, on every rank the same: the backend's own collectives match by nothing
+        else. May be called by a thread of autograd's, while the one that trains waits for it.
         """
         self._filled.add(index)
-        if not self._votes[-1].finite:
+        if not self._vote.finite:
             # Neither a mean nor a residual may ever see this gradient.
             self._buckets.flat(index).zero_()
-        if self._schedule.what == "gradient" and self._schedule.steps_on == "own":
-            own = self._buckets.flat(index)
-            self._sums[index] = self._sums[index].add_(own) if index in self._sums else own.clone()
-        while self._launchable in self._filled:
-            transfer = self._planned.get(self._launchable)
-            if transfer is not None and transfer.what == "gradient":
-                self._launch(transfer)
-            self._launchable += 1
+        for merger in self._mergers.values():
+            merger.filled(index)
+        while self._waiting and self._filled.issuperset(b.index for b in buckets_of(self._waiting[0].part)):
+            self._launch(self._waiting.popleft())
 
     async def settle(self) -> bool:
         """Waits for gradients that are due at this step's optimizer, and merges them.
@@ -168,13 +204,16 @@ class Exchanges:
           NonFinite: a replica had a non-finite loss; on all replicas at the same step, before the update.
         """
         self._weigh()
+        acting = {type(transfer.merge) for transfer in self._planned}
+        acting |= {type(flight.transfer.merge) for flight in self._due("gradient")}
         merged = await self._merge("gradient")
-        if self._schedule.steps_on == "aggregate":
-            return merged
-        return self._anchor is None or self._votes[-1].finite
+        taking = [m for kind, m in self._mergers.items() if kind in acting and m.takes_gradient]
+        asked = taking or [m for m in self._mergers.values() if not m.takes_gradient]
+        finite = self._vote.finite
+        return bool(asked) and all(merger.steps(merged=merged, finite=finite) for merger in asked)
 
     async def finish(self, *, updated: bool) -> Settled:
-        """The optimizer is through: launches updates, and merges those that are due.
+        """The optimizer is through: launches what moves parameters, and merges what of that is due.
 
         Args:
           updated: whether it had a gradient to step on.
@@ -185,131 +224,169 @@ class Exchanges:
 
     def close(self, *, updated: bool) -> None:
         """The first half of :meth:`finish`, which leaves the parameters alone; what is due may be merged later."""
-        if self._anchor is not None:
-            self._anchor.fresh += updated
-            for index in sorted(self._planned):
-                self._launch(self._planned[index])
-            if self._planned:
-                self._anchor.fresh = 0
-        if self._planned:
-            self._votes = []
+        for merger in self._mergers.values():
+            merger.updated(done=updated)
+        for transfer in self._planned:
+            if transfer.merge.moves != "gradient":
+                self._launch(transfer)
+        self._planned = []
         self._weigh()
 
     def _weigh(self) -> None:
-        held = 0 if self._anchor is None else self._anchor.nbytes
-        held += sum(flight.nbytes for flight in self._in_flight)
-        self.most_nbytes = max(self.most_nbytes, held + sum(own.nbytes for own in self._sums.values()))
+        held = sum(merger.nbytes for merger in self._mergers.values())
+        self.most_nbytes = max(self.most_nbytes, held + sum(flight.nbytes for flight in self._in_flight))
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def due_steps(self) -> list[int]:
-        """The steps, after the last, at which what is under way would be merged."""
-        return sorted({flight.transfer.due_step for flight in self._in_flight})
+    async def flush(self, number: int, update: Callable[[], Awaitable[None]]) -> None:
+        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
 
-    async def drain(self, step: int) -> bool:
-        """Merges what is due at one of :meth:`due_steps`; whether the optimizer has a gradient to step on."""
-        self._step = step
-        merged = await self._merge("gradient")
-        await self._merge("update")
-        return merged and self._schedule.steps_on == "aggregate"
+        Args:
+          number: of the exchange that averages parameters, where that is needed; alike on all ranks.
+          update: a step of the optimizer.
+        """
+        for step in sorted({flight.transfer.due_step for flight in self._in_flight}):
+            self._step = step
+            taking = any(self._mergers[type(f.transfer.merge)].takes_gradient for f in self._due("gradient"))
+            merged = await self._merge("gradient")
+            await self._merge("update")
+            if merged and taking:
+                await update()
+            self._buckets.clear()
+        if self.apart:
+            parameters = [
+                p.detach() for b in self._buckets.buckets for p in self._buckets.parameters(b.index)
+            ]
+            await average(self._runtime, parameters, number, Purpose.FLUSH)
+            self.restart()
 
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""
         self._averaged = True
-        self._votes, self._sums = [], {}
-        if self._anchor is not None:
-            self._anchor.restart()
+        for votes in self._votes.values():
+            votes.clear()
+        for merger in self._mergers.values():
+            merger.restart()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def state_dict(self) -> State:
-        """Reducer and schedule state, and what is under way, as it was given to the reducer."""
+        """What goes on with the run, what is under way as it was given to the reducer.
+
+        Returns:
+          ``shared``, alike on all replicas, and ``own``.
+        """
         return await self._runtime.launch(self._snapshot())
 
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same."""
-        self.sent_nbytes, self.most_nbytes = state["sent_nbytes"], state["most_nbytes"]
-        self._state = {**self._state, **state["schedule"]}
-        self._votes = [Vote(*vote) for vote in state["votes"]]
-        self._sums = {int(index): own for index, own in state["sums"].items()}
-        for kept in state["flights"].values():
+        shared, own = state["shared"], state["own"]
+        self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
+        self._state = shared["schedule"]
+        self._votes = {int(number): [Vote(*vote) for vote in votes] for number, votes in own["votes"].items()}
+        self._said = dict(own["said"])
+        for kept in own["flights"].values():
             self._relaunch(kept)
-        if self._anchor is not None:
-            blocks = {(f.index, f.step): f.own for f in self._in_flight if f.own is not None}
-            self._anchor.load_state_dict(state["anchor"], blocks)
-        for slot, kept in zip(self._slots, state["slots"].values(), strict=True):
-            now = _codec_state(kept)
-            if self._in_flight:
-                self._runtime.launch(_put(slot, now))  # behind what starts again
-            else:
-                slot.state = now
+        for kind, merger in self._mergers.items():
+            name = kind.__name__
+            merger.load_state_dict(shared["merges"][name], own["merges"][name], self._of(kind))
+        load = self._slots.load_state_dict
+
+        async def behind_what_started_again() -> None:
+            load(shared["slots"], own["slots"])
+
+        if self._in_flight:
+            self._runtime.launch(behind_what_started_again())
+        else:
+            load(shared["slots"], own["slots"])
 
     async def _snapshot(self) -> State:
+        merges = {kind.__name__: merger.state_dict() for kind, merger in self._mergers.items()}
+        shared_slots, own_slots = self._slots.state_dict()
         return {
-            "sent_nbytes": self.sent_nbytes,
-            "most_nbytes": self.most_nbytes,
-            "schedule": {name: value for name, value in self._state.items() if name != "buckets"},
-            "votes": [[vote.loss, vote.weight, vote.stop] for vote in self._votes],
-            "sums": {str(index): own for index, own in self._sums.items()},
-            "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self._in_flight)},
-            "anchor": {} if self._anchor is None else self._anchor.state_dict(),
-            "slots": {
-                str(index): {"shared": slot.state.shared, "local": slot.state.local}
-                for index, slot in enumerate(self._slots)
+            "shared": {
+                "schedule": self._state,
+                "merges": {name: shared for name, (shared, _) in merges.items()},
+                "slots": shared_slots,
+            },
+            "own": {
+                "sent_nbytes": self.sent_nbytes,
+                "most_nbytes": self.most_nbytes,
+                "votes": {
+                    str(number): [[vote.loss, vote.weight, vote.stop] for vote in votes]
+                    for number, votes in self._votes.items()
+                },
+                "said": dict(self._said),
+                "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self._in_flight)},
+                "merges": {name: own for name, (_, own) in merges.items()},
+                "slots": own_slots,
             },
         }
 
     # --- launching --------------------------------------------------------------------------------------------
 
+    @property
+    def _parts_of_plan(self) -> Sequence[Part]:
+        return tuple(self._parts.values())
+
+    def _check(self, transfer: Transfer) -> None:
+        named = f"schedule {type(self._schedule).__name__}, step {self._step}"
+        if type(transfer.merge) not in self._mergers:
+            raise Unsupported(
+                f"{named}: plans merge {type(transfer.merge).__name__}, which is not among its merges: name it there"
+            )
+        if transfer.part not in self._numbers:
+            raise Unsupported(f"{named}: plans a part that is not among its parts: name it there")
+
+    def _of(self, kind: type) -> list[Flight]:
+        return [flight for flight in self._in_flight if type(flight.transfer.merge) is kind]
+
     def _launch(self, transfer: Transfer) -> None:
-        index = bucket_of(transfer).index
-        weight, rider = ballot(self._votes, self._runtime.comm.rank)
-        own, tensor = self._given(transfer, index)
-        corrects = isinstance(transfer.merge, Replace) and transfer.merge.correction
-        at = self._buckets.weights(index) if corrects else None
-        flight = self._flight(self._step, transfer, own, weight, rider, at)
-        flight.result = self._runtime.launch(carried(self._reducer, flight, self._slots[index], tensor))
+        number = self._numbers[transfer.part]
+        merger = self._mergers[type(transfer.merge)]
+        leads, self._leads = self._leads, False
+        said: dict[str, float] = {}
+        if leads:
+            said, self._said = self._said, {}
+        weight, rider = self._rider.cast(self._votes[number], self._runtime.comm.rank, said)
+        self._votes[number] = []
+        tensors, kept = [], {}
+        for bucket in buckets_of(transfer.part):
+            tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
+            tensors.append(tensor)
+        flight = self._flight(number, self._step, transfer, kept, weight, rider, leads)
+        flight.result = self._runtime.launch(
+            flight.carry(self._reducer, self._slots[number], joined(tensors))
+        )
         self._depart(flight)
-        if self._schedule.asks(self._state, self._step) and index == 0:
+        if leads and self._schedule.asks(self._state, self._step):
             flight.times = self._runtime.decide("times", self._step, self._times.to_json)
 
-    def _given(self, transfer: Transfer, index: int) -> tuple[Tensor | None, Tensor]:
-        """What is kept, where it is needed again, and what is given away."""
-        if isinstance(transfer.merge, Swap):
-            own = self._sums.pop(index) if self._anchor is None else self._anchor.close(index, self._step)
-            return own, own.clone()
-        if transfer.what != "gradient" or not isinstance(transfer.merge, Replace):
-            raise Unsupported(f"no replica merges {transfer.what} by {type(transfer.merge).__name__} yet")
-        gradient = self._buckets.flat(index)
-        if transfer.due_step == self._step:
-            return None, gradient
-        own = gradient.clone()
-        return own, own.clone()
+    def _relaunch(self, state: State) -> None:
+        transfer = Flight.transfer_of(state, self._parts, {kind.__name__: kind for kind in self._mergers})
+        number, kept = state["number"], Flight.kept_of(state)
+        flight = self._flight(
+            number, state["step"], transfer, kept, state["weight"], state["rider"], state["leads"]
+        )
+        given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(transfer.part)])
+        before = CodecState(state["before"]["shared"], state["before"]["local"])
+        flight.result = self._runtime.launch(flight.carry(self._reducer, self._slots[number], given, before))
+        if state["times"] is not None:
+            flight.times = done(Decision("times", flight.step, state["times"]))
+        self._depart(flight)
 
     def _flight(
         self,
+        number: int,
         step: int,
         transfer: Transfer,
-        own: Tensor | None,
+        kept: dict[int, dict[str, Tensor]],
         weight: float,
         rider: Tensor,
-        at: Tensor | None,
+        leads: bool,
     ) -> Flight:
-        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), bucket_of(transfer).index)
-        return Flight(step, transfer, own, weight, rider, at, channel, self._runtime.now())
-
-    def _relaunch(self, kept: State) -> None:
-        transfer = Flight.transfer_of(kept, self._buckets.buckets)
-        at = kept["at"].get("weights")
-        flight = self._flight(kept["step"], transfer, kept["own"], kept["weight"], kept["rider"], at)
-        slot = self._slots[flight.index]
-        before = _codec_state(kept["before"])
-        flight.result = self._runtime.launch(
-            carried(self._reducer, flight, slot, kept["own"].clone(), before)
-        )
-        if kept["times"] is not None:
-            flight.times = done(Decision("times", flight.step, kept["times"]))
-        self._depart(flight)
+        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), number)
+        return Flight(number, step, transfer, kept, weight, rider, leads, channel, self._runtime.now())
 
     def _depart(self, flight: Flight) -> None:
         now = self._runtime.now
@@ -322,21 +399,30 @@ class Exchanges:
 
     # --- merging ----------------------------------------------------------------------------------------------
 
-    async def _merge(self, what: str) -> bool:
-        """Whether the last step that was due has brought something."""
-        due = [
+    def _due(self, moved: str) -> list[Flight]:
+        """Of gradients, or of all else."""
+        return [
             flight
             for flight in self._in_flight
-            if flight.transfer.what == what and flight.transfer.due_step <= self._step
+            if (flight.transfer.merge.moves == "gradient") == (moved == "gradient")
+            and flight.transfer.due_step <= self._step
         ]
+
+    async def _merge(self, moved: str) -> bool:
+        """Whether the last step that was due has brought something."""
         merged = False
-        for _, flights in groupby(due, key=lambda flight: flight.step):
-            first = True
+        for _, flights in groupby(self._due(moved), key=lambda flight: flight.step):
+            told = False
             for flight in flights:
                 reduced = await self._arrival(flight)
-                if first:
-                    merged, first = await self._verdict(flight, reduced), False
-                self._put_in_place(flight, reduced, merged)
+                tally = self._rider.read(reduced.rider)
+                if tally.nonfinite and self._on_nonfinite == "stop":
+                    raise NonFinite(flight.step, tally.ranks, tally.nonfinite)
+                good = not (tally.nonfinite and (self._on_nonfinite == "skip" or reduced.weight == 0))
+                if not told:
+                    merged, told = good, True
+                    await self._tell(flight, reduced, tally)
+                self._put(flight, reduced.mean if good else None)
         return merged
 
     async def _arrival(self, flight: Flight) -> Reduced:
@@ -347,51 +433,36 @@ class Exchanges:
         self._times.exchanged(flight)
         if self._on_arrival is not None:
             self._on_arrival(flight)
-        if reduced.learn is not None:
-            await self._runtime.launch(_learn(self._slots[flight.index], reduced))
+        last = all(other.step != flight.step for other in self._in_flight)
+        if reduced.learn is not None or (last and reduced.learn_together is not None):
+            await self._runtime.launch(self._learn(flight.number, reduced, last))
         return reduced
 
-    async def _verdict(self, flight: Flight, reduced: Reduced) -> bool:
-        """Whether all replicas merge the exchange of this step; tells the schedule of it."""
-        nonfinite = int(reduced.rider[1])
-        self._settled.nonfinite += nonfinite
-        self._settled.stop |= bool(reduced.rider[4])
-        if nonfinite and self._on_nonfinite == "stop":
-            raise NonFinite(flight.step, odd_ranks(reduced.rider), nonfinite)
-        times: dict[str, float | None] = {}
+    async def _learn(self, number: int, reduced: Reduced, last: bool) -> None:
+        self._slots.learn(number, reduced, last=last)
+
+    async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
+        """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
+        self._settled.nonfinite += tally.nonfinite
+        self._settled.stop |= tally.stop
+        loss = tally.loss / reduced.weight if reduced.weight else 0.0
+        stats = SharedStats(flight.step, loss, reduced.weight)
+        if flight.leads:
+            stats = replace(stats, sums=tally.sums)
+            for name, value in tally.sums.items():
+                self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
         if flight.times is not None:
             with self._times.waiting():
                 decision = await flight.times
             assert isinstance(decision.value, dict)
-            times = decision.value  # type: ignore[assignment]
-        self._settled.stats = SharedStats(flight.step, mean_loss(reduced), reduced.weight, **times)
-        self._state = self._schedule.observe(self._state, self._settled.stats)
-        return not (nonfinite and (self._on_nonfinite == "skip" or reduced.weight == 0))
+            stats = replace(stats, **decision.value)  # type: ignore[arg-type]
+        self._settled.stats = stats
+        self._state = self._schedule.observe(self._state, stats)
 
-    def _put_in_place(self, flight: Flight, reduced: Reduced, good: bool) -> None:
-        index, mean = flight.index, reduced.mean
-        if isinstance(flight.transfer.merge, Replace):
-            if flight.at is not None:
-                moved = self._buckets.weights(index).sub_(flight.at)
-                mean = mean + flight.transfer.merge.correction * mean * mean * moved
-            self._buckets.load(index, mean)
-        elif self._anchor is not None:
-            self._anchor.swap(index, flight.step, mean if good else None)
-        else:
-            assert flight.own is not None
-            gradient = self._buckets.flat(index).sub_(flight.own)
-            if good:
-                gradient.add_(mean)
-
-
-def _codec_state(kept: State) -> CodecState:
-    return CodecState(kept["shared"], kept["local"])
-
-
-async def _put(slot: StateSlot, state: CodecState) -> None:
-    slot.state = state
-
-
-async def _learn(slot: StateSlot, reduced: Reduced) -> None:
-    assert reduced.learn is not None
-    slot.state = reduced.learn(slot.state)
+    def _put(self, flight: Flight, mean: Tensor | None) -> None:
+        merger = self._mergers[type(flight.transfer.merge)]
+        buckets = buckets_of(flight.transfer.part)
+        sizes = [bucket.spec.numel for bucket in buckets]
+        means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
+        for bucket, each in zip(buckets, means, strict=True):
+            merger.put(bucket.index, flight, each)

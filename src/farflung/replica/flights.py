@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
+import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel
-from farflung.errors import Unsupported
 from farflung.tasks import Pending
 from farflung.types import (
-    Bucket,
     CodecState,
     Contribution,
     Decision,
+    Merge,
+    Part,
     Reduced,
     Reducer,
-    Replace,
     State,
     StateSlot,
-    Swap,
     Transfer,
 )
 
-__all__ = ["Flight", "bucket_of", "carried"]
+__all__ = ["Flight", "joined"]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +31,13 @@ class Flight:
     """One exchange under way.
 
     Args:
+      number: of its part; alike on all replicas.
       step: it started at.
       transfer: as the schedule planned it.
-      own: what this replica gave, where it is needed again: for a swap, a prediction or a checkpoint.
+      kept: for each of its buckets what the merge needs again, by name; ``own`` is what this replica gave.
       weight: of the contribution.
       rider: of the contribution.
-      at: the parameters that the gradient was taken at, where a correction needs them.
+      leads: whether it is the first of its step, which carries what is said once a step.
       channel: counts its bytes.
       began_s: when it started, in seconds on the run's clock.
       result: what it brings.
@@ -45,12 +46,13 @@ class Flight:
       times: what the decider has measured, where the schedule asked.
     """
 
+    number: int
     step: int
     transfer: Transfer
-    own: Tensor | None
+    kept: dict[int, dict[str, Tensor]]
     weight: float
     rider: Tensor
-    at: Tensor | None
+    leads: bool
     channel: ExchangeChannel
     began_s: float
     result: Pending[Reduced] = field(init=False)
@@ -59,67 +61,55 @@ class Flight:
     times: Pending[Decision] | None = None
 
     @property
-    def index(self) -> int:
-        """Of its bucket."""
-        return bucket_of(self.transfer).index
-
-    @property
     def nbytes(self) -> int:
-        """Of what it keeps beside the reducer's own; a swap's block is its anchor's to count."""
-        kept = (self.at, None if self.transfer.what == "update" else self.own)
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        """Of what it keeps beside the reducer's own."""
+        return sum(tensor.nbytes for kept in self.kept.values() for tensor in kept.values())
+
+    async def carry(
+        self, reducer: Reducer, slot: StateSlot, tensor: Tensor, before: CodecState | None = None
+    ) -> Reduced:
+        """The exchange itself; notes the reducer's state at its start, which is ``before`` where that is given.
+
+        Args:
+          reducer: carries it.
+          slot: the part's.
+          tensor: given away to the reducer.
+          before: for an exchange that is made again.
+        """
+        if before is not None:
+            slot.state = before
+        self.before = slot.state
+        given = Contribution(tensor, self.weight, self.rider)
+        return await reducer.reduce(self.channel, slot, given, step=self.step)
 
     async def state_dict(self) -> State:
         """As it was given to the reducer, which a resumed run does again."""
         assert self.before is not None
-        assert self.own is not None
         return {
+            "number": self.number,
             "step": self.step,
-            "bucket": self.index,
-            "what": self.transfer.what,
             "due_step": self.transfer.due_step,
-            "merge": "swap" if isinstance(self.transfer.merge, Swap) else "replace",
-            "correction": getattr(self.transfer.merge, "correction", 0.0),
-            "own": self.own,
+            "merge": {"kind": type(self.transfer.merge).__name__, "settings": asdict(self.transfer.merge)},  # type: ignore[call-overload]
+            "kept": {str(index): kept for index, kept in self.kept.items()},
             "weight": self.weight,
             "rider": self.rider,
-            "at": {} if self.at is None else {"weights": self.at},
+            "leads": self.leads,
             "before": {"shared": self.before.shared, "local": self.before.local},
             "times": None if self.times is None else (await self.times).value,
         }
 
     @staticmethod
-    def transfer_of(state: State, buckets: tuple[Bucket, ...]) -> Transfer:
-        """The transfer of a flight that :meth:`state_dict` describes."""
-        merge = Swap() if state["merge"] == "swap" else Replace(state["correction"])
-        return Transfer(buckets[state["bucket"]], state["what"], state["due_step"], merge=merge)
+    def transfer_of(state: State, parts: Mapping[int, Part], merges: Mapping[str, type[Merge]]) -> Transfer:
+        """The transfer of a flight that :meth:`state_dict` describes; ``merges`` are the schedule's, by name."""
+        merge = merges[state["merge"]["kind"]](**state["merge"]["settings"])
+        return Transfer(parts[state["number"]], state["due_step"], merge)
+
+    @staticmethod
+    def kept_of(state: State) -> dict[int, dict[str, Tensor]]:
+        """What it kept."""
+        return {int(index): dict(kept) for index, kept in state["kept"].items()}
 
 
-async def carried(
-    reducer: Reducer, flight: Flight, slot: StateSlot, tensor: Tensor, before: CodecState | None = None
-) -> Reduced:
-    """One exchange; notes the reducer's state at its start, which is ``before`` where that is given.
-
-    Args:
-      reducer: carries it.
-      flight: gives weight and rider.
-      slot: the bucket's.
-      tensor: given away to the reducer.
-      before: for an exchange that is made again.
-    """
-    if before is not None:
-        slot.state = before
-    flight.before = slot.state
-    own = Contribution(tensor, flight.weight, flight.rider)
-    return await reducer.reduce(flight.channel, slot, own, step=flight.step)
-
-
-def bucket_of(transfer: Transfer) -> Bucket:
-    """The bucket that a transfer moves.
-
-    Raises:
-      Unsupported: it moves something else.
-    """
-    if not isinstance(transfer.part, Bucket):
-        raise Unsupported(f"no replica moves a {type(transfer.part).__name__} yet")
-    return transfer.part
+def joined(tensors: list[Tensor]) -> Tensor:
+    """One flat tensor of several; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,7 @@ from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Subset
 from farflung.errors import ConfigError
-from farflung.replica.averaging import average, barrier
+from farflung.replica.averaging import barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
 from farflung.replica.evaluation import Score, evaluate
@@ -21,7 +20,6 @@ from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
-from farflung.replica.prediction import check_predictable, predicted
 from farflung.replica.summary import Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
@@ -118,13 +116,6 @@ class Replica:
             self._train = Subset(self._train, self.share)
         self.model = self.workload.model(generator(seed, "model"))
         self.optimizer = make_optimizer(self.training, self.model)
-        if self.parts.schedule.predicts:
-            check_predictable(self.optimizer)
-        if self.training.clip_norm and not self.parts.schedule.clips:
-            raise ConfigError(
-                f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
-                "their norm is known and cannot clip them: leave it out, or choose another --schedule"
-            )
         self._random = RandomState(derive(seed, "replica", comm.rank))
         self._buckets = GradientBuckets(self.model.named_parameters())
         self._exchanges = Exchanges(
@@ -136,6 +127,12 @@ class Replica:
             self.training.on_nonfinite,
             self._tell if self.trace else None,
         )
+        self._exchanges.check(self.optimizer)
+        if self.training.clip_norm and not self._exchanges.clips:
+            raise ConfigError(
+                f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
+                "their norm is known and cannot clip them: leave it out, or choose another --schedule"
+            )
 
     @property
     def bucket_nbytes(self) -> list[int]:
@@ -188,7 +185,7 @@ class Replica:
         begin = now()
         batch, weights = await self.next_batch()
         fetched = now()
-        with self._where_gradients_are_taken():
+        with self._exchanges.taking_gradients(self.optimizer):
             loss, vote = await self.runtime.compute(
                 Cost("forward", len(batch)), lambda: self.forward(batch, weights)
             )
@@ -217,19 +214,11 @@ class Replica:
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike."""
-        for step in self._exchanges.due_steps():
-            if await self._exchanges.drain(step):
-                await self.runtime.compute(Cost("optimizer", 0), self.update)
-            self._buckets.clear()
-        if self._exchanges.apart:
-            parameters = [p.detach() for p in self.model.parameters()]
-            await average(self.runtime, parameters, self.step_done, Purpose.FLUSH)
-            self._exchanges.restart()
 
-    def _where_gradients_are_taken(self) -> AbstractContextManager[None]:
-        if not self.parts.schedule.predicts:
-            return nullcontext()
-        return predicted(self.optimizer, self._buckets, self._exchanges.missing())
+        async def update() -> None:
+            await self.runtime.compute(Cost("optimizer", 0), self.update)
+
+        await self._exchanges.flush(self.step_done, update)
 
     # --- its pieces -------------------------------------------------------------------------------------------
 
@@ -301,12 +290,14 @@ class Replica:
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
         apart = self._exchanges.apart
+        exchanges = await self._exchanges.state_dict()
         shared: State = {
             "step": self.step_done,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload.name,
             "training": self.training.to_json(),
-            "model": {**parameters, **(self._exchanges.anchor() or {})},
+            "model": {**parameters, **(self._exchanges.common() or {})},
+            "exchanges": exchanges["shared"],
         }
         own: State = {
             "buffers": buffers,
@@ -315,7 +306,7 @@ class Replica:
             "random": self._random.state_dict(),
             "sampler": self.parts.sampler.state_dict(),
             "stream": self.parts.stream.state_dict(),
-            "exchanges": await self._exchanges.state_dict(),
+            "exchanges": exchanges["own"],
             "samples": self._samples,
             "share": share_name(self.share),
         }
@@ -345,7 +336,7 @@ class Replica:
         self._random.load_state_dict(own["random"])
         self.parts.sampler.load_state_dict(own["sampler"])
         self.parts.stream.seek(own["stream"])
-        self._exchanges.load_state_dict(own["exchanges"])
+        self._exchanges.load_state_dict({"shared": shared["exchanges"], "own": own["exchanges"]})
         self._samples = own["samples"]
         self.step_done = shared["step"]
 
@@ -356,7 +347,7 @@ class Replica:
             t=end,
             step=flight.step,
             due_step=flight.transfer.due_step,
-            bucket=flight.index,
+            bucket=flight.number,
             began_s=flight.began_s,
             bytes_sent=flight.channel.sent_nbytes,
         )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from farflung.types import Reduced
+__all__ = ["Rider", "Tally", "Vote"]
 
-__all__ = ["Vote", "ballot", "mean_loss", "odd_ranks"]
+OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class Vote:
       loss: this replica's weighted mean loss.
       weight: its weight in the mean.
       stop: whether it was asked to stop.
+      numbers: what its parts add, by name; summed over replicas and steps.
     """
 
     loss: float
     weight: float
     stop: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -34,34 +36,71 @@ class Vote:
         return math.isfinite(self.loss)
 
 
-def ballot(votes: Sequence[Vote], rank: int) -> tuple[float, Tensor]:
-    """A replica's weight in an exchange of the steps voted on, and the rider that is summed over all.
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What all replicas have said together.
 
-    The weight is the mean over the steps, where one whose loss is not finite counts nothing. The rider is ``[loss
-    numerator, non-finite losses, sum and sum of squares of their ranks, stops]``.
+    Args:
+      loss: the sum of losses times weights.
+      nonfinite: how many losses were not finite.
+      ranks: whose they were, for one or two of them; empty for more.
+      stop: whether anybody was asked to stop.
+      sums: what parts have added.
     """
-    steps = len(votes)
-    bad = sum(not vote.finite for vote in votes)
-    weight = sum(vote.weight for vote in votes if vote.finite) / steps
-    loss = sum(vote.loss * vote.weight for vote in votes if vote.finite) / steps
-    stop = any(vote.stop for vote in votes)
-    return weight, torch.tensor([loss, bad, bad * rank, bad * rank**2, stop], dtype=torch.float64)
+
+    loss: float
+    nonfinite: int
+    ranks: list[int]
+    stop: bool
+    sums: Mapping[str, float]
 
 
-def mean_loss(reduced: Reduced) -> float:
-    """Over all replicas, by weight; 0 where nobody has any."""
-    return float(reduced.rider[0]) / reduced.weight if reduced.weight else 0.0
+class Rider:
+    """The float64 numbers that ride beside every exchange and are summed over the replicas, by name.
 
-
-def odd_ranks(rider: Tensor) -> list[int]:
-    """Whose losses were not finite, from how many, the sum and the sum of squares of their ranks.
-
-    Empty for more than two losses.
+    Args:
+      names: what parts add to those of the votes.
     """
-    _, bad, ranks, squares, _ = rider.tolist()
-    if bad == 1:
-        return [int(ranks)]
-    if bad == 2:
-        spread = (2 * squares - ranks**2) ** 0.5
-        return sorted({round((ranks - spread) / 2), round((ranks + spread) / 2)})
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = (*OF_VOTES, *names)
+
+    def cast(self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float]) -> tuple[float, Tensor]:
+        """A replica's weight in an exchange of the steps voted on, and its rider.
+
+        The weight is the mean over the steps, where one whose loss is not finite counts nothing.
+
+        Args:
+          votes: one for each step since the part's last exchange.
+          rank: this replica.
+          numbers: what its parts add; 0 where a name is missing.
+
+        Raises:
+          KeyError: a number without a place.
+        """
+        steps = len(votes)
+        bad = sum(not vote.finite for vote in votes)
+        weight = sum(vote.weight for vote in votes if vote.finite) / steps
+        loss = sum(vote.loss * vote.weight for vote in votes if vote.finite) / steps
+        said = dict.fromkeys(self._names, 0.0)
+        said |= {"loss": loss, "nonfinite": bad, "ranks": bad * rank, "squares of ranks": bad * rank**2}
+        said["stop"] = any(vote.stop for vote in votes)
+        for name, value in numbers.items():
+            said[name] += value
+        return weight, torch.tensor(list(said.values()), dtype=torch.float64)
+
+    def read(self, summed: Tensor) -> Tally:
+        """What the sum of all riders says."""
+        said = dict(zip(self._names, summed.tolist(), strict=True))
+        loss, bad, ranks, squares, stop = (said.pop(name) for name in OF_VOTES)
+        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), said)
+
+
+def _ranks(count: int, total: float, squares: float) -> list[int]:
+    """One or two ranks from their sum and the sum of their squares."""
+    if count == 1:
+        return [int(total)]
+    if count == 2:
+        spread = (2 * squares - total**2) ** 0.5
+        return sorted({round((total - spread) / 2), round((total + spread) / 2)})
     return []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
-from farflung.types import Bucket, SharedStats, State, Swap, Transfer
+from farflung.types import Bucket, Merge, Part, SharedStats, State, Swap, Transfer
 
 __all__ = ["Delayed"]
 
@@ -70,10 +70,7 @@ class Delayed:
     period: int = 1
     most: int = 64
 
-    steps_on: ClassVar[Literal["aggregate", "own"]] = "own"
-    what: ClassVar[Literal["gradient", "update", "parameters"]] = "update"
-    clips: ClassVar[bool] = True
-    predicts: ClassVar[bool] = False
+    merges: ClassVar[tuple[Merge, ...]] = (Swap(),)
 
     def __post_init__(self) -> None:
         if self.delay != "auto":
@@ -83,20 +80,20 @@ class Delayed:
         whole_option("delayed", "period", self.period, 1)
         whole_option("delayed", "most", self.most, 1)
 
-    def init(self, buckets: Sequence[Bucket]) -> State:
-        """The buckets, the delay at the beginning, and the earliest step that a result may be due at."""
-        return {
-            "buckets": tuple(buckets),
-            "delay": 0 if isinstance(self.delay, str) else self.delay,
-            "not_before": 0,
-        }
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        """The buckets themselves."""
+        return buckets
 
-    def plan(self, state: State, step: int) -> list[Transfer]:
+    def init(self) -> State:
+        """The delay at the beginning, and the earliest step that a result may be due at."""
+        return {"delay": 0 if isinstance(self.delay, str) else self.delay, "not_before": 0}
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         if (step + 1) % self.period:
             return []
         due = max(step + state["delay"], state["not_before"])
-        return [Transfer(bucket, "update", due, merge=Swap()) for bucket in state["buckets"]]
+        return [Transfer(part, due, Swap()) for part in parts]
 
     def asks(self, state: State, step: int) -> bool:
         """At the exchanges at which a delay is chosen."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from farflung.codecs.options import whole_option
 from farflung.schedules.fixed import Fixed
-from farflung.types import State, Swap, Transfer
+from farflung.types import Merge, Part, State, SwapGradient, Transfer
 
 __all__ = ["DelayedGradient"]
 
@@ -45,17 +46,15 @@ class DelayedGradient(Fixed):
     delay: int = 4
     period: int = 1
 
-    steps_on: ClassVar[Literal["aggregate", "own"]] = "own"
-    what: ClassVar[Literal["gradient", "update", "parameters"]] = "gradient"
-    clips: ClassVar[bool] = False
-    predicts: ClassVar[bool] = False
+    merges: ClassVar[tuple[Merge, ...]] = (SwapGradient(),)
 
     def __post_init__(self) -> None:
         whole_option("delayed_gradient", "delay", self.delay, 0)
         whole_option("delayed_gradient", "period", self.period, 1)
 
-    def plan(self, state: State, step: int) -> list[Transfer]:
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
+        del state
         if (step + 1) % self.period:
             return []
-        return [Transfer(bucket, "gradient", step + self.delay, merge=Swap()) for bucket in state["buckets"]]
+        return [Transfer(part, step + self.delay, SwapGradient()) for part in parts]

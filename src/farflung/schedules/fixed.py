@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.types import Bucket, SharedStats, State
+from farflung.types import Bucket, Part, SharedStats, State
 
 __all__ = ["Fixed"]
 
 
 class Fixed:
-    """A schedule whose plan hangs on nothing but the step."""
+    """A schedule that moves every bucket by itself, and whose plan hangs on nothing but the step."""
 
     __slots__ = ()
 
-    def init(self, buckets: Sequence[Bucket]) -> State:
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """The buckets themselves."""
-        return {"buckets": tuple(buckets)}
+        return buckets
+
+    def init(self) -> State:
+        """None."""
+        return {}
 
     def asks(self, state: State, step: int) -> bool:
         """Never."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
 from farflung.schedules.fixed import Fixed
-from farflung.types import Replace, State, Transfer
+from farflung.types import Merge, Part, Replace, State, Transfer
 
 __all__ = ["Pipelined"]
 
@@ -58,10 +58,6 @@ class Pipelined(Fixed):
     predict: bool = False
     correction: float = 0.0
 
-    steps_on: ClassVar[Literal["aggregate", "own"]] = "aggregate"
-    what: ClassVar[Literal["gradient", "update", "parameters"]] = "gradient"
-    clips: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         whole_option("pipelined", "width", self.width, 1)
         whole_option("pipelined", "warmup", self.warmup, 0)
@@ -83,12 +79,13 @@ class Pipelined(Fixed):
             )
 
     @property
-    def predicts(self) -> bool:
-        """As asked for."""
-        return self.predict
+    def merges(self) -> tuple[Merge, ...]:
+        """Replaced, with the remedy asked for."""
+        return (Replace(self.correction, self.predict),)
 
-    def plan(self, state: State, step: int) -> list[Transfer]:
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
+        del state
         late = 0 if step < self.warmup else self.width - 1
-        merge = Replace(self.correction if late else 0.0)
-        return [Transfer(bucket, "gradient", step + late, merge=merge) for bucket in state["buckets"]]
+        merge = Replace(self.correction if late else 0.0, self.predict)
+        return [Transfer(part, step + late, merge) for part in parts]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from farflung.schedules.fixed import Fixed
-from farflung.types import Replace, State, Transfer
+from farflung.types import Merge, Part, Replace, State, Transfer
 
 __all__ = ["Synchronous"]
 
@@ -15,11 +16,9 @@ __all__ = ["Synchronous"]
 class Synchronous(Fixed):
     """Every bucket's gradient starts as soon as it is ready and is due at the same step's optimizer."""
 
-    steps_on: ClassVar[Literal["aggregate", "own"]] = "aggregate"
-    what: ClassVar[Literal["gradient", "update", "parameters"]] = "gradient"
-    clips: ClassVar[bool] = True
-    predicts: ClassVar[bool] = False
+    merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
-    def plan(self, state: State, step: int) -> list[Transfer]:
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
-        return [Transfer(bucket, "gradient", due_step=step, merge=Replace()) for bucket in state["buckets"]]
+        del state
+        return [Transfer(part, step, Replace()) for part in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farflung.errors import ConfigError
 from farflung.types import Bucket, Schedule, SharedStats, Transfer
@@ -80,7 +80,7 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
       costs: of steps and exchanges.
       steps: how many.
     """
-    state = schedule.init(buckets)
+    state, parts = schedule.init(), schedule.parts(buckets)
     now, free = 0.0, 0.0
     ends: list[float] = []
     moves: list[Move] = []
@@ -93,8 +93,12 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
         waiting.append(Move(step, transfer, ready, free + costs.latency_s))
         moves.append(waiting[-1])
 
-    def due(step: int, what: str) -> list[Move]:
-        found = [m for m in waiting if m.transfer.due_step <= step and m.transfer.what == what]
+    def due(step: int, *, gradients: bool) -> list[Move]:
+        found = [
+            m
+            for m in waiting
+            if m.transfer.due_step <= step and (m.transfer.merge.moves == "gradient") == gradients
+        ]
         waiting[:] = [m for m in waiting if m not in found]
         return found
 
@@ -102,24 +106,26 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
     for step in range(steps):
         if schedule.asks(state, step):
             asked.add(step)
-        planned = schedule.plan(state, step)
+        planned = schedule.plan(state, parts, step)
         backward = now + costs.forward_s
         for place, transfer in enumerate(planned, start=1):
-            if transfer.what == "gradient":
+            if transfer.merge.moves == "gradient":
                 start(step, transfer, backward + costs.backward_s * place / len(planned))
-        arrived = due(step, "gradient")
+        arrived = due(step, gradients=True)
         now = max([backward + costs.backward_s, *(move.ended_s for move in arrived)]) + costs.update_s
         for transfer in planned:
-            if transfer.what != "gradient":
+            if transfer.merge.moves != "gradient":
                 start(step, transfer, now)
-        late = due(step, schedule.what) if schedule.what != "gradient" else []
+        late = due(step, gradients=False)
         now = max([now, *(move.ended_s for move in late)])
         arrived += late
         for origin in sorted({move.step for move in arrived}):
             took = max(m.ended_s for m in arrived if m.step == origin) - min(
                 m.began_s for m in arrived if m.step == origin
             )
-            told = {"elapsed_s": now, "step_s": work_s, "exchange_s": took} if origin in asked else {}
-            state = schedule.observe(state, SharedStats(origin, 0.0, 1.0, **told))
+            stats = SharedStats(origin, 0.0, 1.0)
+            if origin in asked:
+                stats = replace(stats, elapsed_s=now, step_s=work_s, exchange_s=took)
+            state = schedule.observe(state, stats)
         ends.append(now)
     return Timeline(tuple(ends), tuple(moves))

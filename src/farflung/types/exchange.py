@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -110,12 +110,15 @@ class Reduced:
       weight: the sum of the weights.
       rider: the sum of the riders.
       learn: what the state becomes when the result is merged; ``None`` where it stays.
+      learn_together: what the states of all parts, by number, become once the last exchange of its step is merged and
+        each has learned for itself; ``None`` where they stay. For what is decided from the whole gradient.
     """
 
     mean: Tensor
     weight: float
     rider: Tensor
     learn: Callable[[CodecState], CodecState] | None = None
+    learn_together: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
 
 
 class Reducer(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from farflung.types.tensors import State, TensorSpec
 
@@ -12,13 +12,12 @@ __all__ = [
     "Bucket",
     "Fragment",
     "Merge",
-    "Outer",
     "Part",
     "Replace",
     "Schedule",
     "SharedStats",
-    "Slice",
     "Swap",
+    "SwapGradient",
     "Transfer",
 ]
 
@@ -32,65 +31,75 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements ``start`` to ``stop`` of a bucket, so that urgent ones can overtake."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fragment:
-    """Several buckets that are exchanged together, less often."""
+    """Several buckets of one dtype that make one exchange, in their order; ``index`` counts fragments."""
 
     index: int
     buckets: tuple[Bucket, ...]
 
 
-Part: TypeAlias = Bucket | Slice | Fragment
+Part: TypeAlias = Bucket | Fragment
 """What a transfer moves."""
+
+
+Moved: TypeAlias = Literal["gradient", "update", "parameters"]
+"""What an exchange averages. Gradients leave as backward fills their buckets and are merged before the optimizer;
+updates and parameters leave, and are merged, after it.
+"""
+
+
+class Merge(Protocol):
+    """How a result that is due takes effect: settings alone, a frozen dataclass with JSON values.
+
+    What carries it out in a replica is found by its type in :data:`farflung.replica.merges.MERGERS`.
+    """
+
+    moves: ClassVar[Moved]
+    """What its exchanges average."""
+    means: ClassVar[str]
+    """What happens to a replica's own part, in words that follow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    r"""Wait for the mean; it takes the place of the own part.
+    r"""The optimizer steps on the mean in place of the own gradient, and not at all where no mean is due.
 
     Args:
       correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
         :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
+      predict: whether gradients are taken where the own ones still under way would lead.
     """
 
+    moves: ClassVar[Moved] = "gradient"
+    means: ClassVar[str] = "replaced by its mean"
+
     correction: float = 0.0
+    predict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The own part was applied at its step; when the mean arrives the two are exchanged."""
+    """Own updates were applied at their steps; when their mean arrives the two are exchanged."""
+
+    moves: ClassVar[Moved] = "update"
+    means: ClassVar[str] = "swapped for its mean"
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
-    """The mean feeds an outer optimizer, whose result is mixed with the own parameters."""
+class SwapGradient:
+    """The optimizer stepped on the own gradient; when the mean arrives it steps on the difference too."""
 
-    learning_rate: float
-    momentum: float
-    own_share: float = 0.0
-
-
-Merge: TypeAlias = Replace | Swap | Outer
-"""How a result that is due takes effect."""
+    moves: ClassVar[Moved] = "gradient"
+    means: ClassVar[str] = "swapped for its mean"
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One exchange as data: what starts now, when its result is due, and how it merges."""
+    """One exchange as data: what starts now, at the end of which step its result is due, and how it merges."""
 
     part: Part
-    what: Literal["gradient", "update", "parameters"]
     due_step: int
-    due_at: Literal["optimizer", "forward"] = "optimizer"
-    merge: Merge = Replace()
+    merge: Merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,8 @@ class SharedStats:
     loss: float
     """Weighted mean over all replicas."""
     weight: float
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Over all replicas, what parts of theirs have added to the rider, by name."""
     elapsed_s: float | None = None
     """The decider's clock, where a schedule asked for it."""
     step_s: float | None = None
@@ -113,35 +124,24 @@ class Schedule(Protocol):
     """Which transfers start at a step and when they are due. A schedule is data, equal on all ranks."""
 
     @property
-    def steps_on(self) -> Literal["aggregate", "own"]:
-        """What the optimizer steps on: the aggregate that is due (no step where none is), or the own gradient."""
+    def merges(self) -> tuple[Merge, ...]:
+        """Every merge that its transfers may name; whether a replica knows them is found out before the first step."""
         ...
 
-    @property
-    def what(self) -> Literal["gradient", "update", "parameters"]:
-        """What its transfers move."""
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        """What its transfers move of a model with these buckets."""
         ...
 
-    @property
-    def clips(self) -> bool:
-        """Whether the gradient that the optimizer steps on may be clipped."""
+    def init(self) -> State:
+        """Its state before the first step."""
         ...
 
-    @property
-    def predicts(self) -> bool:
-        """Whether gradients are taken where the own gradients still under way would lead."""
-        ...
-
-    def init(self, buckets: Sequence[Bucket]) -> State:
-        """State for these buckets."""
-        ...
-
-    def plan(self, state: State, step: int) -> list[Transfer]:
-        """The transfers that start at ``step``, in bucket order."""
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        """The transfers that start at ``step``, in the order of ``parts``; each part at most once."""
         ...
 
     def asks(self, state: State, step: int) -> bool:
-        """Whether the decider's times are wanted with the stats of the exchange that starts at ``step``."""
+        """Whether the decider's times are wanted with the stats of the exchanges that start at ``step``."""
         ...
 
     def observe(self, state: State, stats: SharedStats) -> State:

@@ -1,0 +1,84 @@
+"""Means in place of own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.flights import Flight
+from farflung.replica.merges.merger import Merger
+from farflung.replica.merges.prediction import check_predictable, predicted
+from farflung.types import Replace, Transfer
+
+__all__ = ["Replacing"]
+
+
+class Replacing(Merger):
+    """Carries out :class:`farflung.types.Replace`: replicas apply the same means in the same order, and never differ.
+
+    A gradient that is due at its own step is given away, and no copy of it is made.
+    """
+
+    takes_gradient: ClassVar[bool] = True
+
+    def __init__(self, merge: Replace, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._predict = merge.predict
+
+    @staticmethod
+    def needs_the_loop(merge: Replace) -> str:
+        """Where weights are predicted."""
+        return "predicted weights need hold of the forward pass" if merge.predict else ""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """A prediction has to know the optimizer."""
+        if self._predict:
+            check_predictable(optimizer)
+
+    def taking(
+        self, optimizer: torch.optim.Optimizer, flights: Sequence[Flight]
+    ) -> AbstractContextManager[None]:
+        """At predicted weights, where that is asked for."""
+        if not self._predict:
+            return nullcontext()
+        missing: dict[int, dict[int, Tensor]] = {}
+        for flight in flights:
+            for index, kept in flight.kept.items():
+                missing.setdefault(flight.step, {})[index] = kept["own"]
+        return predicted(optimizer, self._buckets, list(missing.values()))
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The bucket itself, or a copy where it is needed again."""
+        assert isinstance(transfer.merge, Replace)
+        gradient = self._buckets.flat(index)
+        if transfer.due_step == step:
+            return gradient, {}
+        kept = {"own": gradient.clone()}
+        if transfer.merge.correction:
+            kept["at"] = self._buckets.weights(index)
+        return kept["own"].clone(), kept
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """The mean becomes the gradient, corrected where the parameters have moved."""
+        assert isinstance(flight.transfer.merge, Replace)
+        if mean is None:
+            return
+        if "at" in flight.kept[index]:
+            moved = self._buckets.weights(index).sub_(flight.kept[index]["at"])
+            mean = mean + flight.transfer.merge.correction * mean * mean * moved
+        self._buckets.load(index, mean)
+
+    def steps(self, *, merged: bool, finite: bool) -> bool:
+        """On what was merged."""
+        del finite
+        return merged
+
+    def apart(self, *, pending: bool) -> bool:
+        """Never."""
+        del pending
+        return False

@@ -1,0 +1,94 @@
+"""Own updates first, and later their mean in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.flights import Flight
+from farflung.replica.merges.merger import Merger
+from farflung.types import Merge, State, Transfer
+
+__all__ = ["Swapping"]
+
+
+class Swapping(Merger):
+    r"""Carries out :class:`farflung.types.Swap` around an anchor.
+
+    .. math:: w_j = a + \sum_{b} B_{b,j} + u_j
+
+    The anchor a is where all began, plus every mean that has arrived: the same bits on all replicas. Pending are the
+    blocks B that are under way and the updates u since the last of them. A swap adds a mean to the anchor, drops its
+    block, and computes the parameters anew as the sum, so what rounding did to them is gone with the block.
+    """
+
+    def __init__(self, merge: Merge, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        count = len(buckets.buckets)
+        self._anchors = [buckets.weights(index) for index in range(count)]
+        self._blocks: list[dict[int, Tensor]] = [{} for _ in range(count)]
+        """Those under way, by bucket and by the step that ended them."""
+        self._fresh = [0] * count
+        """Own steps since a bucket's last block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the anchor."""
+        return sum(anchor.nbytes for anchor in self._anchors)
+
+    def updated(self, *, done: bool) -> None:
+        """Counts a step in every bucket."""
+        self._fresh = [fresh + done for fresh in self._fresh]
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The updates since the last block, which become the block of ``step``."""
+        del transfer
+        block = self._recent(index)
+        self._blocks[index][step] = block
+        self._fresh[index] = 0
+        return block.clone(), {"own": block}
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """The block gives way to the mean."""
+        recent = self._recent(index) if self._fresh[index] else None
+        del self._blocks[index][flight.step]
+        if mean is not None:
+            self._anchors[index].add_(mean)
+        weights = self._base(index)
+        self._buckets.load_weights(index, weights if recent is None else weights.add_(recent))
+
+    def common(self) -> list[Tensor]:
+        """The anchor."""
+        return self._anchors
+
+    def restart(self) -> None:
+        """The parameters are the anchor."""
+        self._anchors = [self._buckets.weights(index) for index in range(len(self._anchors))]
+        self._fresh = [0] * len(self._fresh)
+
+    def state_dict(self) -> tuple[State, State]:
+        """The anchor, which all share, and how many own steps are in no block yet."""
+        return {"anchors": {str(i): t for i, t in enumerate(self._anchors)}}, {"fresh": list(self._fresh)}
+
+    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+        """Continues; the exchanges under way hold the blocks."""
+        self._anchors = [shared["anchors"][str(i)].clone() for i in range(len(self._anchors))]
+        self._fresh = list(own["fresh"])
+        self._blocks = [{} for _ in self._anchors]
+        for flight in flights:
+            for index, kept in flight.kept.items():
+                self._blocks[index][flight.step] = kept["own"]
+
+    def _base(self, index: int) -> Tensor:
+        total = self._anchors[index].clone()
+        for block in self._blocks[index].values():
+            total.add_(block)
+        return total
+
+    def _recent(self, index: int) -> Tensor:
+        if not self._fresh[index]:
+            return torch.zeros_like(self._anchors[index])
+        return self._buckets.weights(index).sub_(self._base(index))

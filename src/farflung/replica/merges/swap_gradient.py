@@ -1,0 +1,80 @@
+"""Own gradients first, and later what their mean adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.flights import Flight
+from farflung.replica.merges.merger import Merger
+from farflung.types import Merge, State, Transfer
+
+__all__ = ["SwappingGradients"]
+
+
+class SwappingGradients(Merger):
+    """Carries out :class:`farflung.types.SwapGradient`. Without an anchor: replicas stay apart until averaged.
+
+    An exchange starts before the norm of the whole gradient is known, so nothing can be clipped.
+    """
+
+    clips: ClassVar[bool] = False
+
+    def __init__(self, merge: Merge, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._sums: dict[int, Tensor] = {}
+        """Own gradients since a bucket's last exchange."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blocks that fill."""
+        return sum(total.nbytes for total in self._sums.values())
+
+    @staticmethod
+    def needs_the_loop(merge: Merge) -> str:
+        """A loop's own gradients would be taken for those that were swapped."""
+        del merge
+        return "swapped gradients cannot be told from gradients that a loop adds up"
+
+    def filled(self, index: int) -> None:
+        """Adds to the block."""
+        own = self._buckets.flat(index)
+        self._sums[index] = self._sums[index].add_(own) if index in self._sums else own.clone()
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The block."""
+        del transfer, step
+        own = self._sums.pop(index)
+        return own.clone(), {"own": own}
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """The difference is added to the gradient of this step."""
+        gradient = self._buckets.flat(index).sub_(flight.kept[index]["own"])
+        if mean is not None:
+            gradient.add_(mean)
+
+    def steps(self, *, merged: bool, finite: bool) -> bool:
+        """Always: a gradient that is not finite has become zero, and what was swapped counts nevertheless."""
+        del merged, finite
+        return True
+
+    def apart(self, *, pending: bool) -> bool:
+        """Whatever is pending."""
+        del pending
+        return True
+
+    def restart(self) -> None:
+        """Forgets the blocks that fill."""
+        self._sums = {}
+
+    def state_dict(self) -> tuple[State, State]:
+        """The blocks that fill."""
+        return {}, {"sums": {str(index): total for index, total in self._sums.items()}}
+
+    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+        """Continues."""
+        del shared, flights
+        self._sums = {int(index): total.clone() for index, total in own["sums"].items()}

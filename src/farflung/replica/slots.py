@@ -1,0 +1,63 @@
+"""The reducer's state for each part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from farflung.seeding import derive
+from farflung.types import CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
+
+__all__ = ["Slots"]
+
+
+class Slots:
+    """One slot for each part, by number.
+
+    Made anywhere; afterwards all that is done to them happens on the thread that carries exchanges.
+
+    Args:
+      reducer: whose state they hold.
+      specs: of the flat tensor of each part, by number.
+      seed: the run's.
+      rank: this replica's.
+    """
+
+    def __init__(self, reducer: Reducer, specs: Mapping[int, TensorSpec], seed: int, rank: int) -> None:
+        self._slots = {
+            number: StateSlot(
+                reducer.init(spec, Seeds(derive(seed, "codec", number), derive(seed, "codec", number, rank)))
+            )
+            for number, spec in specs.items()
+        }
+
+    def __getitem__(self, number: int) -> StateSlot:
+        return self._slots[number]
+
+    def __iter__(self) -> Iterator[StateSlot]:
+        return iter(self._slots.values())
+
+    def learn(self, number: int, reduced: Reduced, *, last: bool) -> None:
+        """Takes in what a result teaches.
+
+        Args:
+          number: of the part whose result is merged.
+          reduced: the result.
+          last: whether no other exchange of its step is left to merge.
+        """
+        if reduced.learn is not None:
+            self._slots[number].state = reduced.learn(self._slots[number].state)
+        if last and reduced.learn_together is not None:
+            states = {each: slot.state for each, slot in self._slots.items()}
+            for each, state in reduced.learn_together(states).items():
+                self._slots[each].state = state
+
+    def state_dict(self) -> tuple[State, State]:
+        """The halves of all states that are alike on all replicas, and those that are this one's own."""
+        shared = {str(number): slot.state.shared for number, slot in self._slots.items()}
+        own = {str(number): slot.state.local for number, slot in self._slots.items()}
+        return shared, own
+
+    def load_state_dict(self, shared: State, own: State) -> None:
+        """Continues from :meth:`state_dict`."""
+        for number, slot in self._slots.items():
+            slot.state = CodecState(shared[str(number)], own[str(number)])

@@ -1,0 +1,141 @@
+"""The trainings that must end as they always did: every preset, and recipes beyond them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from farflung.data import fashion_mnist
+from farflung.data.source import Which
+from farflung.recipes import RECIPES
+from farflung.replica import buckets
+from farflung.types import Workload
+from farflung.workloads import WORKLOADS
+from farflung.workloads._classification import Classification
+
+__all__ = ["CASES", "Case", "known"]
+
+UNEVEN = "battery/uneven"
+RESIDUALS = "error_feedback(topk(density=0.05))"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training, run to its half, resumed, and run to its end, in each world that it is for.
+
+    Args:
+      name: of the case; also its key among the recorded values.
+      settings: options of the command line, with underscores.
+      network: a named one, for virtual time.
+      virtual: whether it can be simulated.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    network: str = "wifi-100mbps"
+    virtual: bool = True
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """All settings, with those of the battery where the case has none of its own."""
+        given = {"workload": UNEVEN, "workers": 2, "steps": 20, "batch_size": 8, "seed": 7, **self.settings}
+        return {"evaluate_every": 0, "checkpoint_every": 0, **given}
+
+
+def _presets() -> list[Case]:
+    """Each preset on one of two networks, with four replicas; a merge 20 steps late is seen in 50 steps alone."""
+    networks = itertools.cycle(["wifi-100mbps", "four-regions"])
+    return [
+        Case(
+            f"preset {name}",
+            {"recipe": name, "workers": 4, "steps": 50 if name == "dga" else 20},
+            network,
+            virtual=name != "ddp",
+        )
+        for name, network in zip(RECIPES, networks, strict=False)
+    ]
+
+
+_OTHERS = (
+    Case("synchronous", {"momentum": 0.0, "weight_decay": 0.0}, "4g"),
+    Case("synchronous, adam, clipped", {"optimizer": "adam", "learning_rate": 1e-3, "clip_norm": 0.5}),
+    Case("pipelined, predicted", {"schedule": "pipelined(width=3, predict=True)", "workers": 3}, "4g"),
+    Case("pipelined, corrected", {"schedule": "pipelined(width=2, warmup=3, correction=0.1)"}, "4g"),
+    Case("delayed_gradient", {"schedule": "delayed_gradient(delay=3, period=2)", "workers": 3}, "4g"),
+    Case("delayed, period", {"schedule": "delayed(delay=3, period=2)", "workers": 4}, "four-regions"),
+    Case("delayed, residuals", {"schedule": "delayed(delay=2)", "codec": RESIDUALS}),
+    Case("delayed, adam", {"schedule": "delayed(delay=2)", "optimizer": "adam", "learning_rate": 1e-3}, "4g"),
+    Case("topk, residuals", {"codec": RESIDUALS}),
+    Case("topk, own shares", {"codec": RESIDUALS, "partition": "labels(k=3)", "workers": 4}),
+    Case(
+        "int8 on hops",
+        {"codec": "int8", "reducer": "codec(phases='hops')", "collective": "ring", "workers": 3},
+    ),
+    Case("dgc, pipelined", {"codec": "dgc(density=0.02)", "schedule": "pipelined(width=2)"}),
+    Case(
+        "powersgd, pipelined",
+        {"reducer": "powersgd", "schedule": "pipelined(width=2)", "collective": "ring", "workers": 3},
+    ),
+    Case("powersgd, delayed", {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)"}, "4g"),
+    Case("shared_scale_qsgd", {"reducer": "shared_scale_qsgd(bits=4)", "workers": 3}),
+    Case(
+        "quadratic, own shares",
+        {
+            "workload": "synthetic/quadratic",
+            "schedule": "delayed(delay=2, period=3)",
+            "partition": "labels(k=3)",
+            "workers": 4,
+        },
+        "4g",
+    ),
+)
+
+CASES: dict[str, Case] = {case.name: case for case in (*_presets(), *_OTHERS)}
+"""By name."""
+
+
+# --- a workload in which little is alike ------------------------------------------------------------------------
+
+
+class _Uneven(nn.Module):
+    """Two convolutions, running statistics, dropout, and layers of very unlike sizes; they fill two buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 12, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        self.dense = nn.Linear(12 * 7 * 7, 40)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.ReLU(), nn.Linear(40, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dense(self.picture(images)))
+        return logits
+
+
+@functools.cache  # the runs of one process share the samples
+def _uneven(data: Which = "packaged") -> Workload:
+    """The images of the package, mirrored at random."""
+    defaults = {"batch_size": 8, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "steps": 20}
+    return Classification(UNEVEN, _Uneven, functools.partial(fashion_mnist.load, data), defaults)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Inside, the workload has its name, and a first bucket is full with 64 KiB."""
+    WORKLOADS.setdefault(UNEVEN, _uneven)
+    with mock.patch.object(buckets, "FIRST_NBYTES", 1 << 16):
+        yield

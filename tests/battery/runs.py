@@ -1,0 +1,141 @@
+"""Makes the battery's runs and reads what they leave behind.
+
+Everything that knows how a run is made stands in :func:`virtual_half` and :func:`wall_half`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from farflung.cli import join
+from farflung.cli.run import RunConfig, RunFolder
+from farflung.cli.simulation import SimulatedConfig, simulate
+from farflung.replica import load_tree
+from farflung.telemetry import Event
+from tests.battery.cases import CASES, Case, known
+from tests.pool import Pool, digest
+
+__all__ = ["platform", "virtual", "wall"]
+
+
+def platform() -> str:
+    """What the bits of a training depend on beside its code."""
+    return f"torch {torch.__version__.partition('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+# --- in virtual time ------------------------------------------------------------------------------------------
+
+
+def virtual(case: Case, path: Path) -> dict[str, Any]:
+    """Trains in virtual time to the half and from there to the end; what is recorded of it, times included."""
+    steps = case.whole["steps"]
+    virtual_half(case, path, steps // 2, resumed=False)
+    virtual_half(case, path, steps, resumed=True)
+    return {**_outcome(path, steps), "times": _times(path)}
+
+
+def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
+    """One half in virtual time."""
+    with known():
+        config = SimulatedConfig.resolve({**case.whole, "network": case.network, "steps": steps})
+        folder = RunFolder(path, resumed=resumed)
+        folder.create(config)
+        simulate(config, folder, _nobody, config.make_workload())
+
+
+# --- on the wall clock ----------------------------------------------------------------------------------------
+
+
+def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
+    """The same on worker processes, which make again what is decided in ``replay``, where that file is there."""
+    steps = case.whole["steps"]
+    for until in (steps // 2, steps):
+        resumed = until == steps
+        with known():
+            config = RunConfig.resolve({**case.whole, "steps": until})
+        RunFolder(path, resumed=resumed).create(config, None if resumed or not replay.exists() else replay)
+        pool.run(
+            config.workers,
+            "tests.battery.runs.wall_half",
+            name=case.name,
+            path=str(path),
+            steps=until,
+            resumed=resumed,
+        )
+    return _outcome(path, steps)
+
+
+def wall_half(
+    rank: int,
+    size: int,
+    store: dist.PrefixStore,
+    *,
+    name: str,
+    path: str,
+    steps: int,
+    resumed: bool,
+) -> None:
+    """One replica's half, met in a store that is the job's own where torchrun would have opened one."""
+    of_torchrun = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    with (
+        known(),
+        mock.patch.dict(os.environ, of_torchrun),
+        mock.patch.object(join, "rendezvous", return_value=iter([(store, rank, size)])),
+    ):
+        config = RunConfig.resolve({**CASES[name].whole, "steps": steps})
+        join.work(config, RunFolder(Path(path), resumed=resumed), _nobody)
+
+
+# --- what they leave behind -----------------------------------------------------------------------------------
+
+
+def _outcome(path: Path, steps: int) -> dict[str, Any]:
+    """Bits and bytes of a run: of the checkpoint at its end, of each loss on its way, and of its evaluations."""
+    events = _events(path)
+    shared = load_tree(path / "checkpoints" / f"step-{steps:08d}" / "shared.safetensors")
+    losses = [[event["loss"] for event in own if event["event"] == "step"] for own in events]
+    ends = [[event for event in own if event["event"] == "end"] for own in events]
+    finals = [[(end["final_loss"], end["final_accuracy"]) for end in own] for own in ends]
+    shutil.rmtree(path / "checkpoints")
+    return {
+        "bits": {"parameters": digest(shared["model"]), "losses": _sha(losses), "evaluations": _sha(finals)},
+        "bytes": [[end["bytes_sent_per_replica"] for end in own] for own in ends],
+    }
+
+
+def _times(path: Path) -> list[dict[str, Any]]:
+    """For each replica the virtual seconds at which steps and halves ended, and what each half took."""
+    return [
+        {
+            "steps": [event["t"] for event in own if event["event"] == "step"],
+            "ends": [event["t"] for event in own if event["event"] == "end"],
+            "durations": [event["duration_s"] for event in own if event["event"] == "end"],
+        }
+        for own in _events(path)
+    ]
+
+
+def _events(path: Path) -> list[list[Event]]:
+    return [own for _, own in sorted(RunFolder(path, resumed=True).events().items())]
+
+
+def _sha(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _nobody(event: Event) -> None:
+    """Shows nothing."""
+    del event

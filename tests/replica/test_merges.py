@@ -1,0 +1,371 @@
+"""Merges: each in a room of its own, found by its type; what has none is refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung.errors import Unsupported
+from farflung.recipes import Recipe
+from farflung.replica import GradientBuckets, Replica, Vote, load_tree
+from farflung.replica.flights import Flight
+from farflung.replica.merges import MERGERS, Merger
+from farflung.replica.votes import Rider
+from farflung.schedules import Delayed
+from farflung.schedules.fixed import Fixed
+from farflung.types import (
+    Batch,
+    Bucket,
+    Channel,
+    CodecState,
+    Contribution,
+    Fragment,
+    Merge,
+    Part,
+    Reduced,
+    Replace,
+    Seeds,
+    SharedStats,
+    State,
+    StateSlot,
+    Swap,
+    TensorSpec,
+    Transfer,
+)
+from farflung.types.schedule import Moved
+from farflung.workloads import Quadratic
+from tests.helpers import same_bits, same_tree
+from tests.schedules.runs import Run, distance
+
+# --- a merge of one's own -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """The mean of parameters feeds an outer optimizer: SGD with momentum on the way that replicas went."""
+
+    moves: ClassVar[Moved] = "parameters"
+    means: ClassVar[str] = "fed to an outer optimizer"
+
+    rate: float = 1.0
+    momentum: float = 0.0
+
+
+class OuterSteps(Merger):
+    """Carries out :class:`Outer`."""
+
+    def __init__(self, merge: Outer, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._merge = merge
+        self._at = [buckets.weights(bucket.index) for bucket in buckets.buckets]
+        self._speed = [torch.zeros_like(at) for at in self._at]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self._at, *self._speed))
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        own = self._at[index] - self._buckets.weights(index)
+        return own.clone(), {"own": own}
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        since = self._at[index] - self._buckets.weights(index) - flight.kept[index]["own"]
+        if mean is not None:
+            self._speed[index].mul_(self._merge.momentum).add_(mean)
+            self._at[index].sub_(self._speed[index], alpha=self._merge.rate)
+        self._buckets.load_weights(index, self._at[index] - since)
+
+    def common(self) -> list[Tensor]:
+        return self._at
+
+    def restart(self) -> None:
+        self._at = [self._buckets.weights(index) for index in range(len(self._at))]
+
+    def state_dict(self) -> tuple[State, State]:
+        named = [{str(i): t for i, t in enumerate(found)} for found in (self._at, self._speed)]
+        return {"at": named[0], "speed": named[1]}, {}
+
+    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+        self._at = [shared["at"][str(i)].clone() for i in range(len(self._at))]
+        self._speed = [shared["speed"][str(i)].clone() for i in range(len(self._at))]
+
+
+@dataclass(frozen=True)
+class Streaming(Fixed):
+    """Fragments of buckets in turn, each averaged every ``period`` steps and merged ``delay`` steps later."""
+
+    period: int
+    delay: int = 0
+    fragments: int = 1
+    outer: Outer = Outer()
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        return (self.outer,)
+
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        return [Fragment(i, tuple(buckets[i :: self.fragments])) for i in range(self.fragments)]
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        every = self.period // self.fragments
+        return [
+            Transfer(part, step + self.delay, self.outer)
+            for turn, part in enumerate(parts)
+            if (step + 1 - turn * every) % self.period == 0
+        ]
+
+
+@pytest.fixture
+def outer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MERGERS, Outer, OuterSteps)
+
+
+class Pieces(nn.Module):
+    """A vector in several parameters."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(torch.zeros(dim // count) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self.pieces)) - x
+
+
+class InPieces(Quadratic):
+    """A quadratic whose parameters make four buckets."""
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return Pieces(self.dim, 4)
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.loss(model, batch)
+
+
+@pytest.fixture
+def four_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farflung.replica.loop.GradientBuckets", partial(GradientBuckets, bucket_nbytes=1))
+
+
+def pieces() -> Quadratic:
+    return InPieces(dim=12, samples=64)
+
+
+def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
+    for period in (1, 4):
+        ours = Run(Streaming(period), settings={"momentum": 0.9, "steps": 16}).whole()
+        theirs = Run(f"delayed(0, {period})", settings={"momentum": 0.9, "steps": 16}).whole()
+        assert distance(ours.weights(), theirs.weights()) < 1e-6
+        assert same_bits(ours.weights(0), ours.weights(1))
+
+
+@pytest.mark.usefixtures("outer", "four_buckets")
+def test_fragments_on_identical_batches_are_one_worker() -> None:
+    schedule = Streaming(4, delay=3, fragments=2)
+    several = Run(schedule, 2, alike=True, workload=pieces, settings={"steps": 14}).whole()
+    alone = Run("synchronous", 1, alike=True, workload=pieces, settings={"steps": 14}).whole()
+    assert len(several.replicas[0]._buckets.buckets) == 4
+    assert distance(several.weights(), alone.weights()) < 1e-6
+
+
+@pytest.mark.usefixtures("outer", "four_buckets")
+@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.3))"])
+def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_path: Path) -> None:
+    schedule = Streaming(4, delay=3, fragments=2, outer=Outer(0.7, 0.9))
+
+    def run(folder: str, steps: int) -> Run:
+        settings = {"steps": steps, "checkpoint_every": 3, "momentum": 0.9}
+        return Run(
+            schedule, 2, {"codec": codec}, workload=pieces, settings=settings, folder=tmp_path / folder
+        )
+
+    whole = run("whole", 18).whole()
+    run("parts", 9).whole()
+    shared = load_tree(tmp_path / "parts" / "step-00000009" / "shared.safetensors")
+    assert set(shared["exchanges"]["merges"]["Outer"]) == {"at", "speed"}
+    for start in (3, 9):
+        resumed = run("parts", 18)
+        for replica in resumed.replicas:
+            replica.resume(start)
+        resumed.whole()
+        for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
+            assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
+            assert got._exchanges.sent_nbytes == wanted._exchanges.sent_nbytes
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned(Fixed):
+    """Whatever merges it is given."""
+
+    merges: tuple[Merge, ...]
+    planned: Merge
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        return [Transfer(part, step, self.planned) for part in parts]
+
+
+def test_a_merge_without_a_room_is_refused_before_the_first_step() -> None:
+    with pytest.raises(
+        Unsupported, match="schedule Planned: nothing carries out merge Outer; known: Replace, Swap,"
+    ):
+        Run(Planned((Outer(),), Outer()))
+
+
+def test_a_merge_that_was_not_named_never_starts() -> None:
+    run = Run(Planned((Replace(),), Swap()))
+    with pytest.raises(Unsupported, match="step 0: plans merge Swap, which is not among its merges"):
+        run.steps(1)
+    assert [replica._exchanges.sent_nbytes for replica in run.replicas] == [0, 0]
+
+
+def test_a_merge_named_twice_is_refused() -> None:
+    with pytest.raises(Unsupported, match="merge Replace is named twice"):
+        Run(Planned((Replace(), Replace(0.1)), Replace()))
+
+
+@dataclass(frozen=True)
+class Some(Planned):
+    """Only the first parts."""
+
+    count: int = 1
+
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        return buckets[: self.count]
+
+
+@pytest.mark.usefixtures("four_buckets")
+def test_a_bucket_that_nothing_moves_is_refused() -> None:
+    with pytest.raises(Unsupported, match="no part of it moves bucket 3, which would train apart"):
+        Run(Some((Replace(),), Replace(), 3), workload=pieces)
+
+
+# --- parts that go at different times -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EveryOther(Delayed):
+    """Even buckets at even steps, odd ones at odd steps."""
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        return [t for t in Delayed.plan(self, state, parts, step) if t.part.index % 2 == step % 2]
+
+
+@pytest.mark.usefixtures("four_buckets")
+def test_buckets_that_take_turns_each_count_their_own_steps() -> None:
+    """Identical batches: every mean is the own part, so nothing may differ from one worker alone."""
+    several = Run(EveryOther(delay=2), 2, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
+    alone = Run("synchronous", 1, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
+    assert distance(several.weights(), alone.weights()) < 1e-6
+
+
+@dataclass(frozen=True)
+class PostLocal(Fixed):
+    """Synchronous for some steps, then blocks of own updates."""
+
+    until: int
+    period: int
+
+    merges: ClassVar[tuple[Merge, ...]] = (Replace(), Swap())
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        if step < self.until:
+            return [Transfer(part, step, Replace()) for part in parts]
+        return [Transfer(part, step, Swap()) for part in parts] if (step + 1) % self.period == 0 else []
+
+
+def test_two_merges_in_one_run() -> None:
+    run, plain = (Run(how, settings={"momentum": 0.9}) for how in (PostLocal(8, 4), "synchronous"))
+    run.steps(8)
+    plain.steps(8)
+    assert same_bits(run.weights(), plain.weights())
+    run.steps(3)
+    assert not same_bits(run.weights(0), run.weights(1))
+    run.steps(1)
+    assert distance(run.weights(0), run.weights(1)) < 1e-6
+
+
+@dataclass(frozen=True)
+class Together(Fixed):
+    """Synchronous SGD in a single exchange."""
+
+    merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
+
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        return [Fragment(0, tuple(buckets))]
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        return [Transfer(part, step, Replace()) for part in parts]
+
+
+@pytest.mark.usefixtures("four_buckets")
+def test_several_buckets_in_one_exchange_are_the_same_training() -> None:
+    runs = [Run(how, 3, workload=pieces).whole() for how in (Together(), "synchronous")]
+    assert same_bits(runs[0].weights(), runs[1].weights())
+    exchanges = [sum(event["event"] == "exchange" for event in run.events[0]) for run in runs]
+    assert exchanges == [20, 80]
+
+
+# --- what rides beside, and what is learned together --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hearing(EveryOther):
+    """Adds up what it hears, in its state."""
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        return {
+            **state,
+            "seen": state.get("seen", 0.0) + stats.sums["seen"],
+            "heard": state.get("heard", 0) + 1,
+        }
+
+
+@pytest.mark.usefixtures("four_buckets")
+@pytest.mark.parametrize("rests", [0, 3])
+def test_numbers_of_ones_own_are_summed_once(rests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of exchanges a step starts, or none."""
+    forward = Replica.forward
+
+    def counting(replica: Replica, *given: Any) -> tuple[Tensor, Vote]:
+        loss, vote = forward(replica, *given)
+        return loss, replace(vote, numbers={"seen": 10.0**replica.runtime.comm.rank})
+
+    monkeypatch.setattr(Replica, "forward", counting)
+    run = Run(Hearing(delay=0, period=1 + rests), 3, workload=pieces)
+    for replica in run.replicas:
+        replica._exchanges._rider = Rider(("seen",))
+    run.steps(12)
+    states = [replica._exchanges._state for replica in run.replicas]
+    assert [state["seen"] for state in states] == [12 * 111.0] * 3
+    assert states[0]["heard"] == 12 // (1 + rests)
+
+
+class Learning:
+    """A reducer that counts, in every part's state, what is learned of all parts together."""
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        return CodecState({"steps": []}, {})
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        def together(states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
+            return {n: CodecState({"steps": [*s.shared["steps"], step]}, {}) for n, s in states.items()}
+
+        total, rider = await channel.collective("direct")(channel, own.tensor, own.rider)
+        return Reduced(total / channel.size, channel.size, rider, None, together)
+
+
+@pytest.mark.usefixtures("four_buckets")
+def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recipe, "_reducer", lambda recipe: Learning())
+    run = Run("pipelined(2)", 2, workload=pieces).steps(5)
+    for replica in run.replicas:
+        assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4
