@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from farflung.config import Training
 from farflung.recipes import recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
@@ -41,5 +42,6 @@ def replicas_in(
         )
         for rank, runtime in enumerate(world.runtimes)
     ]
-    world.settle_collective(chosen.collective, replicas[0].bucket_nbytes)
+    nbytes = summed_nbytes(replicas[0].parts.reducer, replicas[0].bucket_specs, len(replicas))
+    world.settle_collective(chosen.collective, nbytes)
     return replicas

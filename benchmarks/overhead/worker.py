@@ -22,6 +22,7 @@ import farflung
 from farflung.comm import AUTO, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.seeding import generator
@@ -142,7 +143,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         recipe("synchronous").parts(0),
         Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl")),
     )
-    runtime.settle_collective(AUTO, replica.bucket_nbytes)
+    runtime.settle_collective(AUTO, summed_nbytes(replica.parts.reducer, replica.bucket_specs, size))
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(0, "model")))
     optimizer = torch.optim.SGD(

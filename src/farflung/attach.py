@@ -21,6 +21,7 @@ from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Vote
 from farflung.replica.averaging import averaged, broadcast
 from farflung.replica.merges import needs_the_loop
@@ -117,7 +118,7 @@ def attach(
     )
     try:
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
-        nbytes = [bucket.spec.nbytes for bucket in buckets.buckets]
+        nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
         handle.start()

@@ -18,7 +18,7 @@ from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.recipes import build
-from farflung.reducers import REDUCERS, CodecReducer
+from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime
@@ -277,7 +277,8 @@ class HookState:
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
         specs = {own.index: own.filling.spec for own in self._owns}
         self._slots = Slots(self._reducer, specs, self._seed, self._runtime.comm.rank)
-        self._runtime.settle_collective(_collective(self._reducer), [spec.nbytes for spec in specs.values()])
+        nbytes = summed_nbytes(self._reducer, specs.values(), self._runtime.comm.size)
+        self._runtime.settle_collective(_collective(self._reducer), nbytes)
         if self._loaded is not None:
             self._runtime.launch(self._restore()).wait()
 

@@ -77,7 +77,7 @@ def test_few_bytes_are_sent_however_many_replicas_there_are() -> None:
             left: Pending[None] = carry(src, dst, tag, payload, priority)
             return left
 
-        world.network.carry = counted  # type: ignore[method-assign, assignment]
+        world.network.carry = counted  # type: ignore[method-assign]
         world.run([measured_network(runtime) for runtime in world.runtimes])
         assert sum(sent) < MOST_NBYTES * GROWTH / (GROWTH - 1) + 64 * size
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.recipes import recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
@@ -53,7 +54,8 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
     runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
     try:
         trained = replica(runtime, **arguments)
-        runtime.settle_collective(arguments["parts"].get("collective", "auto"), trained.bucket_nbytes)
+        nbytes = summed_nbytes(trained.parts.reducer, trained.bucket_specs, size)
+        runtime.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
         return runtime.run(steps(trained))
     finally:
         runtime.close()
@@ -63,7 +65,8 @@ def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
     """All replicas in virtual time, on links slow enough that exchanges overlap backward."""
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4)
     replicas = [replica(runtime, **arguments) for runtime in world.runtimes]
-    world.settle_collective(arguments["parts"].get("collective", "auto"), replicas[0].bucket_nbytes)
+    nbytes = summed_nbytes(replicas[0].parts.reducer, replicas[0].bucket_specs, size)
+    world.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
     return world.run([steps(one) for one in replicas])
 
 

@@ -20,6 +20,7 @@ from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.data import describe
 from farflung.network import device_profile, network_profile
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
@@ -128,7 +129,7 @@ def work(
             split = config.split_json(describe(shares or [], task.datasets()[0].labels))
             collective = runtime.settle_collective(
                 recipe.collective,
-                replica.bucket_nbytes,
+                summed_nbytes(replica.parts.reducer, replica.bucket_specs, size),
                 network=network_profile(network) if network else None,
                 step=replica.step_done,
             )

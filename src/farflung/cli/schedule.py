@@ -18,6 +18,7 @@ from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica
 from farflung.report import gantt_picture
 from farflung.runtime import VirtualWorld
@@ -111,7 +112,8 @@ class Schedule:
             for rank, runtime in enumerate(world.runtimes)
         ]
 
-        world.settle_collective(chosen.collective, replicas[0].bucket_nbytes)
+        nbytes = summed_nbytes(chosen.parts(0).reducer, replicas[0].bucket_specs, self.workers)
+        world.settle_collective(chosen.collective, nbytes)
 
         async def train(replica: Replica) -> None:
             for _ in range(self.steps):

@@ -20,6 +20,7 @@ from farflung.data import Share, describe
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.network import NetworkProfile, device_profile, network_profile
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica, Summary, keep_once
 from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
@@ -157,8 +158,7 @@ def simulate(
             replicas.append(replica)
         if not config.faults:
             keep_once(replicas)
-        first = replicas[0]
-        collective = world.settle_collective(recipe.collective, first.bucket_nbytes, step=first.step_done)
+        collective = _settled(world, config, replicas[0])
         summary = _run(world, replicas)
     split = config.split_json(describe(shares or [], task.datasets()[0].labels))
     return _kept(config, folder, {**summary.to_json(), "collective": collective, "partition": split})
@@ -200,7 +200,7 @@ def retime(
                     checkpointed=checkpointed,
                 )
             )
-        collective = world.settle_collective(recipe.collective, replicas[0].bucket_nbytes, anew=True)
+        collective = _settled(world, config, replicas[0], anew=True)
         _run(world, replicas)
     (end,) = (event for event in folder.events()[0] if event["event"] == "end")
     summary = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
@@ -230,6 +230,12 @@ def _retimable(stored: RunFolder, config: SimulatedConfig) -> tuple[dict[int, li
     if told.count("begin") > 1:
         raise ConfigError(f"{stored.path}: the run was resumed, and only one in one piece can be retimed")
     return events, "checkpoint" in told
+
+
+def _settled(world: VirtualWorld, config: SimulatedConfig, replica: Replica, *, anew: bool = False) -> str:
+    reducer = config.make_recipe().parts(config.seed).reducer
+    nbytes = summed_nbytes(reducer, replica.bucket_specs, config.workers)
+    return world.settle_collective(config.collective, nbytes, step=replica.step_done, anew=anew)
 
 
 def _run(world: VirtualWorld, replicas: Sequence[Replica]) -> Summary:

@@ -74,14 +74,15 @@ def resolve_collective(name: str, nbytes: Sequence[int], size: int, profile: Net
     """The collective that ``name`` stands for: itself, and for ``auto`` the fastest that adds in rank order.
 
     So parameters never depend on the choice. It is one for the whole run: the sum of the closed-form times of a
-    step's buckets decides. ``all_gather`` is asked about where it sends at most 64 KiB more than ``direct`` for each
-    bucket, always so between two, for every rank adds everybody's whole tensor; the model does not charge for that.
+    step's tensors decides. ``all_gather`` is asked about where it sends at most 64 KiB more than ``direct`` for each,
+    always so between two, for every rank adds everybody's whole tensor; the model does not charge for that.
     Where the network is not known it is taken there, and ``direct`` elsewhere: no other takes fewer delays, and it
     sends no more than a ring. One choice for all buckets, and what a delay is worth, are ours.
 
     Args:
       name: in :data:`farflung.comm.COLLECTIVES`.
-      nbytes: of a step's buckets.
+      nbytes: of the tensors summed in a step, from :func:`farflung.reducers.summed_nbytes`; where there are none, as
+        with a codec inside every sum, it is ``direct``.
       size: number of replicas.
       profile: of the network, given or measured; ``None``: nothing is known of it.
 
@@ -92,6 +93,8 @@ def resolve_collective(name: str, nbytes: Sequence[int], size: int, profile: Net
     collective_named(name)
     if name != AUTO:
         return name
+    if not nbytes:
+        return "direct"
     more = (size - 1) * (size - 2) * sum(nbytes) // size
     usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES * len(nbytes) else "direct"
     if profile is None:

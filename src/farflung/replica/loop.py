@@ -37,6 +37,7 @@ from farflung.types import (
     Schedule,
     State,
     Stream,
+    TensorSpec,
     Workload,
 )
 
@@ -135,9 +136,9 @@ class Replica:
             )
 
     @property
-    def bucket_nbytes(self) -> list[int]:
+    def bucket_specs(self) -> list[TensorSpec]:
         """Of the gradients in each bucket."""
-        return [bucket.spec.nbytes for bucket in self._buckets.buckets]
+        return [bucket.spec for bucket in self._buckets.buckets]
 
     # --- the whole run ----------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class VirtualWorld:
 
         Args:
           name: the collective that was asked for; any but ``auto`` is settled already.
-          nbytes: of a step's buckets.
+          nbytes: of the tensors summed in a step.
           step: the first of the run.
           anew: whether to leave aside what the run that is replayed decided, as on another network than its own.
 

@@ -292,7 +292,7 @@ class WallRuntime:
 
         Args:
           name: the collective that was asked for; any but ``auto`` is settled already.
-          nbytes: of a step's buckets.
+          nbytes: of the tensors summed in a step.
           network: between the replicas, where it is known.
           step: the first of the run.
 
