@@ -13,7 +13,7 @@ from farflung.codecs import Truncate16
 from farflung.comm import AUTO, COLLECTIVES, Coding, Collective, ExchangeChannel, choose, resolve_collective
 from farflung.comm.collectives import direct
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import Link, NetworkProfile, network_profile
+from farflung.network import NetworkProfile, network_profile
 from farflung.runtime import DecisionLog, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Decision, Runtime, Seeds
@@ -24,10 +24,10 @@ IN_RANK_ORDER = sorted(name for name, collective in COLLECTIVES.items() if colle
 
 
 def took(
-    network: NetworkProfile, name: str, nbytes: int, coding: Coding | None = None
+    network: NetworkProfile, name: str, nbytes: int, coding: Coding | None = None, known: int | None = None
 ) -> tuple[float, list[Tensor]]:
     world = VirtualWorld(network.nodes or SIZE, network=network)
-    world.settle_collective(name, [nbytes])
+    world.settle_collective(name, [known or nbytes])
 
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Any]:
         tensor = torch.rand(nbytes // 4, generator=torch.Generator().manual_seed(runtime.comm.rank))
@@ -58,7 +58,7 @@ def test_all_that_it_may_be_give_the_same_bits() -> None:
 )
 def test_it_is_the_one_that_is_chosen(network: str, nbytes: int, chosen: str) -> None:
     profile = network_profile(network).for_nodes(SIZE)
-    assert resolve_collective(AUTO, [nbytes], SIZE, profile) == chosen
+    assert resolve_collective(nbytes, SIZE, profile) == chosen
     seconds, sums = took(profile, AUTO, nbytes)
     wanted_s, wanted = took(profile, chosen, nbytes)
     assert seconds == wanted_s
@@ -68,15 +68,11 @@ def test_it_is_the_one_that_is_chosen(network: str, nbytes: int, chosen: str) ->
         assert seconds <= took(profile, other, nbytes)[0]
 
 
-def test_all_buckets_of_a_step_decide_together() -> None:
-    profile = NetworkProfile.uniform(Link(0.001, 1e8)).for_nodes(4)
-    small, large = 4_000, 4_000_000
-    assert resolve_collective(AUTO, [small], 4, profile) == "all_gather"
-    assert resolve_collective(AUTO, [small, large], 4, profile) == "direct"
-    # Apart a server is slower for the second by more than it is faster for the first.
-    air = network_profile("wifi-shared-100mbps").for_nodes(4)
-    together = {name: sum(took(air, name, nbytes)[0] for nbytes in (small, large)) for name in IN_RANK_ORDER}
-    assert together[resolve_collective(AUTO, [small, large], 4, air)] <= together["direct"]
+def test_each_size_of_tensor_has_its_own() -> None:
+    world = VirtualWorld(4, network=network_profile("four-regions"))
+    assert world.settle_collective(AUTO, [4_000, 4_000_000, 4_000]) == "direct, all_gather"
+    assert {runtime.comm.auto[4_000] for runtime in world.runtimes} == {"all_gather"}
+    assert {runtime.comm.auto[4_000_000] for runtime in world.runtimes} == {"direct"}
 
 
 @pytest.mark.parametrize(
@@ -92,25 +88,23 @@ def test_all_buckets_of_a_step_decide_together() -> None:
     ],
 )
 def test_where_the_network_is_not_known_it_hangs_on_the_traffic(size: int, nbytes: int, chosen: str) -> None:
-    assert resolve_collective(AUTO, [nbytes], size, None) == chosen
-    assert resolve_collective(AUTO, [nbytes, nbytes], size, None) == chosen
+    assert resolve_collective(nbytes, size, None) == chosen
 
 
 def test_any_other_name_stands_for_itself() -> None:
-    profile = network_profile("wifi-shared-100mbps").for_nodes(4)
-    for name in COLLECTIVES.keys() - {AUTO}:
-        assert resolve_collective(name, [40_000], 4, profile) == name
-    with pytest.raises(UnknownName, match="unknown collective 'star'"):
-        resolve_collective("star", [40_000], 4, profile)
-    with pytest.raises(ConfigError, match="3 are to run"):
-        resolve_collective(AUTO, [40_000], 3, profile)
-
-
-def test_before_it_is_settled_it_is_direct() -> None:
     world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"))
-    assert {runtime.comm.auto for runtime in world.runtimes} == {"direct"}
-    assert world.settle_collective(AUTO, [40_000]) == "parameter_server"
-    assert {runtime.comm.auto for runtime in world.runtimes} == {"parameter_server"}
+    for name in COLLECTIVES.keys() - {AUTO}:
+        assert world.settle_collective(name, [40_000]) == name
+    with pytest.raises(UnknownName, match="unknown collective 'star'"):
+        world.settle_collective("star", [40_000])
+    with pytest.raises(ConfigError, match="3 are to run"):
+        resolve_collective(40_000, 3, network_profile("wifi-shared-100mbps").for_nodes(4))
+
+
+def test_for_sizes_that_were_not_known_it_is_direct() -> None:
+    profile = network_profile("wifi-shared-100mbps").for_nodes(4)
+    wanted = took(profile, "direct", 40_000)[0]
+    assert took(profile, AUTO, 40_000, known=4_000)[0] == wanted != took(profile, AUTO, 40_000)[0]
 
 
 def test_a_codec_travels_as_direct() -> None:
@@ -129,14 +123,14 @@ def test_it_is_recorded_once_and_is_no_decision_by_time() -> None:
     world.settle_collective("ring", [40_000])
     assert log.entries == []
     world.settle_collective(AUTO, [40_000], step=3)
-    assert log.entries == [Decision("collective", 3, "parameter_server", timing=False)]
+    assert log.entries == [Decision("collective", 3, {"40000": "parameter_server"}, timing=False)]
 
 
 @pytest.mark.parametrize(
     ("replayed", "anew", "chosen"),
     [
-        ([Decision("collective", 0, "direct", timing=False)], False, "direct"),
-        ([Decision("collective", 0, "direct", timing=False)], True, "parameter_server"),
+        ([Decision("collective", 0, {"40000": "direct"}, timing=False)], False, "direct"),
+        ([Decision("collective", 0, {"40000": "direct"}, timing=False)], True, "parameter_server"),
         ([], False, "parameter_server"),  # the run that is replayed had named its collective
     ],
 )
@@ -144,7 +138,7 @@ def test_a_replay_takes_the_same(replayed: list[Decision], anew: bool, chosen: s
     log = DecisionLog(replay=replayed)
     world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"), decisions=log)
     assert world.settle_collective(AUTO, [40_000], anew=anew) == chosen
-    assert log.entries == [Decision("collective", 0, chosen, timing=False)]
+    assert log.entries == [Decision("collective", 0, {"40000": chosen}, timing=False)]
 
 
 # --- one of one's own -------------------------------------------------------------------------------------------
@@ -154,6 +148,6 @@ def test_a_collective_of_ones_own_is_one_entry(monkeypatch: pytest.MonkeyPatch) 
     mine = Collective(direct, cost_s=lambda profile, nbytes, side_nbytes: 1e-9, in_rank_order=True)
     monkeypatch.setitem(COLLECTIVES, "mine", mine)
     profile = network_profile("four-regions").for_nodes(4)
-    assert choose(profile, [4_000_000]) == "mine"
-    assert resolve_collective(AUTO, [4_000_000], 4, profile) == "mine"
+    assert choose(profile, 4_000_000) == "mine"
+    assert resolve_collective(4_000_000, 4, profile) == "mine"
     assert took(profile, AUTO, 4_000_000)[0] == took(profile, "direct", 4_000_000)[0]

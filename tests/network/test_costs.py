@@ -120,7 +120,7 @@ def test_traces_count_by_their_mean() -> None:
 
 
 def test_few_hops_where_delays_count_and_a_ring_where_the_air_is_shared() -> None:
-    assert choose(ALIKE.for_nodes(8), [4]) == "all_gather"
+    assert choose(ALIKE.for_nodes(8), 4) == "all_gather"
     # Each byte on the air once: a ring's neighbours add on the way; a server's answers go out one by one.
     island = NetworkProfile(
         "islands",
@@ -130,15 +130,15 @@ def test_few_hops_where_delays_count_and_a_ring_where_the_air_is_shared() -> Non
         ),
         default=Link(1e-6),
     )
-    assert choose(island, [1_000_000]) == "ring"
-    assert choose(island, [1_000_000], among=("parameter_server", "direct")) == "direct"
+    assert choose(island, 1_000_000) == "ring"
+    assert choose(island, 1_000_000, among=("parameter_server", "direct")) == "direct"
 
 
 def test_the_first_wins_a_tie() -> None:
     two = ALIKE.for_nodes(2)
     assert cost_s(two, "ring", 80) == pytest.approx(cost_s(two, "direct", 80), rel=1e-12)
-    assert choose(two, [80], among=("ring", "direct")) == "ring"
-    assert choose(two, [80], among=("direct", "ring")) == "direct"
+    assert choose(two, 80, among=("ring", "direct")) == "ring"
+    assert choose(two, 80, among=("direct", "ring")) == "direct"
 
 
 def test_what_is_refused() -> None:

@@ -54,8 +54,8 @@ def test_unlike_links_are_told_apart() -> None:
 def test_the_choice_is_that_of_the_profile(network: str, nbytes: int) -> None:
     profile = network_profile(network).for_nodes(4)
     found, _ = measured(profile)
-    wanted = resolve_collective(AUTO, [nbytes], 4, profile)
-    assert resolve_collective(AUTO, [nbytes], 4, found) == wanted
+    wanted = resolve_collective(nbytes, 4, profile)
+    assert resolve_collective(nbytes, 4, found) == wanted
 
 
 def test_what_is_shared_shows_in_the_bandwidth() -> None:
@@ -88,9 +88,10 @@ def test_on_loopback_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("farflung.runtime.wall.measured_network", lambda _: pytest.fail("measured"))
         assert runtime.settle_collective("ring", [400]) == "ring"
         assert runtime.decisions.entries == []
-        assert runtime.settle_collective(AUTO, [400]) == "all_gather" == runtime.comm.auto
+        assert runtime.settle_collective(AUTO, [400]) == "all_gather"
+        assert runtime.comm.auto == {400: "all_gather"}
         assert [(d.name, d.value, d.timing) for d in runtime.decisions.entries] == [
-            ("collective", "all_gather", False)
+            ("collective", {"400": "all_gather"}, False)
         ]
     finally:
         runtime.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class ExchangeChannel:
         self._next_hop = 0
 
     @property
-    def auto(self) -> str:
+    def auto(self) -> Mapping[int, str]:
         """The communicator's."""
         return self._comm.auto
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.comm.collectives import AUTO, COLLECTIVES, collective_named
+from farflung.comm.collectives import COLLECTIVES, collective_named
 from farflung.errors import ConfigError, Unsupported
 from farflung.network import NetworkProfile
 
@@ -39,64 +39,42 @@ def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes
 
 
 def choose(
-    profile: NetworkProfile,
-    nbytes: Sequence[int],
-    *,
-    among: Sequence[str] | None = None,
-    side_nbytes: int = 0,
+    profile: NetworkProfile, nbytes: int, *, among: Sequence[str] | None = None, side_nbytes: int = 0
 ) -> str:
-    """The collective that takes the least time for some tensors together; equal wherever the profile is.
+    """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
 
     The first of ``among`` wins unless another is faster by more than a billionth: no choice hangs on how a machine
-    rounds.
-
-    Args:
-      profile: with its number of nodes.
-      nbytes: of one replica's tensors.
-      among: names; when not given, all whose time can be predicted.
-      side_nbytes: of the vector that rides along with each.
+    rounds. All whose time can be predicted are among them when not given.
     """
     if among is None:
         among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
-
-    def seconds(name: str) -> float:
-        return sum(cost_s(profile, name, each, side_nbytes=side_nbytes) for each in nbytes)
-
-    best, least = among[0], seconds(among[0])
+    best = among[0]
+    seconds = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
     for other in among[1:]:
-        found = seconds(other)
-        if found < least * (1 - 1e-9):
-            best, least = other, found
+        found = cost_s(profile, other, nbytes, side_nbytes=side_nbytes)
+        if found < seconds * (1 - 1e-9):
+            best, seconds = other, found
     return best
 
 
-def resolve_collective(name: str, nbytes: Sequence[int], size: int, profile: NetworkProfile | None) -> str:
-    """The collective that ``name`` stands for: itself, and for ``auto`` the fastest that adds in rank order.
+def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
+    """What ``auto`` stands for: the fastest collective for one tensor among those that add in rank order.
 
-    So parameters never depend on the choice. It is one for the whole run: the sum of the closed-form times of a
-    step's tensors decides. ``all_gather`` is asked about where it sends at most 64 KiB more than ``direct`` for each,
-    always so between two, for every rank adds everybody's whole tensor; the model does not charge for that.
-    Where the network is not known it is taken there, and ``direct`` elsewhere: no other takes fewer delays, and it
-    sends no more than a ring. One choice for all buckets, and what a delay is worth, are ours.
+    So parameters never depend on the choice. ``all_gather`` is asked about where it sends at most 64 KiB more than
+    ``direct``, always so between two, for every rank adds everybody's whole tensor; the model does not charge for
+    that. Where the network is not known it is taken there, and ``direct`` elsewhere: no other takes fewer delays, and
+    it sends no more than a ring. What a delay is worth is our choice.
 
     Args:
-      name: in :data:`farflung.comm.COLLECTIVES`.
-      nbytes: of the tensors summed in a step, from :func:`farflung.reducers.summed_nbytes`; where there are none, as
-        with a codec inside every sum, it is ``direct``.
+      nbytes: of the tensor.
       size: number of replicas.
       profile: of the network, given or measured; ``None``: nothing is known of it.
 
     Raises:
-      UnknownName: no such collective.
       ConfigError: the profile is of another number of nodes.
     """
-    collective_named(name)
-    if name != AUTO:
-        return name
-    if not nbytes:
-        return "direct"
-    more = (size - 1) * (size - 2) * sum(nbytes) // size
-    usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES * len(nbytes) else "direct"
+    more = (size - 1) * (size - 2) * nbytes // size
+    usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
     if profile is None:
         return usual
     candidates = [

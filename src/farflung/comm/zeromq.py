@@ -93,7 +93,7 @@ class ZmqCommunicator:
     ) -> None:
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
-        self.auto = "direct"
+        self.auto: Mapping[int, str] = {}
         self.mailbox = Mailbox()
         self.refused = 0
         self.ready: Pending[None] = Pending()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,9 +32,8 @@ _LATE = 1 << 20
 def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
     """Bytes of each tensor that the collective ``auto`` sums in a step, for :func:`farflung.comm.resolve_collective`.
 
-    Found by letting the reducer carry zeros where nobody else is, up to the first message that it waits for. What is
-    encoded inside a sum does not count, for that is always ``direct``. Where a reducer waits before it sums anything,
-    the bucket itself counts.
+    Found by letting the reducer carry zeros where nobody else is, up to the first payload that it waits for. What is
+    encoded inside a sum does not count, for that is always ``direct``.
 
     Args:
       reducer: of the run; its settings alone matter.
@@ -55,24 +54,22 @@ def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> l
             pass
         finally:
             carried.close()
-        found += alone.summed or ([] if alone.encoded else [spec.nbytes])
+        found += alone.summed
     return found
 
 
 class _Alone:
-    """A channel on which nothing arrives, and sums come out as they went in."""
+    """A channel on which sums come out as they went in, and nothing arrives but single tensors that are expected."""
 
     features: frozenset[Feature] = frozenset({"tags", "any_source"})
     rank = 0
-    auto = "direct"
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.auto: Mapping[int, str] = {}
         self.sent_nbytes = 0
         self.summed: list[int] = []
         """What was summed by ``auto``, in bytes."""
-        self.encoded = False
-        """Whether something was encoded inside a sum."""
         self._next_hop = 0
 
     def tag(self, hop: int) -> Tag:
@@ -89,17 +86,18 @@ class _Alone:
     def recv(
         self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
     ) -> Pending[Payload]:
-        del src, hop, expect
-        return Pending()
+        del src, hop
+        if expect is None or len(expect) > 1:
+            return Pending()
+        (spec,) = expect
+        return done(Payload((torch.zeros(spec.shape, dtype=spec.dtype),)))
 
     def collective(self, name: str) -> AllReduce:
         async def unsummed(
             channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
         ) -> tuple[Tensor, Tensor]:
             del channel
-            if coding is not None:
-                self.encoded = True
-            elif name == AUTO:
+            if coding is None and name == AUTO:
                 self.summed.append(tensor.nbytes)
             return tensor, side
 

@@ -10,15 +10,41 @@ from pathlib import Path
 
 import torch
 
-from farflung.comm import Purpose
+from farflung.comm import Purpose, resolve_collective
 from farflung.errors import ConfigError
+from farflung.network import NetworkProfile
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
-__all__ = ["COLLECTIVE", "DecisionLog", "decide_by_rank_0", "read_decisions"]
+__all__ = [
+    "COLLECTIVE",
+    "DecisionLog",
+    "adopt_collectives",
+    "collectives_of",
+    "decide_by_rank_0",
+    "read_decisions",
+]
 
 
 COLLECTIVE = "collective"
 """The name of the decision what ``auto`` stands for; its step is the first of the run."""
+
+
+def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
+    """What ``auto`` stands for in a run, as a decision's value: a name for each size of tensor in bytes.
+
+    Args:
+      nbytes: of the tensors that a step sums.
+      size: number of replicas.
+      profile: of the network; see :func:`farflung.comm.resolve_collective`.
+    """
+    return {str(each): resolve_collective(each, size, profile) for each in sorted(set(nbytes), reverse=True)}
+
+
+def adopt_collectives(comm: Communicator, decision: Decision) -> str:
+    """Has a communicator do as was decided; the names, that for the largest tensor first."""
+    assert isinstance(decision.value, dict)
+    comm.auto = {int(nbytes): str(name) for nbytes, name in decision.value.items()}
+    return ", ".join(dict.fromkeys(comm.auto.values())) or "direct"
 
 
 class DecisionLog:

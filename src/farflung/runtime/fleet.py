@@ -77,7 +77,7 @@ def time_fleet(
     nbytes = numel * element_nbytes
     by_owners = {name: one.owners for name, one in COLLECTIVES.items() if one.owners is not None}
     if collective == AUTO:
-        collective = choose(network, [nbytes], among=list(by_owners), side_nbytes=side_nbytes)
+        collective = choose(network, nbytes, among=list(by_owners), side_nbytes=side_nbytes)
     if collective not in by_owners:
         raise UnknownName("collective for classes", collective, by_owners)
     if any(link.jitter_s for link in network.all_links()):

@@ -7,12 +7,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from farflung import tasks
-from farflung.comm import AUTO, VirtualNetwork, resolve_collective
+from farflung.comm import AUTO, VirtualNetwork, collective_named
 from farflung.comm.virtual import VirtualClock
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
 from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
-from farflung.runtime.decisions import COLLECTIVE, DecisionLog, decide_by_rank_0
+from farflung.runtime.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    adopt_collectives,
+    collectives_of,
+    decide_by_rank_0,
+)
 from farflung.runtime.stage import VirtualStage
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
@@ -114,22 +120,22 @@ class VirtualWorld:
           anew: whether to leave aside what the run that is replayed decided, as on another network than its own.
 
         Returns:
-          The name of the collective that the replicas use.
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
 
         Raises:
           UnknownName: no such collective.
         """
-        found = resolve_collective(name, nbytes, len(self.runtimes), self.network.profile)
+        collective_named(name)
         if name != AUTO:
-            return found
+            return name
+        found = collectives_of(nbytes, len(self.runtimes), self.network.profile)
         if anew:
             decision = Decision(COLLECTIVE, step, found, timing=False)
             self.decisions.record(decision)
         else:
             decision = self.decisions.decide(COLLECTIVE, step, lambda: found, timing=False)
-        for runtime in self.runtimes:
-            runtime.comm.auto = str(decision.value)
-        return str(decision.value)
+        names = [adopt_collectives(runtime.comm, decision) for runtime in self.runtimes]
+        return names[0]
 
     def _deadlock(self, stuck: Sequence[int]) -> str:
         lines = []

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, resolve_collective
+from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, collective_named
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.comm.staging import to_host
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
 from farflung.network import DeviceProfile, NetworkProfile
-from farflung.runtime.decisions import COLLECTIVE, DecisionLog, decide_by_rank_0
+from farflung.runtime.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    adopt_collectives,
+    collectives_of,
+    decide_by_rank_0,
+)
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
@@ -297,28 +304,20 @@ class WallRuntime:
           step: the first of the run.
 
         Returns:
-          The name of the collective that the replicas use.
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
 
         Raises:
           UnknownName: no such collective.
         """
-        size = self.comm.size
+        collective_named(name)
         if name != AUTO:
-            return resolve_collective(name, nbytes, size, network)
+            return name
+        size = self.comm.size
         if network is None and size > 2 and not self._local:
             network = self.drive(measured_network(self))
-        decision = self.launch(
-            decide_by_rank_0(
-                self.comm,
-                self.decisions,
-                COLLECTIVE,
-                step,
-                lambda: resolve_collective(name, nbytes, size, network),
-                timing=False,
-            )
-        ).wait()
-        self.comm.auto = str(decision.value)
-        return self.comm.auto
+        found = partial(collectives_of, nbytes, size, network)
+        decided = decide_by_rank_0(self.comm, self.decisions, COLLECTIVE, step, found, timing=False)
+        return adopt_collectives(self.comm, self.launch(decided).wait())
 
     # --- a replica's life -------------------------------------------------------------------------------------
 

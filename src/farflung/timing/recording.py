@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -162,7 +162,7 @@ class _WatchedChannel:
         self._channel = channel
 
     @property
-    def auto(self) -> str:
+    def auto(self) -> Mapping[int, str]:
         return self._channel.auto
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -71,8 +71,10 @@ class AllReduce(Protocol):
 class Communicator(Protocol):
     """Point-to-point messages and collectives over one membership view; each call returns at once."""
 
-    auto: str
-    """The collective that ``auto`` stands for, equal on all ranks; settled when a run is made, ``direct`` before."""
+    auto: Mapping[int, str]
+    """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; ``direct`` for others.
+    Settled when a run is made.
+    """
 
     @property
     def rank(self) -> int:
@@ -180,8 +182,8 @@ class Channel(Protocol):
         ...
 
     @property
-    def auto(self) -> str:
-        """The collective that ``auto`` stands for; see :attr:`Communicator.auto`."""
+    def auto(self) -> Mapping[int, str]:
+        """See :attr:`Communicator.auto`."""
         ...
 
     sent_nbytes: int

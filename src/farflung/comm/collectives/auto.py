@@ -12,9 +12,11 @@ __all__ = ["auto"]
 async def auto(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The one that :func:`farflung.comm.resolve_collective` has found for this run, and ``direct`` before.
+    """The one that :func:`farflung.comm.resolve_collective` has found for tensors of this size when the run was made.
+
+    For sizes that were not known then it is ``direct``.
 
     With a codec inside, whose errors depend on the way, it is always ``direct``.
     """
-    name = channel.auto if coding is None else "direct"
+    name = "direct" if coding is not None else channel.auto.get(tensor.nbytes, "direct")
     return await channel.collective(name)(channel, tensor, side, coding=coding)

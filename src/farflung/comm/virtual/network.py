@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -154,7 +154,8 @@ class VirtualCommunicator:
     features: frozenset[Feature] = frozenset({"tags", "any_source"})
 
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
-        self.rank, self.size, self.auto = rank, size, "direct"
+        self.rank, self.size = rank, size
+        self.auto: Mapping[int, str] = {}
         self._network = network
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
