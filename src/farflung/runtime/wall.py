@@ -294,7 +294,7 @@ class WallRuntime:
     ) -> str:
         """What ``auto`` stands for from now on; rank 0 decides and records it. All replicas call this.
 
-        Where the network is not known it is measured: see :func:`farflung.runtime.measuring.measured_network`. That
+        Where the network is not known it is measured: see :func:`farflung.runtime.measured_network`. That
         is left out where nothing hangs on it, between two, and where there is no network, on loopback.
 
         Args:
