@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -13,9 +12,11 @@ from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
+import farflung
+
 project = "farflung"
 author = "The farflung authors"
-version = release = installed_version("farflung")
+version = release = farflung.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}

@@ -1,10 +1,28 @@
-"""``python -m farflung``, and what ``torchrun -m farflung`` starts."""
+"""The ``farflung`` command as it is started: by its name, as ``python -m farflung``, by ``torchrun -m farflung``."""
 
 import sys
 
-from farflung.cli.main import main
+from farflung import __version__
+from farflung.errors import MissingExtra
+from farflung.extras import need
 
 __all__: list[str] = []
+
+
+def main() -> int:
+    """Runs the command where its extra is installed, and tells the version anywhere; returns the exit code."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"farflung {__version__}")
+        return 0
+    try:
+        need("the farflung command", "tyro", "rich", "matplotlib", extra="cli")
+    except MissingExtra as error:
+        print(f"farflung: {error}", file=sys.stderr)
+        return error.exit_code
+    from farflung.cli.main import main as command
+
+    return command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,7 @@ __all__ = [
     "DeadlinePassed",
     "FarflungError",
     "LabError",
+    "MissingExtra",
     "NonFinite",
     "PeerFailed",
     "PeerLost",
@@ -67,6 +68,20 @@ class DataError(BadInput):
 
 class CheckpointError(BadInput):
     """A checkpoint is absent, cut short, or belongs to another model or recipe."""
+
+
+class MissingExtra(BadInput):
+    """Something needs a package that the core does not install.
+
+    Args:
+      what: what needs it; the message begins with it.
+      module: the package, by the name it is imported by.
+      extra: the extra of farflung that installs it.
+    """
+
+    def __init__(self, what: str, module: str, extra: str) -> None:
+        self.module, self.extra = module, extra
+        super().__init__(f"{what} needs {module}: pip install 'farflung[{extra}]'")
 
 
 class LabError(FarflungError):

@@ -1,3 +1,3 @@
-"""The ``farflung`` command; it starts in :mod:`farflung.cli.main`."""
+"""The ``farflung`` command, which the extra ``cli`` is for; it starts in :mod:`farflung.cli.main`."""
 
 __all__: list[str] = []

@@ -7,12 +7,10 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import tyro
 
-from farflung import __version__
 from farflung.cli.calibrate import Calibrate
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
@@ -38,16 +36,6 @@ class Command(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Version:
-    """Print the version."""
-
-    def run(self) -> int:
-        """Carries it out; returns the exit code."""
-        print(__version__)
-        return 0
-
-
 COMMANDS: dict[str, Callable[..., Command]] = {
     "train": Train,
     "simulate": Simulate,
@@ -61,7 +49,6 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "data": Data,
     "calibrate": Calibrate,
     "keys": MakeKeys,
-    "version": Version,
 }
 
 
@@ -88,7 +75,7 @@ def _parse(args: Sequence[str]) -> Command:
             command: Command = tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
                 prog="farflung",
-                description="Train one PyTorch model on many devices that are far apart.",
+                description="Train one PyTorch model on many devices that are far apart. --version prints the version.",
                 args=with_dashes(args) or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes,),
             )

@@ -1,7 +1,7 @@
 """The Aerial Image Dataset at 64 x 64: 10,000 colour images in 30 classes, of which a fixed fifth is for testing.
 
 There is no official split; here the 2,000 images whose SHA-256 of seed and name is smallest are the test set.
-Needs Pillow to decode JPEG; two versions of its decoder may differ by one level in a pixel.
+Needs Pillow (the extra ``data``) to decode JPEG; two versions of its decoder may differ by one level in a pixel.
 
 Reference: Xia et al., "AID: A Benchmark Dataset for Performance Evaluation of Aerial Scene Classification", 2017.
 """
@@ -20,7 +20,8 @@ from farflung.data.archive import members
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
 from farflung.data.source import File, Location, Source, locate
-from farflung.errors import DataError, Unsupported
+from farflung.errors import DataError
+from farflung.extras import need
 
 __all__ = ["SOURCE", "load", "read"]
 
@@ -44,7 +45,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
     Raises:
       DataError: absent, truncated or altered file.
-      Unsupported: Pillow is not installed.
+      MissingExtra: Pillow is not installed.
     """
     return read(locate(SOURCE), count=10_000, classes=30)
 
@@ -54,8 +55,9 @@ def read(found: Location, *, count: int, classes: int) -> tuple[TensorDataset, T
 
     Raises:
       DataError: truncated, another number of images or classes, or an image that is not 64 x 64.
-      Unsupported: Pillow is not installed.
+      MissingExtra: Pillow is not installed.
     """
+    need("data set aid-64", "PIL", extra="data")
     path = found.path(SOURCE.files[0].name)
     images = dict(sorted(members(path, lambda name: name.lower().endswith(".jpg"))))
     names = sorted({name.split("/")[0] for name in images})
@@ -77,10 +79,8 @@ def read(found: Location, *, count: int, classes: int) -> tuple[TensorDataset, T
 
 
 def _decode(path: Path, name: str, content: bytes) -> npt.NDArray[np.uint8]:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise Unsupported("aid-64 holds JPEG images: install Pillow (pip install pillow)") from None
+    from PIL import Image
+
     try:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             size, values = image.size, np.asarray(image.convert("RGB"), dtype=np.uint8)

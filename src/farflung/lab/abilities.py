@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -38,7 +37,6 @@ def abilities() -> list[Ability]:
     return [
         Ability("Linux", _lacks_linux(), True, "namespaces are Linux's"),
         Ability("root", "" if os.geteuid() == 0 else "run it as root", True, "all of what follows"),
-        Ability("pyroute2", _lacks_pyroute2(), True, "gives the nodes' interfaces their addresses"),
         Ability("network namespaces", _tried(lambda: unshare(CLONE_NEWNET)), True, "a network for each node"),
         Ability("TUN devices", _tried(_open_tun), True, "hand each node's packets to the delay line"),
         Ability(
@@ -60,10 +58,6 @@ def why_not() -> str | None:
 
 def _lacks_linux() -> str:
     return "" if sys.platform == "linux" else f"this is {sys.platform}"
-
-
-def _lacks_pyroute2() -> str:
-    return "" if importlib.util.find_spec("pyroute2") else "pip install 'farflung[lab]'"
 
 
 def _open_tun() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from farflung.errors import LabError
+from farflung.extras import need
 from farflung.faults import Condition
 from farflung.lab.children import Child
 from farflung.lab.kernel import inside
@@ -79,6 +80,7 @@ class Lab:
     Raises:
       LabError: this machine cannot do it; says why.
       ConfigError: the profile is of another number of nodes.
+      MissingExtra: pyroute2 is not installed.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Lab:
         congestion_control: str | None = None,
         seed: int = 0,
     ) -> None:
+        need("the lab", "pyroute2", extra="lab")
         self.profile = profile.for_nodes(nodes)
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes

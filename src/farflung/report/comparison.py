@@ -10,18 +10,17 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from farflung.errors import DataError
-from farflung.report.pictures import BLUE, ROUND, STYLE, VERMILLION, write_figure
+from farflung.extras import need
+from farflung.report.pictures import BLUE, ROUND, VERMILLION, picture
 from farflung.report.summary import PARTS_OF_TIME, duration_words, score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 __all__ = ["Compared", "Course", "compare_courses", "comparison_picture", "comparison_table"]
 
@@ -167,7 +166,16 @@ def _part(course: Course, part: str) -> float:
 
 
 def comparison_table(rows: Sequence[Compared], target: float) -> Table:
-    """The comparison for people; it says that all times are simulated."""
+    """The comparison for people; it says that all times are simulated.
+
+    Raises:
+      MissingExtra: rich is not installed.
+    """
+    need("a table", "rich", extra="report")
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
     name, words = score_words(target)
     title = Text(f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network.")
     table = Table(title=title, title_justify="left", min_width=min(100, len(title)))
@@ -210,17 +218,13 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
       path: the PNG; its folder is made, and it appears whole or not at all.
       title: stands above the picture.
       target: a line is drawn there.
-    """
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
+    Raises:
+      MissingExtra: matplotlib is not installed.
+    """
     networks = list(dict.fromkeys(course.network for course in courses))
     recipes = list(dict.fromkeys(course.recipe for course in courses))
-    with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(12, 1.0 + 3.9 * len(networks)), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+    with picture(path, (12, 1.0 + 3.9 * len(networks)), title, simulated=True) as figure:
         panels = figure.subplots(len(networks), 2, squeeze=False)
         for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
             over_time.set(title=network, xlabel="simulated time (s)")
@@ -234,7 +238,6 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
                 ends = [course.scores[-1][column] for course in here]
                 _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
         panels[0][0].legend(loc="lower right", fontsize=9.5)
-        write_figure(figure, path, title, simulated=True)
 
 
 def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farflung.errors import DataError
-from farflung.report.pictures import BLUE, COLOURS, GREY, INK, STYLE, VERMILLION, YELLOW, write_figure
+from farflung.report.pictures import BLUE, COLOURS, GREY, INK, VERMILLION, YELLOW, picture
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -35,26 +35,19 @@ def gantt_picture(
 
     Raises:
       DataError: there is no step to draw.
+      MissingExtra: matplotlib is not installed.
     """
     events = {rank: list(events_by_rank[rank]) for rank in sorted(events_by_rank)[:MOST_RANKS]}
     if not any(event["event"] == "step" for told in events.values() for event in told):
         raise DataError(f"no picture for {path}: the run's events hold no step")
-
-    import matplotlib.style
-
-    with matplotlib.style.context(["default", STYLE]):
-        write_figure(_draw(events, title, simulated), path, title, simulated)
+    with picture(path, (14, 2.2 + 0.95 * len(events)), title, simulated=simulated) as figure:
+        _draw(figure, events, simulated)
 
 
-def _draw(events: Mapping[int, list[Event]], title: str, simulated: bool) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _draw(figure: Figure, events: Mapping[int, list[Event]], simulated: bool) -> None:
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(14, 2.2 + 0.95 * len(events)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
     for place, told in enumerate(events.values()):
         _draw_steps(axes, place - 0.17, told)
         _draw_exchanges(axes, place + 0.06, told)
@@ -76,7 +69,6 @@ def _draw(events: Mapping[int, list[Event]], title: str, simulated: bool) -> Fig
         figure.text(
             0.995, 0.985, "SIMULATED: times are modelled", ha="right", va="top", color=INK, fontweight="bold"
         )
-    return figure
 
 
 def _draw_steps(axes: Axes, y: float, told: Iterable[Event]) -> None:

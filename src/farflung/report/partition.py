@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from farflung.data import Share
-from farflung.report.pictures import BLUE, NAMED_RANKS, ROUND, STYLE, write_figure
+from farflung.extras import need
+from farflung.report.pictures import BLUE, NAMED_RANKS, ROUND, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 __all__ = ["partition_picture", "partition_table"]
 
@@ -36,7 +36,14 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     Args:
       shares: in the order of ranks.
       how: the split, as it was asked for.
+
+    Raises:
+      MissingExtra: rich is not installed.
     """
+    need("a table", "rich", extra="report")
+    from rich.table import Table
+    from rich.text import Text
+
     total = sum(share.size for share in shares)
     labels = len(shares[0].histogram)
     few = 0 < labels <= MOST_COLUMNS
@@ -77,17 +84,13 @@ def partition_picture(shares: Sequence[Share], path: Path, *, title: str) -> Non
       shares: in the order of ranks.
       path: the PNG; its folder is made, and it appears whole or not at all.
       title: stands above the picture.
-    """
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(9, min(9.0, max(3.2, 1.8 + 0.3 * len(shares)))), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", parse_math=False)
+    Raises:
+      MissingExtra: matplotlib is not installed.
+    """
+    height = min(9.0, max(3.2, 1.8 + 0.3 * len(shares)))
+    with picture(path, (9, height), title, simulated=False) as figure:
         _draw(figure, figure.subplots(), shares)
-        write_figure(figure, path, title, simulated=False)
 
 
 def _draw(figure: Figure, axes: Axes, shares: Sequence[Share]) -> None:

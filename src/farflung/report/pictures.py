@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.errors import DataError
+from farflung.extras import need
 from farflung.report.summary import PARTS_OF_TIME, score_words
 from farflung.telemetry import Event
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-__all__ = ["run_picture", "write_figure"]
+__all__ = ["picture", "run_picture"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
@@ -72,27 +74,48 @@ def run_picture(
 
     Raises:
       DataError: there is nothing to draw, or an event is damaged.
+      MissingExtra: matplotlib is not installed.
     """
     replicas = {rank: _read(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     if not any(replica.losses or replica.scores for replica in replicas.values()):
         raise DataError(f"no picture for {path}: the run's events hold no step and no evaluation")
+    height = min(8.0, max(4.6, 3.4 + 0.09 * len(replicas)))
+    with picture(path, (15, height), title, simulated=simulated) as figure:
+        _draw(figure, replicas, simulated)
 
+
+@contextmanager
+def picture(path: Path, size: tuple[float, float], title: str, *, simulated: bool) -> Iterator[Figure]:
+    """An empty figure in the style of all pictures, written as a PNG where drawing in it ends without an error.
+
+    Args:
+      path: the PNG; its folder is made, and it appears whole or not at all.
+      size: width and height in inches.
+      title: stands above the picture.
+      simulated: said in the file's description.
+
+    Raises:
+      MissingExtra: matplotlib is not installed.
+    """
+    need("a picture", "matplotlib", extra="report")
     import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     with matplotlib.style.context(["default", STYLE]):
-        write_figure(_draw(replicas, title, simulated), path, title, simulated)
-
-
-def write_figure(figure: Figure, path: Path, title: str, simulated: bool) -> None:
-    """Writes a PNG that appears whole or not at all; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    about = {"Title": title, "Description": "simulated run" if simulated else "run"}
-    try:
-        figure.savefig(partial, format="png", dpi=DPI, metadata=about)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
+        figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        about = {"Title": title, "Description": "simulated run" if simulated else "run"}
+        try:
+            figure.savefig(partial, format="png", dpi=DPI, metadata=about)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 # --- from events to figures -------------------------------------------------------------------------------------
@@ -173,17 +196,9 @@ def _number(rank: int, event: Event, name: str) -> float:
 # --- from figures to a picture ----------------------------------------------------------------------------------
 
 
-def _draw(replicas: Mapping[int, _Replica], title: str, simulated: bool) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    height = min(8.0, max(4.6, 3.4 + 0.09 * len(replicas)))
-    figure = Figure(figsize=(15, height), layout="constrained")
-    FigureCanvasAgg(figure)
+def _draw(figure: Figure, replicas: Mapping[int, _Replica], simulated: bool) -> None:
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
-    head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
-    figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
     if simulated:
         mark = right.annotate(
             "SIMULATED: times are modelled", (1, 1), xycoords="figure fraction", xytext=(-15, -9),
@@ -196,7 +211,6 @@ def _draw(replicas: Mapping[int, _Replica], title: str, simulated: bool) -> Figu
     clock = "simulated time" if simulated else "time"
     _draw_scores(middle, max((replica.scores for replica in replicas.values()), key=len), clock)
     _draw_time(right, {rank: replica.seconds for rank, replica in replicas.items()}, clock)
-    return figure
 
 
 def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:

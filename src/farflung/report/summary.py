@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from farflung.errors import DataError
+from farflung.extras import need
 from farflung.types import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["PARTS_OF_TIME", "duration_words", "score_words", "summary_table"]
 
@@ -42,7 +43,13 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
 
     Raises:
       DataError: a figure is absent; names it.
+      MissingExtra: rich is not installed.
     """
+    need("a table", "rich", extra="report")
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
     clock = ", simulated" if simulated else ""
     steps = f"{_number(summary, 'steps'):,.0f}"
     table = Table(title=Text(title) if title else None, title_justify="left", show_header=False)

@@ -1,0 +1,94 @@
+"""What must work where farflung is installed without extras; ends with an error where something does not.
+
+Run by a test, with the extras hidden, and by scripts/package where they are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import farflung
+from farflung.comm import LinkModel
+from farflung.config import Training
+from farflung.data import aid
+from farflung.data.source import Location
+from farflung.errors import MissingExtra
+from farflung.lab import Lab
+from farflung.network import network_profile
+from farflung.replica import Replica
+from farflung.report import comparison_table, partition_table, run_picture, summary_table
+from farflung.runtime import VirtualWorld
+from farflung.telemetry import Event, Telemetry
+from farflung.workloads import workload
+
+
+def import_everything() -> None:
+    for module in pkgutil.walk_packages(farflung.__path__, "farflung."):
+        if not module.name.startswith(("farflung.cli", "farflung.__main__")):
+            importlib.import_module(module.name)
+
+
+def train() -> None:
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = farflung.attach(model, optimizer, "synchronous")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+    handle.finish()
+
+
+def simulate() -> list[Event]:
+    task, events = workload("synthetic/quadratic"), list[Event]()
+    training, parts = (
+        Training(steps=3, batch_size=8, learning_rate=0.05),
+        farflung.recipe("synchronous").parts(0),
+    )
+    world = VirtualWorld(2, LinkModel(latency_s=0.05, bandwidth_bps=20e6))
+    replicas = [
+        Replica(runtime, task, training, parts, Telemetry(runtime.comm.rank, events.append))
+        for runtime in world.runtimes
+    ]
+    world.run([replica.run() for replica in replicas])
+    return events
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except MissingExtra as error:
+        return str(error)
+    return "it did without"
+
+
+def say_what_is_missing(events: list[Event]) -> None:
+    here = Path()
+    needs: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: run_picture({0: events}, here, title="", simulated=True),
+            "a picture needs matplotlib: [report]",
+        ),
+        (lambda: summary_table({}), "a table needs rich: [report]"),
+        (lambda: partition_table([], ""), "a table needs rich: [report]"),
+        (lambda: comparison_table([], 0.5), "a table needs rich: [report]"),
+        (lambda: Lab(network_profile("lan-1g"), 2), "the lab needs pyroute2: [lab]"),
+        (
+            lambda: aid.read(Location(here, ("aid-64.tar",), "folder"), count=1, classes=1),
+            "data set aid-64 needs PIL: [data]",
+        ),
+    ]
+    for attempt, message in needs:
+        what, extra = message.split("[")
+        assert refusal(attempt) == f"{what}pip install 'farflung[{extra}'"
+
+
+if __name__ == "__main__":
+    import_everything()
+    train()
+    say_what_is_missing(simulate())

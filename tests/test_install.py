@@ -1,0 +1,102 @@
+"""What the core needs, and what is said where an extra is not installed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "farflung"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq"}
+USERS = ("report", "cli", "data", "lab")  # the extras that are not for developers
+
+
+def modules(requirements: list[str]) -> set[str]:
+    """What requirements are imported as; farflung's own extras are left out."""
+    names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements} - {"farflung"}
+    return {IMPORTED_AS.get(name, name) for name in names}
+
+
+CORE = modules(PROJECT["dependencies"])
+EXTRAS = {name: modules(PROJECT["optional-dependencies"][name]) for name in USERS}
+OPTIONAL = set().union(*EXTRAS.values())
+
+
+# --- what is imported -------------------------------------------------------------------------------------------
+
+
+def imported(node: ast.AST, *, when_loaded: bool) -> Iterator[str]:
+    """The packages that a module imports; ``when_loaded``: only those without which it cannot be imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield (child.module or "").split(".")[0]
+        elif when_loaded and (
+            isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            or (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING")
+        ):
+            continue
+        else:
+            yield from imported(child, when_loaded=when_loaded)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_what_is_imported_is_installed_with_it(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    others = set(sys.stdlib_module_names) | {"farflung"}
+    of_the_command = EXTRAS["report"] | EXTRAS["cli"] if path.parent.name == "cli" else set()
+    assert set(imported(tree, when_loaded=True)) - others <= CORE | of_the_command
+    assert set(imported(tree, when_loaded=False)) - others <= CORE | OPTIONAL
+
+
+def test_all_is_every_extra_of_users() -> None:
+    (everything,) = PROJECT["optional-dependencies"]["all"]
+    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab"}
+    assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
+
+
+# --- the core alone ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core_alone(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Python that finds none of what extras install."""
+    blocked = f"import sys\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\n"
+    (tmp_path / "sitecustomize.py").write_text(blocked, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def python(*args: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_core_alone_trains_and_simulates(core_alone: dict[str, str]) -> None:
+    done = python(str(ROOT / "tests" / "core_alone.py"), environment=core_alone)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_says_what_to_install(core_alone: dict[str, str]) -> None:
+    done = python("-m", "farflung", "train", "--steps", "1", environment=core_alone)
+    said = "farflung: the farflung command needs tyro: pip install 'farflung[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_the_version_needs_no_extra(core_alone: dict[str, str]) -> None:
+    done = python("-m", "farflung", "--version", environment=core_alone)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"farflung \d+\.\d+\.\d+\n", done.stdout)
