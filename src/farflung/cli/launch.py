@@ -152,7 +152,9 @@ class _Watch:
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(told["message"]))
         if self._summary is not None:
-            summary = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+            told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+            kept = self._folder.summary
+            summary = {**(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}), **told}
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt
