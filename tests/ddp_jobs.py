@@ -77,10 +77,10 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: r
         optimizer.step()
 
 
-def hooked(rank: int, how: str, find_unused: bool = False) -> dict[str, Any]:
+def hooked(rank: int, how: str, find_unused: bool = False, **options: Any) -> dict[str, Any]:
     model, optimizer = made()
     ddp = wrapped(model, find_unused)
-    state, hook = farflung.ddp_hook(how)
+    state, hook = farflung.ddp_hook(how, **options)
     ddp.register_comm_hook(state, hook)
     loop(ddp, optimizer, rank)
     result = {"parameters": digest(dict(model.named_parameters())), "bytes": state.sent_nbytes}
@@ -89,13 +89,13 @@ def hooked(rank: int, how: str, find_unused: bool = False) -> dict[str, Any]:
 
 
 def beside_attach(
-    rank: int, size: int, store: dist.Store, *, how: str, recipe: dict[str, str]
+    rank: int, size: int, store: dist.Store, *, how: str, recipe: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """The same training by the hook and by attach."""
     model, optimizer = made()
     with group(rank, size, dist.PrefixStore("group", store)):
-        theirs = hooked(rank, how)
-        with farflung.attach(model, optimizer, Recipe("", "", **recipe), store=store) as handle:
+        theirs = hooked(rank, how, **options)
+        with farflung.attach(model, optimizer, Recipe("", "", **recipe, **options), store=store) as handle:
             loop(model, optimizer, rank)
             sent = handle._exchanges.sent_nbytes
     return {"hook": theirs, "attach": digest(dict(model.named_parameters())), "attach_bytes": sent}

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from farflung.config import OPTIMIZERS, Training
+from farflung.config import Training
 from farflung.errors import ConfigError
+from farflung.optimizers import OPTIMIZERS
 from farflung.types import Json
 
 GOOD: dict[str, Any] = {"steps": 10, "batch_size": 4, "learning_rate": 0.1}
@@ -34,7 +38,7 @@ GOOD: dict[str, Any] = {"steps": 10, "batch_size": 4, "learning_rate": 0.1}
         ("weight_decay", -1e-9),
         ("weight_decay", math.nan),
         ("weight_decay", math.inf),
-        ("optimizer", "sdg"),
+        ("on_nonfinite", "ignore"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, bad: Any) -> None:
@@ -60,6 +64,52 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, bad: Any) -> None:
 )
 def test_the_ends_of_each_range_are_fine(name: str, fine: Any) -> None:
     assert getattr(Training(**{**GOOD, name: fine}), name) == fine
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adam, adamw, sgd"),
+        ({"optimizer": "sgd(nesterov=1)", "momentum": 0.9}, "sgd: nesterov 1 must be True or False"),
+        ({"optimizer": "sgd(nesterov=True)"}, "Nesterov's momentum needs a --momentum above 0"),
+        ({"optimizer": "adamw(betas=0.9)"}, "adamw: betas 0.9 must be two, as in betas=(0.9, 0.999)"),
+        ({"optimizer": "adam(betas=(0.9, 1.0))"}, "adam: betas 1.0 must be at least 0 and below 1"),
+        ({"optimizer": "adamw(eps=-1e-8)"}, "adamw: eps -1e-08 must be a number of at least 0"),
+        ({"optimizer": "adamw(momentum=0.5)"}, "unexpected keyword argument 'momentum'"),
+        ({"optimizer": 5}, "--optimizer 5: neither text nor an OptimizerFactory"),
+    ],
+)
+def test_a_bad_optimizer_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Training(**{**GOOD, **settings})
+    assert said in str(caught.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Riding:
+    """Somebody's own optimizer."""
+
+    alpha: float = 0.9
+
+    def make(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        momentum: float,
+        weight_decay: float,
+    ) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(parameters, learning_rate, self.alpha, momentum=momentum)
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    training = Training(**GOOD, momentum=0.25, optimizer=Riding())
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    made = training.make_optimizer([nn.Parameter(torch.zeros(2)), frozen])
+    assert isinstance(made, torch.optim.RMSprop)
+    (group,) = made.param_groups
+    assert (len(group["params"]), group["lr"], group["momentum"]) == (1, 0.1, 0.25)
+    assert training.to_json()["optimizer"] == "Riding(alpha=0.9)"
 
 
 def test_what_is_given_comes_before_the_defaults() -> None:

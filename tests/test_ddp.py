@@ -44,6 +44,18 @@ def test_the_hook_does_what_attach_does(pool: Pool, how: str) -> None:
         assert 0 < result["hook"]["bytes"] <= result["attach_bytes"]  # which votes beside it
 
 
+def test_buckets_of_another_size_are_those_of_attach(pool: Pool) -> None:
+    """Top-k takes its share of each bucket, so the size decides what is sent."""
+    job = {"how": "topk(0.1)", "recipe": {"codec": "topk(0.1)"}}
+    small, plain = (
+        pool.run(2, "tests.ddp_jobs.beside_attach", **job, bucket_nbytes=nbytes)[0]
+        for nbytes in (2000, 25 << 20)
+    )
+    for result in (small, plain):
+        assert result["hook"]["parameters"] == result["attach"]
+    assert small["attach"] != plain["attach"]
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
     for result in pool.run(2, "tests.ddp_jobs.beside_ddp", find_unused=find_unused):

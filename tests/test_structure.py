@@ -19,7 +19,19 @@ PACKAGE = SRC / "farflung"
 
 # A module imports from groups above its own in this list, or from its own package; never from a neighbour.
 ORDER: list[set[str]] = [
-    {"types", "errors", "extras", "tasks", "seeding", "config", "telemetry"},
+    {
+        "types",
+        "errors",
+        "extras",
+        "tasks",
+        "seeding",
+        "options",
+        "spec",
+        "optimizers",
+        "rates",
+        "config",
+        "telemetry",
+    },
     {"network"},
     {"codecs", "faults"},
     {"comm", "lab"},

@@ -75,6 +75,6 @@ def paced_step_s(
         in_lab(
             network, nodes, "farflung", "train", "--workload", workload, "--data", "packaged", *options,
             "--workers", str(nodes), "--steps", str(warm_up + steps), "--batch-size", str(batch),
-            "--checkpoint-every", "0", "--evaluate-every", "0", "--device", str(device), "--quiet", "--out", str(run),
+            "--checkpoint-every", "0", "--evaluate-every", "0", "--pace", str(device), "--quiet", "--out", str(run),
         )  # fmt: skip
         return step_s(run, warm_up)

@@ -105,7 +105,7 @@ def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any
     device.write_text(f'name = "paced"\nforward_s = {FORWARD_S}\n', encoding="utf-8")
     run = [
         "--workload", WORKLOAD, "--data", "packaged", *RECIPES[recipe], "--workers", str(NODES), "--steps", str(steps),
-        "--batch-size", str(BATCH_SIZE), "--checkpoint-every", "0", "--evaluate-every", "0", "--device", str(device),
+        "--batch-size", str(BATCH_SIZE), "--checkpoint-every", "0", "--evaluate-every", "0", "--pace", str(device),
         "--json", "--quiet",
     ]  # fmt: skip
     report = scratch / "report.json"

@@ -76,7 +76,7 @@ def attach(
     Args:
       model: trained by this loop; wrapped or compiled models will do.
       optimizer: steps on the exchanged gradients.
-      how: a recipe or the name of one.
+      how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
       store: where the replicas meet; torchrun's when not given.
@@ -99,7 +99,7 @@ def attach(
     if size > 1 and store is None:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
         store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
-    buckets = GradientBuckets(model.named_parameters())
+    buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
         rank,
         size,
@@ -286,7 +286,8 @@ class Handle:
             self._runtime.drive(self._exchanges.finish(updated=done))
 
     def _flush(self) -> None:
-        async def update() -> None:
+        async def update(step: int) -> None:
+            del step  # the loop's own schedule has come to its end
             self._optimizer.step()
 
         self._updated(done=False)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
 
 from farflung.errors import ConfigError
-from farflung.types import Json
+from farflung.optimizers import OPTIMIZERS, SGD
+from farflung.rates import RATES
+from farflung.spec import build
+from farflung.types import Json, OptimizerFactory, RateSchedule
 
-__all__ = ["ON_NONFINITE", "OPTIMIZERS", "Training"]
+__all__ = ["BUCKET_NBYTES", "ON_NONFINITE", "Training"]
 
-OPTIMIZERS = ("sgd", "adam")
-"""What ``--optimizer`` may say."""
+BUCKET_NBYTES = 25 << 20
+"""Of a replica's gradient buckets, the first aside; DistributedDataParallel's choice too."""
 ON_NONFINITE = ("stop", "skip", "exclude")
 """What ``--on-nonfinite`` may say."""
 
@@ -27,13 +33,16 @@ class Training:
       learning_rate: of the optimizer.
       momentum: of SGD.
       weight_decay: of the optimizer.
-      optimizer: ``sgd`` or ``adam``.
+      optimizer: one of :mod:`farflung.optimizers` as text, such as ``adamw(betas=(0.9, 0.95))``, or an object that
+        makes one.
       clip_norm: largest norm of the gradient that the optimizer steps on; 0: no limit.
       on_nonfinite: what all replicas do at a step where one's loss is NaN or infinite: ``stop`` the run, ``skip`` the
         update, or ``exclude`` that replica from the mean.
       seed: everything random derives from it.
       evaluate_every: steps between evaluations on the test set; 0: at the end only.
       checkpoint_every: steps between checkpoints; 0: at the end only.
+      learning_rate_schedule: what becomes of the learning rate: one of :mod:`farflung.rates` as text, such as
+        ``cosine(warmup=500)``, or an object of one's own.
 
     Raises:
       ConfigError: a value out of its range; names the option.
@@ -44,12 +53,13 @@ class Training:
     learning_rate: float
     momentum: float = 0.0
     weight_decay: float = 0.0
-    optimizer: str = "sgd"
+    optimizer: str | OptimizerFactory = "sgd"
     clip_norm: float = 0.0
     on_nonfinite: str = "stop"
     seed: int = 0
     evaluate_every: int = 0
     checkpoint_every: int = 0
+    learning_rate_schedule: str | RateSchedule = "constant"
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch_size", 1), ("evaluate_every", 0), ("checkpoint_every", 0)):
@@ -63,11 +73,12 @@ class Training:
             raise ConfigError(f"--weight-decay {self.weight_decay}: must be 0 or more")
         if not (self.clip_norm >= 0 and math.isfinite(self.clip_norm)):
             raise ConfigError(f"--clip-norm {self.clip_norm}: must be 0 or more")
-        for name, known in (("optimizer", OPTIMIZERS), ("on_nonfinite", ON_NONFINITE)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"--{_option(name)} {getattr(self, name)}: must be one of {', '.join(known)}"
-                )
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ConfigError(f"--on-nonfinite {self.on_nonfinite}: must be one of {', '.join(ON_NONFINITE)}")
+        factory = self._optimizer_factory()
+        if isinstance(factory, SGD) and factory.nesterov and not self.momentum:
+            raise ConfigError(f"--optimizer {self.optimizer}: Nesterov's momentum needs a --momentum above 0")
+        self.make_rates()
 
     @staticmethod
     def resolve(defaults: Mapping[str, Json], given: Mapping[str, Json]) -> Training:
@@ -76,9 +87,37 @@ class Training:
         known = {name: value for name, value in defaults.items() if name in Training.__dataclass_fields__}
         return Training(**{**known, **chosen})  # type: ignore[arg-type]
 
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """A fresh optimizer of those parameters that are trained."""
+        return self._optimizer_factory().make(
+            [parameter for parameter in parameters if parameter.requires_grad],
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+
+    def make_rates(self) -> RateSchedule:
+        """What becomes of the learning rate."""
+        how = self.learning_rate_schedule
+        made = build("learning-rate schedule", how, RATES) if isinstance(how, str) else how
+        if not isinstance(made, RateSchedule):
+            raise ConfigError(f"--learning-rate-schedule {how!r}: neither text nor a RateSchedule")
+        return made
+
     def to_json(self) -> dict[str, Json]:
-        """For telemetry and for comparing ranks."""
-        return asdict(self)
+        """For telemetry and for comparing ranks; objects by their ``repr``."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value if isinstance(value, str | int | float) else repr(value)
+            for name, value in told.items()
+        }
+
+    def _optimizer_factory(self) -> OptimizerFactory:
+        how = self.optimizer
+        made = build("optimizer", how, OPTIMIZERS) if isinstance(how, str) else how
+        if not isinstance(made, OptimizerFactory):
+            raise ConfigError(f"--optimizer {how!r}: neither text nor an OptimizerFactory")
+        return made
 
 
 def _option(name: str) -> str:

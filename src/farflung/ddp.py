@@ -16,12 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from farflung.attach import interface_to_master
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
+from farflung.config import BUCKET_NBYTES
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.recipes import build
+from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime
+from farflung.spec import build
 from farflung.types import Codec, Contribution, Reducer, State
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
@@ -43,6 +45,7 @@ def ddp_hook(
     *,
     group: dist.ProcessGroup | None = None,
     fall_back: bool = False,
+    bucket_nbytes: int = BUCKET_NBYTES,
     seed: int = 0,
     deadline_s: float = 60.0,
     interface: str | None = None,
@@ -69,6 +72,7 @@ def ddp_hook(
       how: a codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
         ``"codec(qsgd(), phases='two')"``.
       group: DDP's process group; the default one when not given.
+      bucket_nbytes: of the hook's own buckets; a bucket is closed once it holds as many.
       fall_back: leaves gradients to DDP's own all-reduce unless the hook is clearly faster.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
@@ -87,6 +91,7 @@ def ddp_hook(
       DeadlinePassed: a rank did not come.
     """
     reducer = _reducer(how)
+    whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
     if not dist.is_initialized():
         raise ConfigError(
             "ddp_hook: there is no process group; call torch.distributed.init_process_group first"
@@ -104,6 +109,7 @@ def ddp_hook(
         settings={
             "ddp_hook": re.sub(r" at 0x[0-9a-f]+", "", repr(reducer)),
             "fall_back": fall_back,
+            "bucket_nbytes": bucket_nbytes,
             "seed": seed,
         },
         deadline_s=deadline_s,
@@ -111,7 +117,10 @@ def ddp_hook(
         interface=interface or interface_to_master(size),
         encrypt=encrypt,
     )
-    return HookState(reducer, runtime, seed, fall_back_on=group if fall_back else None), exchange
+    state = HookState(
+        reducer, runtime, seed, bucket_nbytes=bucket_nbytes, fall_back_on=group if fall_back else None
+    )
+    return state, exchange
 
 
 def exchange(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -151,6 +160,7 @@ class HookState:
       reducer: carries each bucket.
       runtime: this rank's, joined with the others.
       seed: equal on all ranks.
+      bucket_nbytes: of its own buckets.
       fall_back_on: whose all-reduce to use where it is faster.
     """
 
@@ -160,6 +170,7 @@ class HookState:
         runtime: WallRuntime,
         seed: int,
         *,
+        bucket_nbytes: int = BUCKET_NBYTES,
         fall_back_on: dist.ProcessGroup | None = None,
     ) -> None:
         self.step = 0
@@ -169,6 +180,7 @@ class HookState:
         self.sent_nbytes = 0
         """Payload bytes sent so far by this rank."""
         self._reducer, self._runtime, self._seed = reducer, runtime, seed
+        self._bucket_nbytes = bucket_nbytes
         self._owns: list[_Own] = []
         self._places: dict[Tensor, tuple[_Own, int]] = {}
         self._slots: Slots
@@ -271,7 +283,8 @@ class HookState:
         DDP's first buckets have them in that order, the last bucket first.
         """
         parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
-        for index, filling in enumerate(fillings([("", parameter) for parameter in parameters])):
+        named = [("", parameter) for parameter in parameters]
+        for index, filling in enumerate(fillings(named, self._bucket_nbytes)):
             own = _Own(index, filling)
             self._owns.append(own)
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}

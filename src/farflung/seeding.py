@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from farflung.errors import ConfigError
 from farflung.types import State
@@ -30,6 +31,7 @@ def generator(seed: int, *labels: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(seed, *labels))
 
 
+_HOST = torch.device("cpu")
 _NUMPY_NBYTES = 625 * 4
 """Of numpy's Mersenne Twister: 624 words, and which of them is next."""
 
@@ -50,7 +52,7 @@ def _numpy_address() -> int:
 
 @dataclass(slots=True)
 class _Snapshot:
-    """torch's, numpy's and Python's global generators at one moment.
+    """torch's, numpy's and Python's global generators at one moment, and those of CUDA devices that are in use.
 
     numpy's own functions copy its 624 words one by one, which takes longer than a small model's forward pass. Few
     models draw from it, so its words are compared in place, and copied in place; its functions are left for a
@@ -61,15 +63,18 @@ class _Snapshot:
     numpy: dict[str, Any]
     words: bytes
     python: tuple[Any, ...]
+    cuda: dict[int, Tensor]
+    """By the number of the device."""
 
     @staticmethod
-    def seeded(seed: int) -> _Snapshot:
+    def seeded(seed: int, cuda: int | None) -> _Snapshot:
         numpy = dict(np.random.RandomState(seed % 2**32).get_state(legacy=False))
         return _Snapshot(
             torch.Generator().manual_seed(seed).get_state(),
             numpy,
             _words(numpy),
             random.Random(seed).getstate(),
+            {} if cuda is None else {cuda: torch.Generator(f"cuda:{cuda}").manual_seed(seed).get_state()},
         )
 
     @staticmethod
@@ -80,12 +85,19 @@ class _Snapshot:
             numpy = before.numpy
         else:
             numpy = dict(np.random.get_state(legacy=False))
-        return _Snapshot(torch.get_rng_state(), numpy, words, random.getstate())
+        if before is not None:
+            devices = list(before.cuda)
+        else:
+            devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        cuda = {index: torch.cuda.get_rng_state(index) for index in devices}
+        return _Snapshot(torch.get_rng_state(), numpy, words, random.getstate(), cuda)
 
     def put_back(self, instead_of: _Snapshot | None = None) -> None:
         """Into the place of what there is now, where that is known."""
         address = _numpy_address()
         torch.set_rng_state(self.torch)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
         random.setstate(self.python)
         if instead_of is None or self.numpy["has_gauss"] or instead_of.numpy["has_gauss"]:
             np.random.set_state(self.numpy)
@@ -103,12 +115,16 @@ class RandomState:
 
     Switching is lazy: :meth:`install` does nothing while the same replica's state is installed, so a process
     with one replica pays nothing and a thousand simulated ones pay once per turn.
+
+    Args:
+      seed: of all of it.
+      device: whose generator is part of it, beside those of the host.
     """
 
     _installed: ClassVar[RandomState | None] = None
 
-    def __init__(self, seed: int) -> None:
-        self._snapshot = _Snapshot.seeded(seed)
+    def __init__(self, seed: int, device: torch.device = _HOST) -> None:
+        self._snapshot = _Snapshot.seeded(seed, device.index if device.type == "cuda" else None)
 
     def install(self) -> None:
         """Makes this the global random state; the one installed before keeps what it has become."""
@@ -116,7 +132,7 @@ class RandomState:
         if current is self:
             return
         if current is not None:
-            current._snapshot = _Snapshot.taken(current._snapshot)
+            current._keep()
         self._snapshot.put_back(None if current is None else current._snapshot)
         RandomState._installed = self
 
@@ -130,16 +146,20 @@ class RandomState:
             yield
         finally:
             if RandomState._installed is not None:
-                RandomState._installed._snapshot = _Snapshot.taken()
+                RandomState._installed._keep()
             RandomState._installed = before
             outside.put_back()
+
+    def _keep(self) -> None:
+        self._snapshot = _Snapshot.taken(self._snapshot)
 
     def state_dict(self) -> State:
         """Tensors and JSON values that :meth:`load_state_dict` continues from."""
         if RandomState._installed is self:
-            self._snapshot = _Snapshot.taken()
+            self._keep()
         numpy = self._snapshot.numpy
         version, words, gauss = self._snapshot.python
+        devices = list(self._snapshot.cuda.values())  # one, or none
         return {
             "torch": self._snapshot.torch.clone(),
             "numpy": {
@@ -149,10 +169,11 @@ class RandomState:
                 "gauss": float(numpy["gauss"]),
             },
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            **({"cuda": devices[0].clone()} if devices else {}),
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Continues from :meth:`state_dict`; a device that had no part in it goes on from where it is."""
         numpy, python = state["numpy"], state["python"]
         kept = {
             "bit_generator": "MT19937",
@@ -165,6 +186,7 @@ class RandomState:
             kept,
             _words(kept),
             (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            {index: state.get("cuda", own).clone() for index, own in self._snapshot.cuda.items()},
         )
         if RandomState._installed is self:
             self._snapshot.put_back()

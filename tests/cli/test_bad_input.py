@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from farflung.cli.main import main
 from farflung.cli.run import RunConfig, RunFolder
@@ -54,7 +55,15 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--learning-rate", "-1"], "--learning-rate -1.0: must be a number above 0"),
         (["--learning-rate", "nan"], "--learning-rate nan: must be a number above 0"),
         (["--momentum", "1"], "--momentum 1.0: must be in [0, 1)"),
-        (["--optimizer", "lion"], "--optimizer lion: must be one of sgd, adam"),
+        (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, sgd"),
+        (
+            ["--optimizer", "sgd(nesterov=True)", "--momentum", "0"],
+            "Nesterov's momentum needs a --momentum above 0",
+        ),
+        (["--learning-rate-schedule", "cosin"], "unknown learning-rate schedule 'cosin'; known: "),
+        (["--bucket-nbytes", "0"], "bucket_nbytes 0 must be at least 1"),
+        (["--device", "abacus"], "--device abacus: must be cpu, cuda "),
+        (["--pace", "abacus"], "unknown device 'abacus'; known: "),
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
         (["--data", "elsewhere"], "elsewhere"),
         (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),
@@ -63,6 +72,15 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 )
 def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
     assert says in refused(capsys, "train", *args)
+
+
+def test_a_cuda_device_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "--device cuda: torch sees no CUDA device on this machine" in refused(
+        capsys, "train", "--device", "cuda"
+    )
 
 
 def test_a_truncated_data_file(

@@ -154,5 +154,8 @@ def test_variants_are_settings() -> None:
     assert variant('ring(codec="topk(density=0.1)", optimizer="adam")') == {
         "recipe": "ring", "codec": "topk(density=0.1)", "optimizer": "adam",
     }  # fmt: skip
+    assert variant("ring(optimizer=adamw(eps=1e-6), bucket_nbytes=1000)") == {
+        "recipe": "ring", "optimizer": "adamw(eps=1e-06)", "bucket_nbytes": 1000,
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="cannot change 'seed'"):
         variant("ring(seed=1)")

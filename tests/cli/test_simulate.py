@@ -95,10 +95,14 @@ def test_what_a_run_leaves_behind_says_that_it_is_simulated(
 
 def test_both_worlds_tell_the_same(tmp_path: Path) -> None:
     """One format: the same events with the same keys, and the same values where no clock has a part in them."""
-    config = [*SMALL[:-2], "--workers", "2"]
+    settings = [
+        "--workers", "2", "--optimizer", "adamw(betas=(0.8, 0.99))", "--bucket-nbytes", "1000",
+        "--learning-rate-schedule", "linear(warmup=16, by='samples')",
+    ]  # fmt: skip
+    config = [*SMALL[:-2], *settings, "--device", "cpu"]
     command = [sys.executable, "-m", "farflung", "train", *config, "--out", str(tmp_path / "real"), "--quiet"]
     subprocess.run(command, check=True, capture_output=True, timeout=WITHIN_S)
-    assert main(["simulate", *SMALL, "--workers", "2", "--out", str(tmp_path / "virtual"), "--quiet"]) == 0
+    assert main(["simulate", *SMALL, *settings, "--out", str(tmp_path / "virtual"), "--quiet"]) == 0
 
     def told(name: str) -> dict[int, list[Event]]:
         events = RunFolder(tmp_path / name).events()

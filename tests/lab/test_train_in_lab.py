@@ -32,7 +32,7 @@ def test_a_run_in_the_lab(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
             *("lab", "--network", str(network), "--nodes", "2", "--report", str(report)),
             *("--logs", str(tmp_path / "logs")),
             *("train", "--workload", "fashion-mnist/cnn", "--data", "packaged", "--steps", str(STEPS)),
-            *("--batch-size", str(BATCH), "--evaluate-every", "0", "--device", str(device)),
+            *("--batch-size", str(BATCH), "--evaluate-every", "0", "--pace", str(device)),
             *("--out", str(out), "--json"),
         ]
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -148,9 +147,8 @@ class InPieces(Quadratic):
         return -self.loss(model, batch)
 
 
-@pytest.fixture
-def four_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farflung.replica.loop.GradientBuckets", partial(GradientBuckets, bucket_nbytes=1))
+APART = {"bucket_nbytes": 1}
+"""A bucket for each parameter."""
 
 
 def pieces() -> Quadratic:
@@ -165,16 +163,16 @@ def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
         assert same_bits(ours.weights(0), ours.weights(1))
 
 
-@pytest.mark.usefixtures("outer", "four_buckets")
+@pytest.mark.usefixtures("outer")
 def test_fragments_on_identical_batches_are_one_worker() -> None:
     schedule = Streaming(4, delay=3, fragments=2)
-    several = Run(schedule, 2, alike=True, workload=pieces, settings={"steps": 14}).whole()
-    alone = Run("synchronous", 1, alike=True, workload=pieces, settings={"steps": 14}).whole()
+    several = Run(schedule, 2, APART, alike=True, workload=pieces, settings={"steps": 14}).whole()
+    alone = Run("synchronous", 1, APART, alike=True, workload=pieces, settings={"steps": 14}).whole()
     assert len(several.replicas[0]._buckets.buckets) == 4
     assert distance(several.weights(), alone.weights()) < 1e-6
 
 
-@pytest.mark.usefixtures("outer", "four_buckets")
+@pytest.mark.usefixtures("outer")
 @pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.3))"])
 def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_path: Path) -> None:
     schedule = Streaming(4, delay=3, fragments=2, outer=Outer(0.7, 0.9))
@@ -182,7 +180,12 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
     def run(folder: str, steps: int) -> Run:
         settings = {"steps": steps, "checkpoint_every": 3, "momentum": 0.9}
         return Run(
-            schedule, 2, {"codec": codec}, workload=pieces, settings=settings, folder=tmp_path / folder
+            schedule,
+            2,
+            {**APART, "codec": codec},
+            workload=pieces,
+            settings=settings,
+            folder=tmp_path / folder,
         )
 
     whole = run("whole", 18).whole()
@@ -242,10 +245,9 @@ class Some(Planned):
         return buckets[: self.count]
 
 
-@pytest.mark.usefixtures("four_buckets")
 def test_a_bucket_that_nothing_moves_is_refused() -> None:
     with pytest.raises(Unsupported, match="no part of it moves bucket 3, which would train apart"):
-        Run(Some((Replace(),), Replace(), 3), workload=pieces)
+        Run(Some((Replace(),), Replace(), 3), parts=APART, workload=pieces)
 
 
 # --- parts that go at different times -----------------------------------------------------------------------------
@@ -259,11 +261,12 @@ class EveryOther(Delayed):
         return [t for t in Delayed.plan(self, state, parts, step) if t.part.index % 2 == step % 2]
 
 
-@pytest.mark.usefixtures("four_buckets")
 def test_buckets_that_take_turns_each_count_their_own_steps() -> None:
     """Identical batches: every mean is the own part, so nothing may differ from one worker alone."""
-    several = Run(EveryOther(delay=2), 2, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
-    alone = Run("synchronous", 1, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
+    several = Run(
+        EveryOther(delay=2), 2, APART, alike=True, workload=pieces, settings={"momentum": 0.9}
+    ).steps(14)
+    alone = Run("synchronous", 1, APART, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
     assert distance(several.weights(), alone.weights()) < 1e-6
 
 
@@ -306,9 +309,8 @@ class Together(Fixed):
         return [Transfer(part, step, Replace()) for part in parts]
 
 
-@pytest.mark.usefixtures("four_buckets")
 def test_several_buckets_in_one_exchange_are_the_same_training() -> None:
-    runs = [Run(how, 3, workload=pieces).whole() for how in (Together(), "synchronous")]
+    runs = [Run(how, 3, APART, workload=pieces).whole() for how in (Together(), "synchronous")]
     assert same_bits(runs[0].weights(), runs[1].weights())
     exchanges = [sum(event["event"] == "exchange" for event in run.events[0]) for run in runs]
     assert exchanges == [20, 80]
@@ -329,7 +331,6 @@ class Hearing(EveryOther):
         }
 
 
-@pytest.mark.usefixtures("four_buckets")
 @pytest.mark.parametrize("rests", [0, 3])
 def test_numbers_of_ones_own_are_summed_once(rests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever number of exchanges a step starts, or none."""
@@ -340,7 +341,7 @@ def test_numbers_of_ones_own_are_summed_once(rests: int, monkeypatch: pytest.Mon
         return loss, replace(vote, numbers={"seen": 10.0**replica.runtime.comm.rank})
 
     monkeypatch.setattr(Replica, "forward", counting)
-    run = Run(Hearing(delay=0, period=1 + rests), 3, workload=pieces)
+    run = Run(Hearing(delay=0, period=1 + rests), 3, APART, workload=pieces)
     for replica in run.replicas:
         replica._exchanges._rider = Rider(("seen",))
     run.steps(12)
@@ -363,9 +364,8 @@ class Learning:
         return Reduced(total / channel.size, channel.size, rider, None, together)
 
 
-@pytest.mark.usefixtures("four_buckets")
 def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recipe, "_reducer", lambda recipe: Learning())
-    run = Run("pipelined(2)", 2, workload=pieces).steps(5)
+    run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
         assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Checkpoints, Replica
+from farflung.replica import Checkpoints, Replica, place
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Dataset, SampleIds, Schedule
@@ -48,7 +48,7 @@ class Run:
     Args:
       schedule: as text, or itself.
       size: number of replicas.
-      parts: other members of the recipe.
+      parts: other members and settings of the recipe.
       link: between any two.
       seconds_per_sample: of a forward pass.
       alike: whether all replicas draw the same batches.
@@ -56,11 +56,12 @@ class Run:
       workload: makes one.
       settings: of the training.
       folder: of checkpoints.
+      device: that all of them train on.
     """
 
     schedule: str | Schedule
     size: int = 2
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
     link: LinkModel = NO_LINK
     seconds_per_sample: float = 0.0
     alike: bool = False
@@ -68,6 +69,7 @@ class Run:
     workload: Callable[[], Quadratic] = lambda: Quadratic(dim=12, samples=64)
     settings: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         given = {"steps": 20, "batch_size": 4, "learning_rate": 0.05, "seed": 3, **self.settings}
@@ -98,6 +100,7 @@ class Run:
             checkpoints,
             share=share,
             trace=True,
+            device=place(self.device),
         )
 
     def whole(self) -> Run:
@@ -125,7 +128,7 @@ class Run:
     def weights(self, rank: int = 0) -> Tensor:
         """A replica's parameters."""
         parameters = [p.detach().reshape(-1) for p in self.replicas[rank].model.parameters()]
-        return torch.cat(parameters).clone()
+        return torch.cat(parameters).cpu().clone()
 
     def mean(self) -> Tensor:
         """Of all replicas' parameters, in float64."""

@@ -61,6 +61,13 @@ def told(folder: RunFolder) -> dict[str, bytes]:
         {"collective": "direct"},
         {"reducer": "powersgd(rank=1)"},
         *({"schedule": schedule} for schedule in SCHEDULES),
+        {
+            "workload": "fashion-mnist/mlp",
+            "data": "packaged",
+            "steps": 3,
+            "bucket_nbytes": 2000,
+            "learning_rate_schedule": "cosine(warmup=2)",
+        },
     ],
     ids=lambda parts: "-".join(map(str, parts.values())) or "synchronous",
 )

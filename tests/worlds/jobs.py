@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Replica
+from farflung.replica import Replica, place
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
@@ -24,16 +26,26 @@ from tests.pool import digest, leave_group
 WORKLOAD = "fashion-mnist/cnn"
 
 
-def replica(runtime: Runtime, parts: dict[str, str], steps: int, batch_size: int) -> Replica:
+def replica(
+    runtime: Runtime,
+    parts: dict[str, Any],
+    steps: int,
+    batch_size: int,
+    settings: dict[str, Any] | None = None,
+    device: str = "cpu",
+) -> Replica:
     """One replica of a small run on the packaged data, with dropout and augmentation."""
     work = workload(WORKLOAD, data="packaged")
-    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
+    training = Training.resolve(
+        work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3, **(settings or {})}
+    )
     return Replica(
         runtime,
         work,
         training,
         recipe("synchronous").but(**parts).parts(training.seed),
         Telemetry(runtime.comm.rank),
+        device=place(device),
     )
 
 
@@ -70,26 +82,31 @@ def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
     return world.run([steps(one) for one in replicas])
 
 
-def ddp(rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int) -> dict[str, torch.Tensor]:
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4),
+    "sgd(nesterov=True)": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4, nesterov=True),
+    "adam(eps=1e-6)": partial(torch.optim.Adam, lr=0.01, eps=1e-6, weight_decay=1e-4),
+    "adamw(betas=(0.8, 0.95))": partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), weight_decay=1e-4),
+}
+"""As torch's own, with the workload's settings."""
+
+
+def ddp(
+    rank: int, size: int, store: dist.Store, *, steps: int, batch_size: int, optimizer: str = "sgd"
+) -> dict[str, torch.Tensor]:
     """The same training by DistributedDataParallel."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        return _by_ddp(rank, size, steps, batch_size)
+        return _by_ddp(rank, size, steps, batch_size, optimizer)
     finally:
         leave_group()
 
 
-def _by_ddp(rank: int, size: int, steps: int, batch_size: int) -> dict[str, torch.Tensor]:
+def _by_ddp(rank: int, size: int, steps: int, batch_size: int, named: str) -> dict[str, torch.Tensor]:
     work = workload(WORKLOAD, data="packaged")
-    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3})
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(3, "model")))
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=training.learning_rate,
-        momentum=training.momentum,
-        weight_decay=training.weight_decay,
-    )
+    optimizer = OPTIMIZERS[named](model.parameters())
     sampler = recipe("synchronous").parts(3).sampler
     with RandomState.scope():
         RandomState(derive(3, "replica", rank)).install()
@@ -109,6 +126,6 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
     try:
         trained = replica(runtime, **arguments)
         runtime.run(steps(trained))
-        return {name: value.clone() for name, value in trained.model.state_dict().items()}
+        return {name: value.cpu().clone() for name, value in trained.model.state_dict().items()}
     finally:
         runtime.close()

@@ -79,6 +79,15 @@ def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> No
     assert len({r["parameters"] for r in real}) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(2)"])
+def test_processes_share_a_cuda_device(pool: Pool, schedule: str) -> None:
+    """And end alike."""
+    run = {"parts": {**IDENTITY, "schedule": schedule}, "steps": 4, "batch_size": 8, "device": "cuda:0"}
+    one, other = pool.run(2, "tests.worlds.jobs.farflung_parameters", **run)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) -> None:
     """The comparison above means something only if the random state has a part in it."""
     one = jobs.virtual(1, parts=IDENTITY, steps=2, batch_size=8)
@@ -96,6 +105,36 @@ def test_equals_ddp_bit_for_bit_at_two_ranks(pool: Pool) -> None:
     for name, value in theirs[0].items():
         assert torch.equal(value, ours[0][name]), name
         assert torch.equal(value, ours[1][name]), name
+
+
+@pytest.mark.parametrize("optimizer", sorted(set(jobs.OPTIMIZERS) - {"sgd"}))
+def test_every_optimizer_equals_torchs_under_ddp(pool: Pool, optimizer: str) -> None:
+    run = {"steps": 6, "batch_size": 12}
+    theirs = pool.run(2, "tests.worlds.jobs.ddp", optimizer=optimizer, **run)
+    settings = {"optimizer": optimizer}
+    ours = pool.run(2, "tests.worlds.jobs.farflung_parameters", parts=IDENTITY, settings=settings, **run)
+    for name, value in theirs[0].items():
+        assert torch.equal(value, ours[0][name]), name
+        assert torch.equal(value, ours[1][name]), name
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(2)"])
+def test_buckets_of_any_size_in_both_worlds(pool: Pool, schedule: str) -> None:
+    """One for each parameter, or one for all: as many exchanges, and the same sums."""
+    ends, sent = {}, set()
+    for bucket_nbytes in (1, 2000, 25 << 20):
+        run = {
+            "parts": {**IDENTITY, "schedule": schedule, "bucket_nbytes": bucket_nbytes},
+            "steps": 4,
+            "batch_size": 8,
+            "settings": {"optimizer": "sgd(nesterov=True)", "learning_rate_schedule": "cosine(warmup=2)"},
+        }
+        real = pool.run(2, "tests.worlds.jobs.wall", **run)
+        assert real == jobs.virtual(2, **run)
+        ends[bucket_nbytes] = [end["parameters"] for end in real]
+        sent.add(real[0]["bytes"])
+    assert ends[1] == ends[2000] == ends[25 << 20]
+    assert len(sent) == 3, "each exchange has a rider, so the size of buckets shows"
 
 
 @pytest.mark.parametrize("collective", ["direct", "ring", "native"])

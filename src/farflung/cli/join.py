@@ -21,15 +21,17 @@ from farflung.comm.keys import Keys
 from farflung.data import describe
 from farflung.network import device_profile, network_profile
 from farflung.reducers import summed_nbytes
-from farflung.replica import Replica
+from farflung.replica import Replica, place
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 from farflung.types import Json, Workload
 
-__all__ = ["DEVICE", "MODEL", "NETWORK", "Reach", "work"]
+__all__ = ["DEVICE", "MODEL", "NETWORK", "PACE", "Reach", "work"]
 
 DEVICE = "FARFLUNG_DEVICE"
+"""Tells workers what to train on."""
+PACE = "FARFLUNG_PACE"
 """Tells workers of the device whose pace to keep."""
 NETWORK = "FARFLUNG_NETWORK"
 """Tells workers what lies between them, where that is known: a name or a TOML file."""
@@ -67,7 +69,8 @@ def work(
     show: Sink,
     reach: Reach | None = None,
     task: Workload | None = None,
-    device: str = "",
+    device: str = "cpu",
+    pace: str = "",
     network: str = "",
     model: str = "",
 ) -> Mapping[str, Json]:
@@ -79,14 +82,21 @@ def work(
       show: gets this replica's events.
       reach: how the others reach this machine.
       task: the run's own, where it has been made.
-      device: a device whose pace to keep; empty: as fast as this machine is.
+      device: what to train on; see :func:`farflung.replica.place`.
+      pace: a device whose pace to keep; empty: as fast as this machine is.
       network: what lies between the replicas; empty: that is not known.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
     reach, task = reach or Reach(), task or config.make_workload()
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    leader = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    local_rank, local_size = (
+        int(os.environ.get(name, here)) for name, here in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
+    )
+    leader = local_rank == 0
+    placed = place(device, local_rank=local_rank, local_size=local_size)
+    if placed.type == "cuda":
+        torch.cuda.set_device(placed)
     asked = _stop_on_signals()
     with JsonLines(folder.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
@@ -107,7 +117,7 @@ def work(
             encrypt=config.encrypt,
             keys=reach.keys,
             decisions=folder.decision_log() if rank == 0 else None,
-            device=device_profile(device, forward_flops=forward_flops(task)) if device else None,
+            device=device_profile(pace, forward_flops=forward_flops(task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,
         )
@@ -123,6 +133,7 @@ def work(
                 checkpoints,
                 asked.is_set,
                 None if shares is None else shares[rank],
+                device=placed,
             )
             if folder.resumed:
                 replica.resume(checkpoints.newest())

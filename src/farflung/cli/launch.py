@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from farflung.cli.events import listener
-from farflung.cli.join import DEVICE, MODEL, NETWORK
+from farflung.cli.join import DEVICE, MODEL, NETWORK, PACE
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.comm import NetworkModel
 from farflung.comm.interface import LOOPBACK
@@ -40,7 +40,8 @@ def launch(
     show: Sink,
     replay: Path | None = None,
     *,
-    device: str = "",
+    device: str = "cpu",
+    pace: str = "",
     network: str = "",
 ) -> Mapping[str, Json]:
     """Trains on ``config.workers`` processes; returns rank 0's summary, with ``interrupted`` after Ctrl-C.
@@ -50,7 +51,8 @@ def launch(
       folder: where it is kept.
       show: gets the events of all workers.
       replay: a file with decisions to make again.
-      device: whose pace the workers keep; empty: as fast as they can.
+      device: what the workers train on.
+      pace: a device whose pace they keep; empty: as fast as they can.
       network: a profile whose pace their messages keep, by name or as a TOML file; empty: none.
 
     Raises:
@@ -73,6 +75,7 @@ def launch(
                 env={
                     **_environment(events.getsockname()),
                     DEVICE: device,
+                    PACE: pace,
                     NETWORK: network,
                     MODEL: scratch if network else "",
                 },

@@ -49,12 +49,15 @@ class RunOptions:
     """Samples per replica and step."""
     learning_rate: float | None = None
     """Of the optimizer."""
+    learning_rate_schedule: str | None = None
+    """What becomes of the learning rate: constant, linear, cosine(warmup=500, final=0.1), step(every=1000, gamma=0.1)
+    or step(milestones=(1000, 1500)); by steps, or by='samples'. constant when not given."""
     momentum: float | None = None
     """Of SGD."""
     weight_decay: float | None = None
     """Of the optimizer."""
     optimizer: str | None = None
-    """sgd or adam."""
+    """sgd, sgd(nesterov=True), adam or adamw(betas=(0.9, 0.95), eps=1e-8); sgd when not given."""
     clip_norm: float | None = None
     """Largest norm of the gradient that the optimizer steps on; 0: no limit."""
     on_nonfinite: str | None = None
@@ -71,6 +74,8 @@ class RunOptions:
     ] = None
     schedule: str | None = None
     """Instead of the recipe's."""
+    bucket_nbytes: int | None = None
+    """Instead of the recipe's 26214400: a bucket of gradients is sent once it holds as many bytes."""
     data: str | None = None
     """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
     partition: str | None = None

@@ -36,7 +36,11 @@ class Recipes:
 
 
 def _parts(recipe: Recipe) -> dict[str, Json]:
-    return {family: value for family, value in recipe.to_json().items() if family not in ("name", "summary")}
+    return {
+        family: value
+        for family, value in recipe.to_json().items()
+        if family not in ("name", "summary", "bucket_nbytes")
+    }
 
 
 def _row(recipe: Recipe) -> dict[str, Json]:

@@ -12,10 +12,11 @@ from typing import ClassVar, Self
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.errors import CheckpointError, ConfigError
-from farflung.recipes import Recipe, build, recipe
+from farflung.recipes import Recipe, recipe
 from farflung.replica import Checkpoints, check_model, check_share
 from farflung.runtime import DecisionLog, read_decisions
 from farflung.seeding import generator
+from farflung.spec import build
 from farflung.telemetry import Event, read_events
 from farflung.types import Json, SampleIds, Workload
 from farflung.workloads import workload
@@ -24,8 +25,8 @@ __all__ = ["EVENTS", "RunConfig", "RunFolder", "write_json", "write_text"]
 
 EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which the starting command listens to its workers."""
-PARTS = ("codec", "reducer", "collective", "schedule")
-"""The members of a recipe that options may replace."""
+PARTS = ("codec", "reducer", "collective", "schedule", "bucket_nbytes")
+"""What options may replace in a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class RunConfig:
     learning_rate: float
     momentum: float
     weight_decay: float
+    learning_rate_schedule: str
     optimizer: str
     clip_norm: float
     on_nonfinite: str
@@ -52,6 +54,7 @@ class RunConfig:
     reducer: str
     collective: str
     schedule: str
+    bucket_nbytes: int
     data: str
     partition: str
     evaluate_every: int
@@ -106,7 +109,7 @@ class RunConfig:
         )
         parts = preset.but(**{name: said.get(name) for name in PARTS})  # type: ignore[arg-type]
         return {
-            **asdict(training),
+            **training.to_json(),
             "workload": str(said.get("workload", "fashion-mnist/cnn")),
             "recipe": preset.name,
             "workers": int(said.get("workers", 2)),  # type: ignore[arg-type]
@@ -114,6 +117,7 @@ class RunConfig:
             "reducer": parts.reducer,
             "collective": parts.collective,
             "schedule": parts.schedule,
+            "bucket_nbytes": parts.bucket_nbytes,
             "data": str(said.get("data", "auto")),
             "partition": str(said.get("partition", "shared")),
             "deadline": float(said.get("deadline", 60.0)),  # type: ignore[arg-type]

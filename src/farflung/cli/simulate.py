@@ -23,7 +23,7 @@ class Simulate(RunOptions):
     """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"encrypt", "interface", "keys"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"encrypt", "interface", "keys", "pace"})
 
     network: str | None = None
     """What lies between the replicas: a name (farflung networks lists them) or a TOML file; lan-1g when not given."""

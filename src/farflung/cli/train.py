@@ -21,6 +21,7 @@ from farflung.comm.keys import load_keys
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.network import device_profile, network_profile
+from farflung.replica import place
 from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Json
@@ -51,9 +52,12 @@ class Train(RunOptions):
     network: str | None = None
     """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
     one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
-    device: str | None = None
+    device: str = "cpu"
+    """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
+    share. Of the command line alone."""
+    pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
-    time has passed; steps for which this machine is too slow are counted. Of the command line alone."""
+    time has passed; steps for which this machine is too slow are counted."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -70,8 +74,9 @@ class Train(RunOptions):
                 "--interface and --keys are for several machines: start this under torchrun there"
             )
         task = config.make_workload()
-        if self.device is not None:
-            device_profile(self.device, forward_flops=forward_flops(task))
+        place(self.device, local_size=config.workers)
+        if self.pace is not None:
+            device_profile(self.pace, forward_flops=forward_flops(task))
         if self.network is not None:
             network_profile(self.network).for_nodes(config.workers)
             if collective_named(config.collective).by_backend:
@@ -85,7 +90,13 @@ class Train(RunOptions):
         self.show(config, shares)
         with Progress(quiet=self.quiet or self.json) as progress:
             summary = launch(
-                config, folder, progress, self.replay, device=self.device or "", network=self.network or ""
+                config,
+                folder,
+                progress,
+                self.replay,
+                device=self.device,
+                pace=self.pace or "",
+                network=self.network or "",
             )
         finish(
             config,
@@ -116,8 +127,8 @@ class Train(RunOptions):
             self.show(config, shares)
         with Progress(quiet=self.quiet or self.json or rank != 0) as progress:
             show = _both(progress, teller(os.environ[EVENTS])) if EVENTS in os.environ else progress
-            network = os.environ.get(NETWORK, "")
-            summary = work(config, folder, show, reach, task, self.device or "", network)
+            network, pace = os.environ.get(NETWORK, ""), self.pace or ""
+            summary = work(config, folder, show, reach, task, device=self.device, pace=pace, network=network)
         if rank == 0:
             finish(config, folder, summary, shares, as_json=self.json)
         return 0

@@ -40,9 +40,10 @@ def variant(text: str) -> dict[str, Json]:
 
 def _value(text: str, name: str, node: ast.expr) -> Json:
     """Text for a part of a recipe, else the number or text that is there."""
-    if name in PARTS and not isinstance(node, ast.Constant):
+    kind = str(Training.__dataclass_fields__[name].type) if name in Training.__dataclass_fields__ else "str"
+    kind = "int" if name == "bucket_nbytes" else kind.partition(" ")[0]
+    if kind == "str" and not isinstance(node, ast.Constant):
         return ast.unparse(node)
-    kind = str(Training.__dataclass_fields__[name].type) if name not in PARTS else "str"
     value = node.value if isinstance(node, ast.Constant) else None
     if isinstance(value, int) and not isinstance(value, bool) and kind == "float":
         return float(value)

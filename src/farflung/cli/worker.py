@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from farflung.cli.events import teller
-from farflung.cli.join import DEVICE, MODEL, NETWORK, work
+from farflung.cli.join import DEVICE, MODEL, NETWORK, PACE, work
 from farflung.cli.run import EVENTS, RunConfig, RunFolder
 from farflung.errors import FarflungError, RunLost
 from farflung.telemetry import Event
@@ -23,8 +23,9 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     try:
         config = RunConfig(**folder.stored_config())  # type: ignore[arg-type]
-        device, network, model = (os.environ.get(name, "") for name in (DEVICE, NETWORK, MODEL))
-        work(config, folder, tell, device=device, network=network, model=model)
+        names = (DEVICE, PACE, NETWORK, MODEL)
+        device, pace, network, model = (os.environ.get(name, "") for name in names)
+        work(config, folder, tell, device=device, pace=pace, network=network, model=model)
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)

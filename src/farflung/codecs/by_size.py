@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from farflung.codecs.identity import Identity
 from farflung.codecs.int8 import Int8
-from farflung.codecs.options import codec_option, whole_option
+from farflung.codecs.options import codec_option
 from farflung.codecs.routed import Routed
+from farflung.options import whole_option
 from farflung.types import Codec, CodecState, Seeds, TensorSpec
 
 __all__ = ["BySize", "by_size"]

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.options import density_option, indexable, share_option, whole_option
+from farflung.codecs.options import density_option, indexable
 from farflung.codecs.routed import join, take
 from farflung.codecs.selection import kept, largest
 from farflung.codecs.sparse import Sparse, add_entries
+from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
 __all__ = ["DGC"]

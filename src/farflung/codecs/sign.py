@@ -11,8 +11,9 @@ from torch import Tensor
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.fixed import Fixed
-from farflung.codecs.options import floating, whole_option
+from farflung.codecs.options import floating
 from farflung.codecs.stochastic import from_levels
+from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Sign"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.codecs.trees import rebuilt
 from farflung.types import Payload
 
-__all__ = ["Stage", "at_once", "on_device", "on_host", "to_host"]
+__all__ = ["Stage", "at_once", "moved", "on_device", "on_host", "to_host"]
 
 Stage: TypeAlias = Callable[[Payload, Callable[[Payload], object]], None]
 """Brings a payload to the host, then hands it on: ``stage(payload, then)``."""
@@ -49,12 +49,9 @@ def at_once(payload: Payload, then: Callable[[Payload], object]) -> None:
 
 def on_device(payload: Payload, device: torch.device) -> Payload:
     """The payload on ``device``; nobody waits for the copies, which later work on the device comes behind."""
-    if device.type == "cpu":
-        return payload
+    return payload if device.type == "cpu" else rebuilt(payload, lambda tensor: moved(tensor, device))
 
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor
-        return tensor.pin_memory().to(device, non_blocking=True)
 
-    return rebuilt(payload, moved)
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a CUDA device, through pinned memory; nobody waits for the copy."""
+    return tensor if tensor.device == device else tensor.pin_memory().to(device, non_blocking=True)

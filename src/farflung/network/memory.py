@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, UnknownName
 
-__all__ = ["BUCKET_NBYTES", "OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
+__all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
 
-OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
+OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Tensors as large as the parameters that an optimizer keeps."""
-BUCKET_NBYTES = 25 << 20
-"""Of a replica's gradient buckets, the first aside; DistributedDataParallel's choice too."""
 
 
 def training_nbytes(
@@ -26,6 +25,7 @@ def training_nbytes(
     activations_nbytes: float = 0,
     in_flight: int = 0,
     fixed_nbytes: float = 0,
+    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> int:
     r"""Bytes that one replica needs for a step of training.
 
@@ -33,13 +33,14 @@ def training_nbytes(
 
     Args:
       parameters_nbytes: :math:`P`; once for the parameters, once for the buckets of gradients. What autograd has made
-        is there besides until its bucket, of at most :math:`b` = 25 MiB, is full.
+        is there besides until its bucket is full.
       batch_size: :math:`B`.
       optimizer: a name in :data:`OPTIMIZER_COPIES`, for :math:`k`.
       sample_nbytes: :math:`s`, of one sample's inputs and targets.
       activations_nbytes: :math:`a`, what autograd keeps per sample; see :func:`saved_nbytes`.
       in_flight: :math:`f`, copies of the gradient in exchanges that outlive their step.
       fixed_nbytes: :math:`M_0`, of the process: libraries, the device's context.
+      bucket_nbytes: :math:`b`, of a bucket of gradients.
 
     Raises:
       UnknownName: no such optimizer.
@@ -49,7 +50,7 @@ def training_nbytes(
     if optimizer not in OPTIMIZER_COPIES:
         raise UnknownName("optimizer", optimizer, OPTIMIZER_COPIES)
     copies = 2 + OPTIMIZER_COPIES[optimizer] + in_flight
-    filling = min(parameters_nbytes, BUCKET_NBYTES)
+    filling = min(parameters_nbytes, bucket_nbytes)
     samples = batch_size * (sample_nbytes + activations_nbytes)
     return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
 
@@ -63,6 +64,7 @@ def largest_batch(
     activations_nbytes: float = 0,
     in_flight: int = 0,
     fixed_nbytes: float = 0,
+    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> int:
     """The largest batch that :func:`training_nbytes` lets in; its arguments.
 
@@ -70,7 +72,12 @@ def largest_batch(
       ConfigError: not even one sample has room, or samples take no memory.
     """
     empty = training_nbytes(
-        parameters_nbytes, 0, optimizer=optimizer, in_flight=in_flight, fixed_nbytes=fixed_nbytes
+        parameters_nbytes,
+        0,
+        optimizer=optimizer,
+        in_flight=in_flight,
+        fixed_nbytes=fixed_nbytes,
+        bucket_nbytes=bucket_nbytes,
     )
     each = sample_nbytes + activations_nbytes
     if not each > 0:

@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass, replace
 
 from farflung.codecs import CODECS
 from farflung.comm import AUTO, collective_named
+from farflung.config import BUCKET_NBYTES
 from farflung.data import InMemory
 from farflung.errors import ConfigError, UnknownName
-from farflung.recipes.spec import build, name_of
+from farflung.options import whole_option
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
+from farflung.spec import build, name_of
 from farflung.types import Json, Reducer
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
@@ -32,6 +34,7 @@ class Recipe:
         :func:`farflung.comm.resolve_collective`.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes.
+      bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
     name: str
@@ -41,11 +44,12 @@ class Recipe:
     collective: str = AUTO
     schedule: str = "synchronous"
     sampler: str = "uniform"
+    bucket_nbytes: int = BUCKET_NBYTES
 
-    def but(self, **given: str | None) -> Recipe:
+    def but(self, **given: str | int | None) -> Recipe:
         """The same with other members where one is given."""
         changes = {field: value for field, value in given.items() if value is not None}
-        return replace(self, **changes)
+        return replace(self, **changes)  # type: ignore[arg-type]
 
     def parts(self, seed: int, share: int | None = None) -> Parts:
         """Fresh members for one replica.
@@ -62,11 +66,13 @@ class Recipe:
         collective_named(self.collective)
         if self.sampler not in SAMPLERS:
             raise UnknownName("sampler", self.sampler, SAMPLERS)
+        whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
         return Parts(
             reducer=self._reducer(),
             schedule=build("schedule", self.schedule, SCHEDULES),
             sampler=SAMPLERS[self.sampler](derive(seed, "sampler", *([] if share is None else [share]))),
             stream=InMemory(),
+            bucket_nbytes=self.bucket_nbytes,
         )
 
     def _reducer(self) -> Reducer:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.blocks import working_dtype
-from farflung.codecs.options import floating, number_option, whole_option
+from farflung.codecs.options import floating
 from farflung.codecs.stochastic import generator_on
+from farflung.options import number_option, whole_option
 from farflung.reducers.journeys import Exchange
 from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import divisor, numerator, side_of

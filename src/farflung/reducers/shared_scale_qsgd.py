@@ -9,11 +9,12 @@ from torch import Tensor
 
 from farflung.codecs.bits import fields, from_fields
 from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.options import floating, whole_option
+from farflung.codecs.options import floating
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.comm.collectives.segments import others
 from farflung.comm.staging import on_device
+from farflung.options import whole_option
 from farflung.reducers.journeys import Exchange
 from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import numerator, reduced, side_of

@@ -14,7 +14,7 @@ from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.lockstep import Lockstep, keep_once
 from farflung.replica.loop import Parts, Replica
-from farflung.replica.optimizers import make_optimizer
+from farflung.replica.placement import place
 from farflung.replica.summary import Summary, TimeSplit
 from farflung.replica.votes import Vote
 
@@ -36,7 +36,7 @@ __all__ = [
     "fingerprint",
     "keep_once",
     "load_tree",
-    "make_optimizer",
+    "place",
     "save_tree",
     "share_name",
 ]

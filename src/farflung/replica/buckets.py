@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError
-from farflung.network.memory import BUCKET_NBYTES
 from farflung.types import Bucket, Placed, TensorSpec
 
 __all__ = ["Filling", "GradientBuckets", "fillings"]
@@ -49,7 +49,7 @@ class GradientBuckets:
 
     Args:
       named_parameters: as :meth:`torch.nn.Module.named_parameters` gives them.
-      bucket_nbytes: a bucket is closed once it holds this many bytes.
+      bucket_nbytes: a bucket is closed once it holds this many bytes; the first at 1 MiB, where that is less.
 
     Raises:
       ConfigError: there is nothing to train.

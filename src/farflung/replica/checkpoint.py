@@ -36,7 +36,7 @@ def save_tree(path: Path, tree: State) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     save_file(
-        {name: t.detach().contiguous().clone() for name, t in tensors.items()},
+        {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()},
         partial,
         {_META: json.dumps(values)},
     )

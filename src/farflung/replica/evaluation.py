@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.replica.averaging import averaged, sum_everywhere
+from farflung.replica.placement import batch_on
 from farflung.types import Cost, Dataset, Runtime, Workload
 
 __all__ = ["Score", "evaluate"]
@@ -25,7 +26,14 @@ class Score:
 
 
 async def evaluate(
-    runtime: Runtime, workload: Workload, model: nn.Module, data: Dataset, step: int, *, apart: bool
+    runtime: Runtime,
+    workload: Workload,
+    model: nn.Module,
+    data: Dataset,
+    step: int,
+    *,
+    apart: bool,
+    device: torch.device,
 ) -> Score:
     """Each replica scores its share; the sums travel in one exchange and are equal everywhere.
 
@@ -36,24 +44,25 @@ async def evaluate(
       data: the test set.
       step: of the evaluation.
       apart: whether replicas' parameters differ; what is scored is their mean.
+      device: of the model.
     """
     comm = runtime.comm
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
     async with averaged(runtime, model, step, apart=apart):
         sums = await runtime.compute(
-            Cost("evaluate", len(share)), lambda: _score(workload, model, data, share)
+            Cost("evaluate", len(share)), lambda: _score(workload, model, data, share, device)
         )
     _, total = await sum_everywhere(runtime, torch.empty(0), sums, step, purpose=Purpose.EVALUATION)
     return Score(float(total[0] / total[2]), float(total[1] / total[2]))
 
 
-def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor) -> Tensor:
+def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for part in ids.split(BATCH):
-            batch = data.take(part, train=False)
+            batch = batch_on(data.take(part, train=False), device)
             sums[0] += workload.metric(model, batch).double().sum()
             sums[1] += workload.loss(model, batch).double().sum()
             sums[2] += len(part)
-    return sums
+    return sums.cpu()

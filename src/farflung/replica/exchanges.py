@@ -238,12 +238,12 @@ class Exchanges:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    async def flush(self, number: int, update: Callable[[], Awaitable[None]]) -> None:
+    async def flush(self, number: int, update: Callable[[int], Awaitable[None]]) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
 
         Args:
           number: of the exchange that averages parameters, where that is needed; alike on all ranks.
-          update: a step of the optimizer.
+          update: a step of the optimizer, given the step of training that it belongs to.
         """
         for step in sorted({flight.transfer.due_step for flight in self._in_flight}):
             self._step = step
@@ -251,7 +251,7 @@ class Exchanges:
             merged = await self._merge("gradient")
             await self._merge("update")
             if merged and taking:
-                await update()
+                await update(step)
             self._buckets.clear()
         if self.apart:
             parameters = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.config import Training
+from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import Subset
 from farflung.errors import ConfigError
 from farflung.replica.averaging import barrier
@@ -19,7 +19,8 @@ from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
-from farflung.replica.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
+from farflung.replica.placement import HOST, batch_on, state_on, wait_for
 from farflung.replica.summary import Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
@@ -30,6 +31,7 @@ from farflung.types import (
     Dataset,
     Decision,
     PoolView,
+    RateSchedule,
     Reducer,
     Runtime,
     SampleIds,
@@ -56,6 +58,8 @@ class Parts:
     schedule: Schedule
     sampler: Sampler
     stream: Stream
+    bucket_nbytes: int = BUCKET_NBYTES
+    """Of the gradient buckets that the reducer carries."""
 
 
 def _never() -> bool:
@@ -77,6 +81,7 @@ class Replica:
       share: the training samples that this replica draws from, alone and in passes of its own; ``None``: all
         replicas draw from the whole set, in passes over it that they share.
       trace: whether to tell of every exchange.
+      device: where model, gradients and optimizer are; samples, random state and checkpoints come to it.
 
     Raises:
       ConfigError: parts or settings that do not go together.
@@ -91,6 +96,7 @@ class Replica:
     stop_asked: Callable[[], bool] = _never
     share: SampleIds | None = None
     trace: bool = False
+    device: torch.device = HOST
     lockstep: Lockstep | None = field(init=False, default=None)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -101,6 +107,9 @@ class Replica:
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
     _exchanges: Exchanges = field(init=False)
+    _rates: RateSchedule = field(init=False)
+    _rate: float | None = field(init=False, default=None)
+    """The learning rate of this step, where it changes."""
     _samples: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -115,10 +124,11 @@ class Replica:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             self._train = Subset(self._train, self.share)
-        self.model = self.workload.model(generator(seed, "model"))
-        self.optimizer = make_optimizer(self.training, self.model)
-        self._random = RandomState(derive(seed, "replica", comm.rank))
-        self._buckets = GradientBuckets(self.model.named_parameters())
+        self.model = self.workload.model(generator(seed, "model")).to(self.device)
+        self.optimizer = self.training.make_optimizer(self.model.parameters())
+        self._rates = self.training.make_rates()
+        self._random = RandomState(derive(seed, "replica", comm.rank), self.device)
+        self._buckets = GradientBuckets(self.model.named_parameters(), self.parts.bucket_nbytes)
         self._exchanges = Exchanges(
             self.runtime,
             self._buckets,
@@ -151,7 +161,8 @@ class Replica:
         """
         begin = self.runtime.now()
         stopped, score = False, None
-        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps)
+        placed = {} if self.device == HOST else {"device": str(self.device)}
+        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **placed)
         while self.step_done < self.training.steps and not stopped:
             stopped = (await self.step()).stop
             finished = self.step_done == self.training.steps
@@ -184,6 +195,7 @@ class Replica:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
         now = self.runtime.now
         begin = now()
+        self._set_rate(self.step_done)
         batch, weights = await self.next_batch()
         fetched = now()
         with self._exchanges.taking_gradients(self.optimizer):
@@ -214,12 +226,23 @@ class Replica:
         return settled
 
     async def flush(self) -> None:
-        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike."""
+        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
 
-        async def update() -> None:
+        A mean is applied at the learning rate of the step that it is due at: behind the last one, where a rate that
+        falls to 0 has come to 0.
+        """
+
+        async def update(step: int) -> None:
+            self._set_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
         await self._exchanges.flush(self.step_done, update)
+
+    def _set_rate(self, step: int) -> None:
+        size = self.runtime.comm.size
+        self._rate = set_rate(
+            self.optimizer, self.training, self._rates, step=step, samples=self._samples, size=size
+        )
 
     # --- its pieces -------------------------------------------------------------------------------------------
 
@@ -243,8 +266,8 @@ class Replica:
         """The weighted mean loss, and what to tell the others about it."""
         self._random.install()
         self.model.train()
-        losses = self.workload.loss(self.model, batch)
-        loss = losses.mean() if weights is None else (losses * weights).mean()
+        losses = self.workload.loss(self.model, batch_on(batch, self.device))
+        loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, Vote(float(loss.detach()), len(batch) / self.training.batch_size, self._asks_to_stop())
 
     def _asks_to_stop(self) -> bool:
@@ -254,6 +277,7 @@ class Replica:
         """Autograd, telling of each bucket as it fills."""
         self._random.install()
         self._buckets.backward(loss, ready)
+        wait_for(self.device)
 
     def update(self) -> None:
         """The optimizer's step on the merged gradient, clipped where that is asked for."""
@@ -275,6 +299,7 @@ class Replica:
             self._test,
             self.step_done,
             apart=self._exchanges.apart,
+            device=self.device,
         )
         self.telemetry.emit(
             "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
@@ -337,7 +362,8 @@ class Replica:
         self._random.load_state_dict(own["random"])
         self.parts.sampler.load_state_dict(own["sampler"])
         self.parts.stream.seek(own["stream"])
-        self._exchanges.load_state_dict({"shared": shared["exchanges"], "own": own["exchanges"]})
+        exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
+        self._exchanges.load_state_dict(state_on(exchanges, self.device))
         self._samples = own["samples"]
         self.step_done = shared["step"]
 
@@ -373,6 +399,7 @@ class Replica:
             compute_s=split.compute,
             exposed_s=split.exposed_communication,
             data_s=split.data_wait,
+            **({} if self._rate is None else {"learning_rate": self._rate}),
         )
 
 

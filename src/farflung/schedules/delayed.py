@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
+from farflung.options import whole_option
 from farflung.types import Bucket, Merge, Part, SharedStats, State, Swap, Transfer
 
 __all__ = ["Delayed"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from farflung.codecs.options import whole_option
+from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
 from farflung.types import Merge, Part, State, SwapGradient, Transfer
 

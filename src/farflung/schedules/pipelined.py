@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflung.codecs.options import whole_option
 from farflung.errors import ConfigError
+from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
 from farflung.types import Merge, Part, Replace, State, Transfer
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.network import DeviceProfile, Layer, saved_nbytes, training_nbytes
-from farflung.replica import GradientBuckets, make_optimizer
+from farflung.replica import GradientBuckets
 from farflung.seeding import RandomState, derive, generator
 from farflung.timing.peak_memory import peak_nbytes
 from farflung.types import Batch, Dataset, Workload
@@ -166,7 +166,7 @@ class _Step:
         self._work, self._training, self._clock = work, training, clock
         self._batch: Batch = train.take(torch.arange(training.batch_size), train=True)
         self._model = work.model(generator(training.seed, "model"))
-        self._optimizer = make_optimizer(training, self._model)
+        self._optimizer = training.make_optimizer(self._model.parameters())
         self._buckets = GradientBuckets(self._model.named_parameters())
         self._watched: list[_Watched] = []
 
@@ -217,7 +217,8 @@ class _Step:
     def predicted_nbytes(self) -> int:
         """Of a step, by the formula."""
         training = self._training
-        kind = "momentum" if training.optimizer == "sgd" and training.momentum else training.optimizer
+        sgd = isinstance(self._optimizer, torch.optim.SGD)
+        kind = "momentum" if sgd and training.momentum else type(self._optimizer).__name__.lower()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         besides = [*self._model.parameters(), *self._model.buffers(), self._batch.inputs, self._batch.targets]
         sample = (self._batch.inputs.nbytes + self._batch.targets.nbytes) / training.batch_size

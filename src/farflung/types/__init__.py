@@ -31,6 +31,7 @@ from farflung.types.schedule import (
     Transfer,
 )
 from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
+from farflung.types.training import OptimizerFactory, RateSchedule
 from farflung.types.world import (
     AllReduce,
     Channel,
@@ -63,10 +64,12 @@ __all__ = [
     "Fragment",
     "Json",
     "Merge",
+    "OptimizerFactory",
     "Part",
     "Payload",
     "Placed",
     "PoolView",
+    "RateSchedule",
     "Reduced",
     "Reducer",
     "Replace",

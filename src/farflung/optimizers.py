@@ -1,0 +1,112 @@
+"""torch's optimizers by name, with the settings that only some of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from farflung.errors import ConfigError
+from farflung.options import number_option, share_option
+from farflung.types import OptimizerFactory
+
+__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    """Stochastic gradient descent.
+
+    Args:
+      nesterov: whether momentum is Nesterov's.
+
+    Raises:
+      ConfigError: an option out of its range; or, when it is made, Nesterov's momentum without any.
+    """
+
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"sgd: nesterov {self.nesterov!r} must be True or False")
+
+    def make(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        momentum: float,
+        weight_decay: float,
+    ) -> torch.optim.Optimizer:
+        """A fresh optimizer."""
+        return torch.optim.SGD(
+            parameters,
+            lr=learning_rate,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=self.nesterov,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam; what a weight decays by is part of its gradient, and there is no use for the setting ``momentum``.
+
+    Args:
+      betas: the shares of the running means, of the gradient and of its square, that are kept at each step.
+      eps: added to the root of the second.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Kingma & Ba 2015, Alg. 1.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.lower()
+        betas: object = self.betas
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ConfigError(f"{name}: betas {betas!r} must be two, as in betas=(0.9, 0.999)")
+        for beta in betas:
+            share_option(name, "betas", beta)
+        number_option(name, "eps", self.eps, 0)
+
+    def make(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        momentum: float,
+        weight_decay: float,
+    ) -> torch.optim.Optimizer:
+        """A fresh optimizer."""
+        del momentum
+        return self.kind(
+            parameters, lr=learning_rate, betas=self.betas, eps=self.eps, weight_decay=weight_decay
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay: a weight decays beside its step, and the running means know nothing of it.
+
+    Args:
+      betas: the shares of the running means, of the gradient and of its square, that are kept at each step.
+      eps: added to the root of the second.
+
+    References: Loshchilov & Hutter 2019, Alg. 2.
+    """
+
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
+
+
+OPTIMIZERS: dict[str, Callable[..., OptimizerFactory]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+"""All of them by name."""

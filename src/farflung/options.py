@@ -1,0 +1,40 @@
+"""Checks of what the members of a family are made with."""
+
+from __future__ import annotations
+
+from farflung.errors import ConfigError
+
+__all__ = ["number_option", "share_option", "whole_option"]
+
+
+def share_option(name: str, option: str, share: object) -> None:
+    """A factor such as a momentum.
+
+    Raises:
+      ConfigError: outside [0, 1).
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"{name}: {option} {share!r} must be at least 0 and below 1")
+
+
+def number_option(name: str, option: str, value: object, low: float) -> None:
+    """A number that is not too small.
+
+    Raises:
+      ConfigError: below ``low``, or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
+        raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
+
+
+def whole_option(name: str, option: str, value: int, low: int, high: int | None = None) -> None:
+    """A whole number.
+
+    Raises:
+      ConfigError: out of range, or not whole.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}: {option} {value!r} must be a whole number")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"{name}: {option} {value} must be {span}")

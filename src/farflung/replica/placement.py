@@ -1,0 +1,75 @@
+"""Which device a replica trains on, and how samples and states come to it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from farflung.comm.staging import moved
+from farflung.errors import ConfigError
+from farflung.types import Batch, State
+
+__all__ = ["HOST", "batch_on", "place", "state_on", "wait_for"]
+
+HOST = torch.device("cpu")
+"""Where everything is unless something else was asked for."""
+
+
+def place(device: str, *, local_rank: int = 0, local_size: int = 1) -> torch.device:
+    """The device of one of the replicas of this machine.
+
+    Args:
+      device: ``cpu``; ``cuda``: a device for each replica, by its number on this machine; or ``cuda:1``: that one, for
+        all of them.
+      local_rank: the replica's number on this machine, torchrun's ``LOCAL_RANK``.
+      local_size: replicas on this machine, torchrun's ``LOCAL_WORLD_SIZE``.
+
+    Raises:
+      ConfigError: no such device, or fewer than replicas.
+    """
+    named = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if named is None:
+        raise ConfigError(
+            f"--device {device}: must be cpu, cuda (one for each replica) or, for instance, cuda:0 (one for all)"
+        )
+    if device == "cpu":
+        return HOST
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(f"--device {device}: torch sees no CUDA device on this machine: use --device cpu")
+    if named[1] is not None:
+        if int(named[1]) >= count:
+            raise ConfigError(f"--device {device}: this machine's last CUDA device is cuda:{count - 1}")
+        return torch.device(device)
+    if local_size > count:
+        raise ConfigError(
+            f"--device cuda: {local_size} replicas here for {count} CUDA devices: start fewer, or have them share one "
+            "with --device cuda:0"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def batch_on(batch: Batch, device: torch.device) -> Batch:
+    """The samples on ``device``; nobody waits for the copies."""
+    if device == HOST:
+        return batch
+    return Batch(moved(batch.inputs, device), moved(batch.targets, device))
+
+
+def state_on(state: State, device: torch.device) -> State:
+    """The tensors of a state on ``device``, but for riders, which stay on the host."""
+    return {
+        name: state_on(leaf, device)
+        if isinstance(leaf, dict)
+        else leaf.to(device)
+        if isinstance(leaf, torch.Tensor) and name != "rider"
+        else leaf
+        for name, leaf in state.items()
+    }
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when ``device`` has done what this thread has asked of it, so that its time counts as computing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
