@@ -1,6 +1,6 @@
-"""Networks: what lies between the nodes, how flows share it, and what collectives take on it."""
+"""Networks: what lies between the nodes, and how flows share it."""
 
-from farflung.network.costs import COSTS, choose, cost_s, pieces_of
+from farflung.network.costs import pieces_of
 from farflung.network.device import DeviceProfile, Layer
 from farflung.network.devices import DEVICES, device_profile, device_toml, load_device
 from farflung.network.fabric import Fabric, Flow
@@ -15,7 +15,6 @@ from farflung.network.trace import Trace
 from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 
 __all__ = [
-    "COSTS",
     "DEVICES",
     "NETWORKS",
     "OPTIMIZER_COPIES",
@@ -37,8 +36,6 @@ __all__ = [
     "Use",
     "Varying",
     "Wiring",
-    "choose",
-    "cost_s",
     "device_profile",
     "device_toml",
     "is_dedicated",
