@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no display, and a word on the parts of the machine it needs."""
+"""What every test runs under: one thread, no display, worker processes to share, and the parts a machine may lack."""
 
 from __future__ import annotations
 
@@ -6,19 +6,67 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from tests.pool import Pool
+
 os.environ["MPLBACKEND"] = "Agg"
 torch.set_num_threads(1)
 
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+EXAMPLES = 50
+settings.register_profile("here", deadline=None, max_examples=EXAMPLES)
+settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+# --- side by side -----------------------------------------------------------------------------------------------
+#
+# Under pytest-xdist tests run in any process, but those that share something costly, or the device, in one.
+
+SHARED = ("cluster", "pool", "whole")
+"""The fixtures that start replicas, or a whole run, once for several tests."""
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four processes that have imported torch, for all tests that need real replicas."""
+    from tests.pool import Pool
+
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lab",
+        choices=("with", "without", "alone"),
+        default="with",
+        help="tests marked lab with the others, without them, or alone: they measure links, so company disturbs them",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    which = config.getoption("lab")
+    if which != "with":
+        chosen = [item for item in items if (item.get_closest_marker("lab") is None) == (which == "without")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+        for fixture in SHARED:
+            if fixture in getattr(item, "fixturenames", ()):
+                together = fixture if fixture == "pool" else f"{fixture} of {item.path.name}"
+                item.add_marker(pytest.mark.xdist_group(together))
 
 
 # --- parts that a machine may lack ------------------------------------------------------------------------------

@@ -5,34 +5,31 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 100
+DEADLINE_S = 250
+"""An upper bound for a job, and for the start of the processes, on a busy machine."""
 
 
 class Pool:
     """``size`` processes; a job runs as ``module.function(rank, size, store, **arguments)`` on the first few."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._jobs = 0
+        self._size, self._jobs = size, 0
         self._links: list[Connection] = []
-        self._processes = []
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
-            process.start()
-            theirs.close()
-            self._links.append(ours)
-            self._processes.append(process)
+        self._processes: list[SpawnProcess] = []
+        self._start()
 
     def run(self, size: int, function: str, **arguments: Any) -> list[Any]:
         """The results of all ranks."""
@@ -42,7 +39,10 @@ class Pool:
         results: list[Any] = []
         errors: list[str] = []
         for rank, link in enumerate(self._links[:size]):
-            assert link.poll(DEADLINE_S), f"rank {rank} gave no result of {function}"
+            if not link.poll(DEADLINE_S):
+                self.close()
+                self._start()  # the jobs to come have nothing to do with what hangs here
+                raise AssertionError(f"rank {rank} gave no result of {function}")
             good, result = link.recv()
             (results if good else errors).append(result)
         assert not errors, "\n".join(errors)
@@ -57,10 +57,25 @@ class Pool:
             if process.is_alive():
                 process.kill()
 
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._links, self._processes = [], []
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._links.append(ours)
+            self._processes.append(process)
+        for link in self._links:
+            assert link.poll(DEADLINE_S), "a worker did not start"
+            link.recv()
+
 
 def _serve(link: Connection, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+    link.send("here")
     while True:
         try:
             job, rank, size, function, arguments = link.recv()
@@ -69,10 +84,11 @@ def _serve(link: Connection, port: int) -> None:
         try:
             module, _, name = function.rpartition(".")
             job_function = getattr(importlib.import_module(module), name)
-            result: tuple[bool, Any] = (
-                True,
-                job_function(rank, size, dist.PrefixStore(f"job-{job}", store), **arguments),
-            )
+            with mock.patch.dict(os.environ):  # what a job sets is gone before the next
+                result: tuple[bool, Any] = (
+                    True,
+                    job_function(rank, size, dist.PrefixStore(f"job-{job}", store), **arguments),
+                )
         except Exception:
             result = (False, f"rank {rank}:\n{traceback.format_exc()}")
         link.send(result)

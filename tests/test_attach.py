@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,13 +10,6 @@ import torch
 import farflung
 from tests import attach_jobs
 from tests.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("loop", attach_jobs.LOOPS)

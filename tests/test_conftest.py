@@ -18,19 +18,29 @@ def test_part():
 """
 
 
+TORCH = """
+class cuda:
+    is_available = lambda: False
+
+def set_num_threads(count): pass
+"""
+"""All that is asked of torch; it takes seconds to import."""
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     here = Path(__file__).parent
     (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
     (tmp_path / "pyproject.toml").write_text((here.parent / "pyproject.toml").read_text())
     (tmp_path / "test_probe.py").write_text(PROBE)
+    (tmp_path / "torch.py").write_text(TORCH)
     return tmp_path
 
 
-def run(project: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(project: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     base = {k: v for k, v in os.environ.items() if k not in ("FARFLUNG_REQUIRE", "KAFKA_HOME", "JAVA_HOME")}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_probe.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, "test_probe.py"],
         cwd=project,
         env=base | env,
         capture_output=True,
@@ -66,3 +76,12 @@ def test_an_unknown_required_part_is_refused(project: Path) -> None:
     result = run(project, FARFLUNG_REQUIRE="kafak")
     assert result.returncode == 4
     assert "kafak" in result.stderr
+
+
+@pytest.mark.parametrize(("lab", "runs"), [("with", "2"), ("without", "1"), ("alone", "1")])
+def test_the_lab_is_with_the_others_left_out_or_alone(project: Path, lab: str, runs: str) -> None:
+    probe = "import pytest\n@pytest.mark.lab\ndef test_lab(): pass\ndef test_other(): pass\n"
+    (project / "test_probe.py").write_text(probe)
+    said = run(project, "--lab", lab, "--collect-only", "-q").stdout
+    assert ("::test_lab" in said, "::test_other" in said) == (lab != "without", lab != "alone")
+    assert f"{runs}/2" in said or f"{runs} tests" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from farflung.codecs import CODECS
 from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS
 from tests.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
 
 RECIPES: dict[str, dict[str, str]] = {
     **{codec: {"codec": codec} for codec in sorted(CODECS)},

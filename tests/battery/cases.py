@@ -136,6 +136,5 @@ def _uneven(data: Which = "packaged") -> Workload:
 @contextmanager
 def known() -> Iterator[None]:
     """Inside, the workload has its name, and a first bucket is full with 64 KiB."""
-    WORKLOADS.setdefault(UNEVEN, _uneven)
-    with mock.patch.object(buckets, "FIRST_NBYTES", 1 << 16):
+    with mock.patch.dict(WORKLOADS, {UNEVEN: _uneven}), mock.patch.object(buckets, "FIRST_NBYTES", 1 << 16):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from tests.battery.runs import platform, virtual, wall
 from tests.pool import Pool
 
 RECORDED: dict[str, Any] = json.loads(EXPECTED.read_text())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def test_every_case_is_recorded() -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from farflung.replica import load_tree
 from farflung.telemetry import read_events
 
 TRAIN = [sys.executable, "-m", "farflung", "train", "--data", "packaged"]
+SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
 DEADLINE_S = 60
 
 
@@ -72,6 +73,18 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return model
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 30 steps and what it printed."""
+    out = tmp_path_factory.mktemp("train") / "whole"
+    with training(
+        *SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)
+    ) as process:
+        said, _ = finished(process)
+    assert process.returncode == 0
+    return out, json.loads(said)
+
+
 @pytest.mark.parametrize(
     ("number", "options", "says"),
     [
@@ -83,11 +96,11 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_lost_worker_is_named(tmp_path: Path, number: int, options: list[str], says: str) -> None:
     out = tmp_path / "run"
     with training(
-        "--workers", "4", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5",
+        "--workers", "3", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5",
         "--evaluate-every", "0", "--out", str(out), *options,
     ) as process:  # fmt: skip
         line_with(process.stderr, "checkpoint")
-        pids = [worker(out, rank) for rank in range(4)]
+        pids = [worker(out, rank) for rank in range(3)]
         os.kill(pids[2], number)
         _, err = finished(process)
     assert process.returncode == 1
@@ -95,15 +108,11 @@ def test_a_lost_worker_is_named(tmp_path: Path, number: int, options: list[str],
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    options = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
-    settings = [*options, "--steps", "30", "--checkpoint-every", "10", "--quiet"]
-    with training(*settings, "--out", str(whole)) as process:
-        finished(process)
-    assert process.returncode == 0
-
-    with training(*options, "--steps", "100000", "--checkpoint-every", "10", "--out", str(broken)) as process:
+def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    with training(
+        *SETTINGS, "--steps", "100000", "--checkpoint-every", "10", "--out", str(broken)
+    ) as process:
         line_with(process.stderr, "checkpoint")
         os.kill(worker(broken, 1), signal.SIGKILL)
         finished(process)
@@ -116,8 +125,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert json.loads(said)["steps"] == 30
     resumed = parameters(broken, 30)
-    assert resumed.keys() == parameters(whole, 30).keys()
-    for name, value in parameters(whole, 30).items():
+    assert resumed.keys() == parameters(whole[0], 30).keys()
+    for name, value in parameters(whole[0], 30).items():
         assert torch.equal(value, resumed[name]), name
 
 
@@ -150,21 +159,16 @@ def test_a_non_finite_loss_stops_all_and_names_the_replica(tmp_path: Path) -> No
     assert list((out / "checkpoints").glob("step-*/shared.safetensors"))
 
 
-def test_the_summary_and_what_a_run_leaves_behind(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    options = ["--workload", "fashion-mnist/mlp", "--workers", "2", "--steps", "10", "--batch-size", "8"]
-    with training(*options, "--json", "--out", str(out)) as process:
-        said, _ = finished(process)
-    assert process.returncode == 0
-    summary = json.loads(said)
+def test_the_summary_and_what_a_run_leaves_behind(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = whole
     assert {
         "final_accuracy", "final_loss", "steps", "samples", "bytes_sent_per_replica",
         "schedule_bytes_per_replica", "duration_s", "time_s",
     } <= summary.keys()  # fmt: skip
     assert set(summary["time_s"]) == {"compute", "exposed_communication", "data_wait", "other"}
     assert sum(summary["time_s"].values()) == pytest.approx(summary["duration_s"])
-    assert summary["samples"] == 2 * 8 * 10
+    assert summary["samples"] == 2 * 8 * 30
     assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
     assert [e["step"] for e in read_events(out / "telemetry" / "rank-1.jsonl") if e["event"] == "step"] == [
-        *range(10)
+        *range(30)
     ]

@@ -28,6 +28,7 @@ from farflung.codecs import stochastic as stochastic_module
 from farflung.errors import ConfigError, Unsupported
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
+from tests.covering import covered
 from tests.helpers import same_payload
 
 SEEDS = Seeds(1, 2)
@@ -130,10 +131,13 @@ def bound(bucket_size: int, levels: int, norm: str) -> float:
     return min(bucket_size / (quarter * levels**2), math.sqrt(bucket_size) / levels)
 
 
-@pytest.mark.parametrize("norm", ["l2", "max"])
-@pytest.mark.parametrize("levels", [1, 3, 7, 100])
-@pytest.mark.parametrize("bucket_size", [1, 16, 100, 400])
-@pytest.mark.parametrize("kind", ["normal", "one large", "all equal"])
+@covered(
+    "norm, levels, bucket_size, kind",
+    ["l2", "max"],
+    [1, 3, 7, 100],
+    [1, 16, 100, 400],
+    ["normal", "one large", "all equal"],
+)
 def test_the_variance_is_within_its_bound(norm: str, levels: int, bucket_size: int, kind: str) -> None:
     grad = {"normal": normal(400), "one large": 0.01 * normal(400), "all equal": torch.full((400,), 0.3)}[
         kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,19 +91,18 @@ def test_the_table_has_every_codec() -> None:
 # --- there and back ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 7, 64, 1000])
-@pytest.mark.parametrize("make", [gradient, torch.zeros], ids=["gradient", "zeros"])
-def test_shapes_and_dtypes_come_back(codec: Codec, numel: int, make: Callable[[int], Tensor]) -> None:
-    grad = make(numel)
-    decoded, _, _ = there_and_back(codec, grad)
-    assert TensorSpec.of(decoded) == TensorSpec.of(grad)
-    assert decoded.isfinite().all()
+def test_shapes_and_dtypes_come_back(codec: Codec) -> None:
+    for numel in (0, 1, 2, 7, 64, 1000):
+        grad = gradient(numel)
+        decoded, _, _ = there_and_back(codec, grad)
+        assert TensorSpec.of(decoded) == TensorSpec.of(grad), numel
+        assert decoded.isfinite().all(), numel
 
 
-@pytest.mark.parametrize("numel", [1, 64])
-def test_zeros_come_back_as_zeros(codec: Codec, numel: int) -> None:
-    decoded, _, _ = there_and_back(codec, torch.zeros(numel))
-    assert torch.equal(decoded, torch.zeros(numel))
+def test_zeros_come_back_as_zeros(codec: Codec) -> None:
+    for numel in (0, 1, 2, 7, 64, 1000):
+        decoded, _, _ = there_and_back(codec, torch.zeros(numel))
+        assert torch.equal(decoded, torch.zeros(numel)), numel
 
 
 # Beyond that, norms and sums may overflow.
@@ -125,25 +125,22 @@ def test_any_finite_tensor_comes_back(name: str, values: list[float]) -> None:
     assert payload.nbytes == sum(len(raw(tensor)) for tensor in payload.tensors())
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
-@pytest.mark.parametrize("alpha", [1.0, -1.0, 0.5])
-def test_adding_a_payload_is_adding_what_it_decodes_to(codec: Codec, numel: int, alpha: float) -> None:
-    decoded, payload, state = there_and_back(codec, gradient(numel))
-    total = gradient(numel, 1)
-    wanted = total.add(decoded, alpha=alpha)
-    sent = copied(payload)
-    accumulate(codec, state, payload, total, step=0, count=1, alpha=alpha)
-    assert torch.equal(total, wanted)
-    assert same_payload(payload, sent)
+def test_adding_a_payload_is_adding_what_it_decodes_to(codec: Codec) -> None:
+    for numel, alpha in itertools.product([0, 1, 7, 1000], [1.0, -1.0, 0.5]):
+        decoded, payload, state = there_and_back(codec, gradient(numel))
+        total = gradient(numel, 1)
+        wanted = total.add(decoded, alpha=alpha)
+        sent = copied(payload)
+        accumulate(codec, state, payload, total, step=0, count=1, alpha=alpha)
+        assert torch.equal(total, wanted), (numel, alpha)
+        assert same_payload(payload, sent), (numel, alpha)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 50])
-def test_what_is_made_can_be_looked_at_as_bytes(codec: Codec, numel: int) -> None:
-    decoded, payload, _ = there_and_back(codec, gradient(numel))
-    for tensor in (decoded, *payload.tensors()):
-        assert (
-            tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes
-        )  # a single number may have any stride
+def test_what_is_made_can_be_looked_at_as_bytes(codec: Codec) -> None:
+    for numel in (0, 1, 2, 50):
+        decoded, payload, _ = there_and_back(codec, gradient(numel))
+        for tensor in (decoded, *payload.tensors()):  # a single number may have any stride
+            assert tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes, numel
 
 
 def test_a_view_of_a_larger_tensor_is_encoded_alone(codec: Codec) -> None:
@@ -255,7 +252,7 @@ def test_a_residual_and_what_was_decoded_are_all_there_was(name: str, steps: lis
 # --- bytes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", [0, 1, NUMEL, 5000])
+@pytest.mark.parametrize("numel", [0, 1, 5000])
 def test_the_bytes_counted_are_the_bytes_moved(codec: Codec, numel: int) -> None:
     grad = gradient(numel)
     decoded, payload, state = there_and_back(codec, grad)
@@ -345,15 +342,14 @@ SPECIAL: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("value", SPECIAL)
-@pytest.mark.parametrize("numel", [1, NUMEL])
-def test_a_number_that_is_none_is_not_hidden(row: CodecRow, value: str, numel: int) -> None:
-    grad = gradient(numel)
-    grad[numel // 2] = float(value)
-    decoded, _, _ = there_and_back(row.codec, grad)
-    assert row.odd == "turn" or not decoded[numel // 2].isfinite()
-    if row.odd == "kept":
-        assert SPECIAL[value](decoded[numel // 2])
+def test_a_number_that_is_none_is_not_hidden(row: CodecRow) -> None:
+    for value, numel in itertools.product(SPECIAL, [1, NUMEL]):
+        grad = gradient(numel)
+        grad[numel // 2] = float(value)
+        decoded, _, _ = there_and_back(row.codec, grad)
+        assert row.odd == "turn" or not decoded[numel // 2].isfinite(), (value, numel)
+        if row.odd == "kept":
+            assert SPECIAL[value](decoded[numel // 2]), (value, numel)
 
 
 # --- truncate16 alone -------------------------------------------------------------------------------------------

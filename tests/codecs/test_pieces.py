@@ -20,6 +20,7 @@ from farflung.codecs.sparse import add_entries
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
+from tests.covering import covered
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
 BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
@@ -58,10 +59,14 @@ NORMS: dict[Norm, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("bucket_size", BUCKETS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@covered(
+    "numel, bucket_size, norm, dtype",
+    NUMELS,
+    BUCKETS,
+    NORMS,
+    [torch.float32, torch.float64, torch.bfloat16],
+    strength=3,
+)
 def test_norms_of_buckets(numel: int, bucket_size: int, norm: Norm, dtype: torch.dtype) -> None:
     tensor = normal(numel).to(dtype)
     found = bucket_norms(tensor, bucket_size, norm)
@@ -82,9 +87,7 @@ def test_a_nan_is_in_the_norm_of_its_bucket_alone(bucket_size: int, norm: Norm) 
 # --- levels -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("bucket_size", BUCKETS)
-@pytest.mark.parametrize("levels", [1, 7, 127])
+@covered("numel, bucket_size, levels", NUMELS, BUCKETS, [1, 7, 127])
 def test_the_nearest_level(numel: int, bucket_size: int, levels: int) -> None:
     tensor = normal(numel)
     norms = bucket_norms(tensor, bucket_size, "max")
@@ -187,9 +190,7 @@ TENSORS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("make", TENSORS)
-@pytest.mark.parametrize("numel", [1, 2, 31, 257, 2048, 5003])
-@pytest.mark.parametrize("density", [0.0001, 0.01, 0.1, 0.5, 0.99, 1.0])
+@covered("make, numel, density", TENSORS, [1, 2, 31, 257, 2048, 5003], [0.0001, 0.01, 0.1, 0.5, 0.99, 1.0])
 def test_the_largest_are_those_that_sorting_finds(make: str, numel: int, density: float) -> None:
     tensor = TENSORS[make](numel)
     k = kept(numel, density)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending, done
 from farflung.types import Codec, Payload, Runtime, Seeds, Tag, TensorSpec
+from tests.covering import covered, covering
 from tests.helpers import CODEC_ROWS, Cluster, in_virtual_time, same_bits
 
 OURS = sorted(COLLECTIVES.keys() - {"native", "auto"})
@@ -93,13 +95,18 @@ def cluster() -> Iterator[Cluster]:
 
 
 MILLION = 1_000_000
-CASES = [(size, codec, numel) for size in SIZES for codec in CODECS for numel in (0, 1, 5)]
+CASES = covering(itertools.product(OURS, SIZES, CODECS, (0, 1, 5)))
 # Megabytes go without a codec for all sizes, with each codec for one.
-CASES += [(size, codec, MILLION) for size in SIZES for codec in CODECS if codec == "nothing" or size == 3]
+CASES += [
+    (name, size, codec, MILLION)
+    for name in OURS
+    for size in SIZES
+    for codec in CODECS
+    if codec == "nothing" or size == 3
+]
 
 
-@each_collective
-@pytest.mark.parametrize(("size", "codec", "numel"), CASES)
+@pytest.mark.parametrize(("name", "size", "codec", "numel"), CASES)
 def test_both_worlds_give_the_same_bits_and_bytes_on_every_rank(
     name: str, size: int, codec: str, numel: int, cluster: Cluster
 ) -> None:
@@ -114,10 +121,7 @@ def test_both_worlds_give_the_same_bits_and_bytes_on_every_rank(
         assert same_bits(result.side, real[0].side)
 
 
-@each_collective
-@each_size
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("numel", [1, 5, 1000])
+@covered("name, size, codec, numel", OURS, SIZES, CODECS, [1, 5, 1000], strength=3)
 def test_the_sum_is_the_sum(name: str, size: int, codec: str, numel: int) -> None:
     parts = [contribution(rank, numel) for rank in range(size)]
     exact = torch.stack(parts).double().sum(dim=0)

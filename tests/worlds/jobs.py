@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ from farflung.replica import Replica, place
 from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
-from farflung.types import Decision, PoolView, Runtime, Stream
+from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.workloads import Quadratic, workload
 from tests.fed import Fed
 from tests.pool import digest, leave_group
 
 WORKLOAD = "fashion-mnist/cnn"
+
+
+@cache  # the runs of one process share the samples
+def trained() -> Workload:
+    """What is trained: on the packaged data, with dropout and augmentation."""
+    return workload(WORKLOAD, data="packaged")
 
 
 def replica(
@@ -38,7 +44,7 @@ def replica(
     device: str = "cpu",
 ) -> Replica:
     """One replica of a small run on the packaged data, with dropout and augmentation."""
-    work = workload(WORKLOAD, data="packaged")
+    work = trained()
     training = Training.resolve(
         work.defaults, {"steps": steps, "batch_size": batch_size, "seed": 3, **(settings or {})}
     )
@@ -106,7 +112,7 @@ def ddp(
 
 
 def _by_ddp(rank: int, size: int, steps: int, batch_size: int, named: str) -> dict[str, torch.Tensor]:
-    work = workload(WORKLOAD, data="packaged")
+    work = trained()
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(3, "model")))
     optimizer = OPTIMIZERS[named](model.parameters())
@@ -127,9 +133,9 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
     """The parameters that a real replica ends with."""
     runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
     try:
-        trained = replica(runtime, **arguments)
-        runtime.run(steps(trained))
-        return {name: value.cpu().clone() for name, value in trained.model.state_dict().items()}
+        one = replica(runtime, **arguments)
+        runtime.run(steps(one))
+        return {name: value.cpu().clone() for name, value in one.model.state_dict().items()}
     finally:
         runtime.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from farflung.comm import COLLECTIVES
 from farflung.reducers import REDUCERS
 from farflung.schedules import SCHEDULES
 from farflung.workloads import workload
+from tests.covering import covering
 from tests.pool import Pool
 from tests.worlds import jobs
 
@@ -36,43 +36,23 @@ def _possible(parts: dict[str, str]) -> bool:
     return parts["codec"] != "dgc" or parts["reducer"] in WAYS[:2]
 
 
-def _pairs(parts: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
-    return {frozenset(pair) for pair in itertools.combinations(parts.items(), 2)}
-
-
-def _combinations() -> list[dict[str, str]]:
-    """Each member once beside identities, then whatever is needed to have every possible pair of members met."""
-    chosen = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
-    unique = {tuple(sorted(c.items())): c for c in chosen}
-    candidates = [
-        parts
+def _rows() -> list[tuple[str | int, ...]]:
+    """Each member once beside identities, then whatever it takes that every possible pair has met; and with a size."""
+    alone = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
+    possible = [
+        (*members, size)
         for members in itertools.product(*FAMILIES.values())
-        if _possible(parts := dict(zip(FAMILIES, members, strict=True)))
+        if _possible(dict(zip(FAMILIES, members, strict=True)))
+        for size in (2, 4)
     ]
-    missing = set[frozenset[tuple[str, str]]]().union(*map(_pairs, candidates))
-
-    def meets(combination: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
-        return _pairs(combination) & missing
-
-    for combination in unique.values():
-        missing -= meets(combination)
-    while missing:
-        best = max(candidates, key=lambda c: len(meets(c)))
-        unique[tuple(sorted(best.items()))] = best
-        missing -= meets(best)
-    return list(unique.values())
+    return covering(possible, first=[(*(parts[family] for family in FAMILIES), 4) for parts in alone])
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parts", _combinations(), ids=lambda parts: "-".join(parts.values()))
-def test_real_equals_virtual(pool: Pool, parts: dict[str, str], size: int) -> None:
+@pytest.mark.parametrize((*FAMILIES, "size"), _rows())
+def test_real_equals_virtual(
+    pool: Pool, codec: str, reducer: str, collective: str, schedule: str, size: int
+) -> None:
+    parts = {"codec": codec, "reducer": reducer, "collective": collective, "schedule": schedule}
     run = {"parts": parts, "steps": 6, "batch_size": 8}
     real = pool.run(size, "tests.worlds.jobs.wall", **run)
     simulated = jobs.virtual(size, **run)

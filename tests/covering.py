@@ -1,0 +1,48 @@
+"""Covering arrays: few rows in which every combination of so many columns' values has still met."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+Row = TypeVar("Row", bound="tuple[object, ...]")
+
+
+def covering(candidates: Iterable[Row], strength: int = 2, first: Iterable[Row] = ()) -> list[Row]:
+    """Few rows of a table in which any ``strength`` columns have every combination of values that they have in it.
+
+    What fails where so many options meet fails in one of them.
+
+    Args:
+      candidates: all rows that are possible, of one length.
+      strength: how many columns meet.
+      first: rows to begin with.
+    """
+    chosen = list(dict.fromkeys(first))
+    meetings = {row: set(itertools.combinations(enumerate(row), strength)) for row in (*candidates, *chosen)}
+    missing = (
+        set[tuple[tuple[int, object], ...]]()
+        .union(*meetings.values())
+        .difference(*(meetings[row] for row in chosen))
+    )
+    while missing:
+        best = max(meetings, key=lambda row: len(meetings[row] & missing))
+        chosen.append(best)
+        missing -= meetings[best]
+    return chosen
+
+
+def covered(names: str, *values: Iterable[object], strength: int = 2, **options: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test by a covering array of some columns.
+
+    Args:
+      names: of the columns, with commas between.
+      values: those of each column.
+      strength: see :func:`covering`.
+      options: more for ``parametrize``.
+    """
+    rows = covering(itertools.product(*values), strength)
+    return pytest.mark.parametrize(names, rows, **options)
