@@ -12,7 +12,7 @@ import torch
 from farflung.comm import ExchangeChannel, VirtualCommunicator
 from farflung.errors import ConfigError, Unsupported
 from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
-from farflung.network.noise import uniform
+from farflung.noise import uniform
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from farflung.comm import ExchangeChannel
+from farflung.devices import DeviceProfile, Scheduled, Varying
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import DeviceProfile, Link, Medium, NetworkProfile, Scheduled, Site, Varying
+from farflung.network import Link, Medium, NetworkProfile, Site
 from farflung.runtime import VirtualWorld, time_fleet
 from farflung.types import Cost, Runtime
 

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Self, TypeAlias
 from farflung.comm import collective_named
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
+from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
-from farflung.network import DeviceProfile, NetworkProfile, device_profile, network_profile
+from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import MEMBERS, Recipe, recipe
 from farflung.replica import check_model, check_share
 from farflung.runs.folder import RunFolder

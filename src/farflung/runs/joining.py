@@ -19,7 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
-from farflung.network import device_profile, network_profile
+from farflung.devices import device_profile
+from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
 from farflung.runs.folder import write_json

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError
-from farflung.network import DeviceProfile, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.replica import Replica, Summary, keep_once, save_tree
 from farflung.runs.config import RunConfig, SimulatedConfig

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
+from farflung.devices import device_profile
 from farflung.errors import ConfigError
-from farflung.network import device_profile, network_profile
+from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings

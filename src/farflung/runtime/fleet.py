@@ -10,8 +10,9 @@ from farflung.comm import AUTO, COLLECTIVES, choose
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
+from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import DeviceProfile, Moment, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.network.bundles import Bundles, Group, groups_of
 from farflung.types import Cost
 

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from farflung import tasks
 from farflung.comm import AUTO, VirtualNetwork, collective_named
 from farflung.comm.virtual import VirtualClock
+from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
-from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
+from farflung.network import Link, NetworkProfile
 from farflung.runtime.decisions import (
     COLLECTIVE,
     DecisionLog,

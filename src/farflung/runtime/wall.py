@@ -23,8 +23,9 @@ from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, collec
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.comm.staging import to_host
+from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
-from farflung.network import DeviceProfile, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.runtime.decisions import (
     COLLECTIVE,
     DecisionLog,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.codecs.trees import apart
 from farflung.comm.collectives.coding import Wire
 from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
+from farflung.trees import apart
 from farflung.types import Channel, Payload, SegmentCoding
 
 __all__ = ["all_gather"]

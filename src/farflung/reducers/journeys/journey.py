@@ -14,10 +14,10 @@ from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import inner_state
-from farflung.codecs.trees import only_seeds
 from farflung.comm import Coding
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
+from farflung.trees import only_seeds
 from farflung.types import Channel, Codec, CodecState, Payload
 
 __all__ = ["Exchange", "Journey", "both", "check_cut", "unwrapped"]
