@@ -13,18 +13,13 @@ from pathlib import Path
 import torch
 
 import farflung
-from farflung.comm import LinkModel
-from farflung.config import Training
 from farflung.data import aid
 from farflung.data.source import Location
 from farflung.errors import MissingExtra
 from farflung.lab import Lab
 from farflung.network import network_profile
-from farflung.replica import Replica
 from farflung.report import comparison_table, partition_table, run_picture, summary_table
-from farflung.runtime import VirtualWorld
-from farflung.telemetry import Event, Telemetry
-from farflung.workloads import workload
+from farflung.telemetry import Event
 
 
 def import_everything() -> None:
@@ -45,18 +40,9 @@ def train() -> None:
 
 
 def simulate() -> list[Event]:
-    task, events = workload("synthetic/quadratic"), list[Event]()
-    training, parts = (
-        Training(steps=3, batch_size=8, learning_rate=0.05),
-        farflung.recipe("synchronous").parts(0),
-    )
-    world = VirtualWorld(2, LinkModel(latency_s=0.05, bandwidth_bps=20e6))
-    replicas = [
-        Replica(runtime, task, training, parts, Telemetry(runtime.comm.rank, events.append))
-        for runtime in world.runtimes
-    ]
-    world.run([replica.run() for replica in replicas])
-    return events
+    run = farflung.simulate("synthetic/quadratic", workers=2, steps=3, network="wifi-10mbps")
+    assert refusal(run.table) == "a table needs rich: pip install 'farflung[report]'"
+    return run.events[0]
 
 
 def refusal(attempt: Callable[[], object]) -> str:

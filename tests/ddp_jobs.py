@@ -256,7 +256,7 @@ def _another_model(rank: int) -> str:
     try:
         F.cross_entropy(ddp(x), y).backward()
         kept = state.state_dict()
-        kept["buckets"]["0"]["parameters"][0] = [3]
+        kept["parameters"]["0"][0] = [3]
         state.load_state_dict(kept)
         return "nothing was noticed"
     finally:

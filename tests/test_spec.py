@@ -31,6 +31,7 @@ def test_names_are_of_a_registry_or_imported(text: str) -> None:
 @pytest.mark.parametrize(
     "part",
     [TopK, TopK(0.5), error_feedback, ErrorFeedback(TopK(0.25)), ByRole(), functools.partial(TopK, 0.5)],
+    ids=["a class", "an object", "a function", "a nested object", "defaults", "a partial"],
 )
 def test_the_text_of_a_part_makes_it_again(part: object) -> None:
     for registry in ({}, CODECS):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.replica import Replica
-from farflung.runs import make_replica
+from farflung.runs import make_replica, settled_collective
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Workload
@@ -31,13 +31,16 @@ def replicas_in(
       parts: members of the recipe; the others are those of ``synchronous``.
       sink: takes the events of rank 0.
     """
-    return [
+    chosen = recipe("synchronous").but(**parts)
+    replicas = [
         make_replica(
             runtime,
             task,
-            recipe("synchronous").but(**parts),
+            chosen,
             training,
             Telemetry(rank, *([sink] if sink is not None and rank == 0 else [])),
         )
         for rank, runtime in enumerate(world.runtimes)
     ]
+    settled_collective(world.settle_collective, chosen, replicas[0])
+    return replicas

@@ -17,8 +17,9 @@ from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, 
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import TRIED, WORLD
 from benchmarks.common.worlds import replicas_in
+from farflung.comm import cost_s
 from farflung.config import Training
-from farflung.network import Link, NetworkProfile, cost_s, network_profile
+from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import ExchangeChannel
 from farflung.comm.interface import route_to
 from farflung.runtime import WallRuntime
 
@@ -34,7 +34,7 @@ def main() -> None:
     async def one(how: str, tensor: Tensor) -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
-        return (await COLLECTIVES[how](channel, tensor, torch.ones(1, dtype=torch.float64)))[0]
+        return (await channel.collective(how)(channel, tensor, torch.ones(1, dtype=torch.float64)))[0]
 
     for number, (how, nbytes, idle_s, at_most_s, repetitions) in enumerate(json.loads(sys.argv[1])):
         tensor = torch.ones(nbytes // 4)

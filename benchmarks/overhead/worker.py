@@ -19,10 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
-from farflung.runs import make_replica
+from farflung.runs import make_replica, settled_collective
 from farflung.runtime import WallRuntime
 from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
@@ -137,6 +137,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     folder = tempfile.TemporaryDirectory()
     telemetry = Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl"))
     replica = make_replica(runtime, work, recipe("synchronous"), training, telemetry)
+    settled_collective(runtime.settle_collective, recipe("synchronous"), replica)
     data, _ = work.datasets()
     model = DistributedDataParallel(work.model(generator(0, "model")))
     optimizer = torch.optim.SGD(
@@ -188,7 +189,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     async def one() -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
-        return (await COLLECTIVES[name](channel, tensor, side))[0]
+        return (await channel.collective(name)(channel, tensor, side))[0]
 
     def ours() -> int:
         for _ in range(count):

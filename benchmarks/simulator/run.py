@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import Benchmark, Group, Measured, main
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import ExchangeChannel
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
@@ -87,7 +87,7 @@ def _ends_s(profile: NetworkProfile, size: int, name: str, closed_form: bool) ->
         channel = ExchangeChannel(runtime.comm, 1, 0)
 
         async def run() -> float:
-            await COLLECTIVES[name](channel, torch.zeros(10_007), torch.zeros(6, dtype=torch.float64))
+            await channel.collective(name)(channel, torch.zeros(10_007), torch.zeros(6, dtype=torch.float64))
             return runtime.now()
 
         return run()

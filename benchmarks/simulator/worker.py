@@ -19,7 +19,8 @@ import torch._dynamo  # what the first optimizer would import
 
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
-from farflung.network import DeviceProfile, Link, NetworkProfile, Site, Varying
+from farflung.devices import DeviceProfile, Varying
+from farflung.network import Link, NetworkProfile, Site
 from farflung.recipes import Recipe
 from farflung.replica import Replica, keep_once
 from farflung.runs import make_replica

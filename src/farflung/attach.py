@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
+from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost, Unsupported
+from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Vote
 from farflung.replica.averaging import averaged, broadcast
 from farflung.replica.merges import needs_the_loop
@@ -57,6 +60,7 @@ def attach(
     store: dist.Store | None = None,
     interface: str | None = None,
     encrypt: bool = False,
+    network: NetworkProfile | str | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun has started train ``model`` together.
 
@@ -78,9 +82,11 @@ def attach(
       store: where the replicas meet; torchrun's when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
+      network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
+        fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
 
     Raises:
-      UnknownName: no such recipe.
+      UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop.
       RunLost: a replica did not come.
     """
@@ -89,6 +95,7 @@ def attach(
     if reason := needs_the_loop(parts.schedule):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    profile = network_profile(network) if isinstance(network, str) else network
     if size > 1 and store is None:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
         store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
@@ -100,17 +107,20 @@ def attach(
         settings={
             **chosen.to_json(),
             "seed": seed,
+            "network": None if profile is None else profile.name,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
         },
         deadline_s=deadline_s,
-        native=chosen.collective == "native",
+        native=collective_named(chosen.collective).by_backend,
         join_s=_JOIN_S,
         interface=interface or interface_to_master(size),
         encrypt=encrypt,
     )
     try:
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges)
+        nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
+        collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -128,7 +138,10 @@ class Handle:
         runtime: WallRuntime,
         buckets: GradientBuckets,
         exchanges: Exchanges,
+        collective: str,
     ) -> None:
+        self.collective = collective
+        """How all-reduces travel; never ``auto``, but what that stands for."""
         self.step = 0
         """Backward passes exchanged so far."""
         self._model, self._optimizer = model, optimizer

@@ -14,12 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from farflung.attach import interface_to_master
 from farflung.codecs import CODECS
-from farflung.comm import ExchangeChannel, Purpose
-from farflung.comm.collectives import auto
+from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.options import whole_option
-from farflung.reducers import REDUCERS, CodecReducer
+from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime
@@ -274,7 +273,7 @@ class HookState:
     async def _sum(self, values: Tensor) -> Tensor:
         """Of all ranks."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
-        total, _ = await auto(channel, values, _NO_RIDER)
+        total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
         return total
 
     def _lay_out(self) -> None:
@@ -290,6 +289,8 @@ class HookState:
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
         specs = {own.index: own.filling.spec for own in self._owns}
         self._slots = Slots(self._reducer, specs, self._seed, self._runtime.comm.rank)
+        nbytes = summed_nbytes(self._reducer, specs.values(), self._runtime.comm.size)
+        self._runtime.settle_collective(_collective(self._reducer), nbytes)
         if self._loaded is not None:
             self._runtime.launch(self._restore()).wait()
 
@@ -366,6 +367,11 @@ class HookState:
         self._slots.load_state_dict(kept["shared"], kept["local"])
 
 
+def _collective(reducer: Reducer) -> str:
+    """The one it asks for; a reducer need not have any."""
+    return getattr(reducer, "collective", "direct")
+
+
 def _shapes(own: _Own) -> list[list[int]]:
     return [list(parameter.shape) for parameter in own.filling.parameters]
 
@@ -378,7 +384,7 @@ def _reducer(how: str | Codec | Reducer) -> Reducer:
         made = CodecReducer(made)
     if not hasattr(made, "reduce"):
         raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
-    if getattr(made, "collective", None) == "native":
+    if COLLECTIVES[_collective(made)].by_backend:
         raise Unsupported(
             "ddp_hook: gradients travel over connections of its own: use collective direct or ring"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farflung.cli.main import main
-from farflung.network import device_profile
+from farflung.devices import device_profile
 
 QUICK = [
     "calibrate",

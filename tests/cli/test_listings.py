@@ -11,7 +11,8 @@ import pytest
 from farflung.attach import carries
 from farflung.cli.main import main
 from farflung.data import CATALOG
-from farflung.network import DEVICES, NETWORKS
+from farflung.devices import DEVICES
+from farflung.network import NETWORKS
 from farflung.recipes import RECIPES, Recipe
 from farflung.workloads import DATA, WORKLOADS, workload
 

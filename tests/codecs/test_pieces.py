@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -20,7 +21,6 @@ from farflung.codecs.sparse import add_entries
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
-from tests.covering import covered
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
 BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
@@ -59,20 +59,16 @@ NORMS: dict[Norm, Callable[[Tensor], Tensor]] = {
 }
 
 
-@covered(
-    "numel, bucket_size, norm, dtype",
-    NUMELS,
-    BUCKETS,
-    NORMS,
-    [torch.float32, torch.float64, torch.bfloat16],
-    strength=3,
-)
-def test_norms_of_buckets(numel: int, bucket_size: int, norm: Norm, dtype: torch.dtype) -> None:
-    tensor = normal(numel).to(dtype)
-    found = bucket_norms(tensor, bucket_size, norm)
-    wanted = [NORMS[norm](bucket.double()) for bucket in tensor.split(bucket_size)] if numel else []
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0.0)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norms_of_buckets(norm: Norm, dtype: torch.dtype) -> None:
+    for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
+        tensor = normal(numel).to(dtype)
+        found = bucket_norms(tensor, bucket_size, norm)
+        wanted = [NORMS[norm](bucket.double()) for bucket in tensor.split(bucket_size)] if numel else []
+        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        exact = torch.tensor(wanted, dtype=torch.float64)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0.0, msg=f"{numel}, {bucket_size}")
 
 
 @pytest.mark.parametrize("bucket_size", [10, 100])
@@ -87,18 +83,20 @@ def test_a_nan_is_in_the_norm_of_its_bucket_alone(bucket_size: int, norm: Norm) 
 # --- levels -----------------------------------------------------------------------------------------------------
 
 
-@covered("numel, bucket_size, levels", NUMELS, BUCKETS, [1, 7, 127])
-def test_the_nearest_level(numel: int, bucket_size: int, levels: int) -> None:
-    tensor = normal(numel)
-    norms = bucket_norms(tensor, bucket_size, "max")
-    found = to_levels(tensor, norms, levels, bucket_size, None)
-    spread = norms.repeat_interleave(bucket_size)[:numel]
-    assert found.dtype == torch.uint8
-    assert torch.equal(found.int() - levels, (tensor / spread * levels).round().int())
-    decoded = from_levels(found, norms, levels, bucket_size, torch.float32)
-    assert ((decoded - tensor).abs() <= spread / levels / 2 * (1 + 1e-5)).all()
-    twice = from_levels(2 * found.int(), norms, levels, bucket_size, torch.float32, count=2)
-    torch.testing.assert_close(twice, 2 * decoded)
+@pytest.mark.parametrize("levels", [1, 7, 127])
+def test_the_nearest_level(levels: int) -> None:
+    for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
+        tensor = normal(numel)
+        norms = bucket_norms(tensor, bucket_size, "max")
+        found = to_levels(tensor, norms, levels, bucket_size, None)
+        spread = norms.repeat_interleave(bucket_size)[:numel]
+        where = (numel, bucket_size)
+        assert found.dtype == torch.uint8
+        assert torch.equal(found.int() - levels, (tensor / spread * levels).round().int()), where
+        decoded = from_levels(found, norms, levels, bucket_size, torch.float32)
+        assert ((decoded - tensor).abs() <= spread / levels / 2 * (1 + 1e-5)).all(), where
+        twice = from_levels(2 * found.int(), norms, levels, bucket_size, torch.float32, count=2)
+        torch.testing.assert_close(twice, 2 * decoded, msg=str(where))
 
 
 @pytest.mark.parametrize("numel", [200, 1000])
@@ -190,12 +188,14 @@ TENSORS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@covered("make, numel, density", TENSORS, [1, 2, 31, 257, 2048, 5003], [0.0001, 0.01, 0.1, 0.5, 0.99, 1.0])
-def test_the_largest_are_those_that_sorting_finds(make: str, numel: int, density: float) -> None:
-    tensor = TENSORS[make](numel)
-    k = kept(numel, density)
-    assert torch.equal(largest(tensor, k), by_sorting(tensor, k))
-    assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
+@pytest.mark.parametrize("make", TENSORS)
+def test_the_largest_are_those_that_sorting_finds(make: str) -> None:
+    for numel in (1, 2, 31, 257, 2048, 5003):
+        tensor = TENSORS[make](numel)
+        for density in (0.0001, 0.01, 0.1, 0.5, 0.99, 1.0):
+            k = kept(numel, density)
+            assert torch.equal(largest(tensor, k), by_sorting(tensor, k)), (numel, density)
+            assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
 
 
 def test_another_device_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``auto`` is the collective that the model names, on every rank."""
+"""``auto`` is settled once, by the model, and is then that collective on every rank."""
 
 from __future__ import annotations
 
@@ -10,30 +10,41 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import Truncate16
-from farflung.comm import COLLECTIVES, Coding, Collective, ExchangeChannel
-from farflung.comm.collectives.auto import CHOICES, auto
-from farflung.network import NetworkProfile, choose, network_profile
-from farflung.runtime import VirtualWorld
+from farflung.comm import AUTO, COLLECTIVES, Coding, Collective, ExchangeChannel, choose, resolve_collective
+from farflung.comm.collectives import direct
+from farflung.errors import ConfigError, UnknownName
+from farflung.network import NetworkProfile, network_profile
+from farflung.runtime import DecisionLog, VirtualWorld
 from farflung.tasks import Pending
-from farflung.types import Channel, Communicator, Runtime, Seeds
+from farflung.types import Decision, Runtime, Seeds
 from tests.helpers import same_bits
 
-SIZE, SIDE = 8, 8
+SIZE = 8
+IN_RANK_ORDER = sorted(name for name, collective in COLLECTIVES.items() if collective.in_rank_order)
 
 
 def took(
-    network: NetworkProfile, name: str, nbytes: int, coding: Coding | None = None
+    network: NetworkProfile, name: str, nbytes: int, coding: Coding | None = None, known: int | None = None
 ) -> tuple[float, list[Tensor]]:
     world = VirtualWorld(network.nodes or SIZE, network=network)
+    world.settle_collective(name, [known or nbytes])
 
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Any]:
         tensor = torch.rand(nbytes // 4, generator=torch.Generator().manual_seed(runtime.comm.rank))
-        side = torch.ones(1, dtype=torch.float64)
+        side = torch.ones(6, dtype=torch.float64)
         channel = ExchangeChannel(runtime.comm, 1, 0)
-        return COLLECTIVES[name](channel, tensor, side, coding=coding)  # type: ignore[return-value]
+        return channel.collective(name)(channel, tensor, side, coding=coding)  # type: ignore[return-value]
 
     results = world.run([body(runtime) for runtime in world.runtimes])
     return world.clock.now(), [total for total, _ in results]
+
+
+def test_all_that_it_may_be_give_the_same_bits() -> None:
+    assert IN_RANK_ORDER == ["all_gather", "direct", "multi_parameter_server", "parameter_server"]
+    profile = network_profile("four-regions").for_nodes(5)
+    sums = [took(profile, name, 4_000)[1] for name in IN_RANK_ORDER]
+    assert all(same_bits(each[rank], sums[0][0]) for each in sums for rank in range(5))
+    assert not same_bits(took(profile, "ring", 4_000)[1][0], sums[0][0])
 
 
 @pytest.mark.parametrize(
@@ -47,27 +58,27 @@ def took(
 )
 def test_it_is_the_one_that_is_chosen(network: str, nbytes: int, chosen: str) -> None:
     profile = network_profile(network).for_nodes(SIZE)
-    assert choose(profile, nbytes, side_nbytes=SIDE, among=tuple(CHOICES)) == chosen
-    seconds, sums = took(profile, "auto", nbytes)
+    assert resolve_collective(nbytes, SIZE, profile) == chosen
+    seconds, sums = took(profile, AUTO, nbytes)
     wanted_s, wanted = took(profile, chosen, nbytes)
     assert seconds == wanted_s
     assert all(same_bits(a, b) for a, b in zip(sums, wanted, strict=True))
     # The simulator finds no other faster that adds in the same order.
-    for other in CHOICES:
+    for other in IN_RANK_ORDER:
         assert seconds <= took(profile, other, nbytes)[0]
 
 
-class Plain:
-    """A communicator of real processes has no profile."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.rank, self.size, self.features = comm.rank, comm.size, comm.features
-        self.send, self.recv, self.all_reduce = comm.send, comm.recv, comm.all_reduce
+def test_each_size_of_tensor_has_its_own() -> None:
+    world = VirtualWorld(4, network=network_profile("four-regions"))
+    assert world.settle_collective(AUTO, [4_000, 4_000_000, 4_000]) == "direct, all_gather"
+    assert {runtime.comm.auto[4_000] for runtime in world.runtimes} == {"all_gather"}
+    assert {runtime.comm.auto[4_000_000] for runtime in world.runtimes} == {"direct"}
 
 
 @pytest.mark.parametrize(
     ("size", "nbytes", "chosen"),
     [
+        (1, 40_000_000, "all_gather"),
         (2, 40_000_000, "all_gather"),
         (4, 4_000, "all_gather"),
         (4, 40_000, "all_gather"),
@@ -76,31 +87,67 @@ class Plain:
         (64, 1_200, "direct"),
     ],
 )
-def test_where_the_network_is_not_known_it_hangs_on_the_traffic(
-    monkeypatch: pytest.MonkeyPatch, size: int, nbytes: int, chosen: str
-) -> None:
-    called = []
+def test_where_the_network_is_not_known_it_hangs_on_the_traffic(size: int, nbytes: int, chosen: str) -> None:
+    assert resolve_collective(nbytes, size, None) == chosen
 
-    def taken(name: str) -> Collective:
-        async def collective(
-            channel: Channel, tensor: Tensor, side: Tensor, **_: Any
-        ) -> tuple[Tensor, Tensor]:
-            called.append(name)
-            return tensor, side
 
-        return collective
+def test_any_other_name_stands_for_itself() -> None:
+    world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"))
+    for name in COLLECTIVES.keys() - {AUTO}:
+        assert world.settle_collective(name, [40_000]) == name
+    with pytest.raises(UnknownName, match="unknown collective 'star'"):
+        world.settle_collective("star", [40_000])
+    with pytest.raises(ConfigError, match="3 are to run"):
+        resolve_collective(40_000, 3, network_profile("wifi-shared-100mbps").for_nodes(4))
 
-    for name in CHOICES:
-        monkeypatch.setitem(CHOICES, name, taken(name))
-    world = VirtualWorld(size, network=network_profile("wifi-shared-100mbps"))
-    for runtime in world.runtimes:
-        channel = ExchangeChannel(Plain(runtime.comm), 1, 0)
-        with pytest.raises(StopIteration):
-            auto(channel, torch.empty(nbytes // 4), torch.ones(1)).send(None)
-    assert set(called) == {chosen}
+
+def test_for_sizes_that_were_not_known_it_is_direct() -> None:
+    profile = network_profile("wifi-shared-100mbps").for_nodes(4)
+    wanted = took(profile, "direct", 40_000)[0]
+    assert took(profile, AUTO, 40_000, known=4_000)[0] == wanted != took(profile, AUTO, 40_000)[0]
 
 
 def test_a_codec_travels_as_direct() -> None:
-    profile = network_profile("four-regions").for_nodes(2)
+    profile = network_profile("wifi-shared-100mbps").for_nodes(4)
     coding = Coding(Truncate16(), Seeds(0, 0), step=0)
-    assert took(profile, "auto", 4_000, coding)[0] == took(profile, "direct", 4_000, coding)[0]
+    assert took(profile, AUTO, 40_000, coding)[0] == took(profile, "direct", 40_000, coding)[0]
+    assert took(profile, AUTO, 40_000, coding)[0] != took(profile, "parameter_server", 40_000, coding)[0]
+
+
+# --- the decision -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_recorded_once_and_is_no_decision_by_time() -> None:
+    log = DecisionLog()
+    world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"), decisions=log)
+    world.settle_collective("ring", [40_000])
+    assert log.entries == []
+    world.settle_collective(AUTO, [40_000], step=3)
+    assert log.entries == [Decision("collective", 3, {"40000": "parameter_server"}, timing=False)]
+
+
+@pytest.mark.parametrize(
+    ("replayed", "anew", "chosen"),
+    [
+        ([Decision("collective", 0, {"40000": "direct"}, timing=False)], False, "direct"),
+        ([Decision("collective", 0, {"40000": "direct"}, timing=False)], True, "parameter_server"),
+        ([], False, "parameter_server"),  # the run that is replayed had named its collective
+    ],
+)
+def test_a_replay_takes_the_same(replayed: list[Decision], anew: bool, chosen: str) -> None:
+    log = DecisionLog(replay=replayed)
+    world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"), decisions=log)
+    assert world.settle_collective(AUTO, [40_000], anew=anew) == chosen
+    assert log.entries == [Decision("collective", 0, {"40000": chosen}, timing=False)]
+
+
+# --- one of one's own -------------------------------------------------------------------------------------------
+
+
+def test_a_collective_of_ones_own_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Collective(direct, cost_s=lambda profile, nbytes, side_nbytes: 1e-9, in_rank_order=True)
+    monkeypatch.setitem(COLLECTIVES, "mine", mine)
+    profile = network_profile("four-regions").for_nodes(4)
+    assert choose(profile, 4_000_000) == "mine"
+    assert resolve_collective(4_000_000, 4, profile) == "mine"
+    assert took(profile, AUTO, 4_000_000)[0] == took(profile, "direct", 4_000_000)[0]

@@ -84,7 +84,7 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
         rank = runtime.comm.rank
         channel = ExchangeChannel(runtime.comm, number, 1)
         side = torch.tensor([(-1.0) ** rank * 1e16 + rank, 0.1 * rank], dtype=torch.float64)
-        total, sides = await COLLECTIVES[name](channel, contribution(rank, number, plan), side)
+        total, sides = await channel.collective(name)(channel, contribution(rank, number, plan), side)
         return total, sides, channel.sent_nbytes, runtime.now()
 
     async def spare(runtime: Runtime) -> list[float]:
@@ -219,7 +219,7 @@ def joining(
     async def body(runtime: Runtime) -> None:
         if runtime.comm.rank in ranks:
             channel = ExchangeChannel(runtime.comm, 7, 2)
-            await COLLECTIVES[name](channel, torch.zeros(8), torch.zeros(1))
+            await channel.collective(name)(channel, torch.zeros(8), torch.zeros(1))
 
     return [body(runtime) for runtime in world.runtimes]
 
@@ -238,7 +238,8 @@ def test_a_rank_may_not_join_another_collective() -> None:
 
     async def body(runtime: Runtime) -> None:
         name = "ring" if runtime.comm.rank == 1 else "direct"
-        await COLLECTIVES[name](ExchangeChannel(runtime.comm, 7, 2), torch.zeros(8), torch.zeros(1))
+        channel = ExchangeChannel(runtime.comm, 7, 2)
+        await channel.collective(name)(channel, torch.zeros(8), torch.zeros(1))
 
     with pytest.raises(ProtocolError, match="rank 1 sent another kind of segment"):
         world.run([body(runtime) for runtime in world.runtimes])
@@ -251,7 +252,7 @@ def test_the_sum_is_everybodys_own() -> None:
     async def body(runtime: Runtime) -> tuple[Tensor, Tensor]:
         channel = ExchangeChannel(runtime.comm, 7, 2)
         mine = torch.ones(8)
-        total, side = await COLLECTIVES["direct"](channel, mine, torch.ones(2))
+        total, side = await channel.collective("direct")(channel, mine, torch.ones(2))
         assert total is mine
         return total.div_(3), side.mul_(2)
 

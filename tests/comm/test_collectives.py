@@ -59,7 +59,7 @@ def exchange(
     coding = Coding(codec, Seeds(1, 2 + channel.rank), 3) if codec else None
 
     async def run() -> Result:
-        total, sides = await COLLECTIVES[name](channel, tensor, side, coding=coding)
+        total, sides = await channel.collective(name)(channel, tensor, side, coding=coding)
         return Result(total, sides, channel.sent_nbytes)
 
     return run()

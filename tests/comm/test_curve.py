@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from farflung.comm import COLLECTIVES, ExchangeChannel, Peer, gate
+from farflung.comm import ExchangeChannel, Peer, gate
 from farflung.comm.keys import Keys, load_keys, make_keys
 from farflung.comm.wire import Kind, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
@@ -45,7 +45,9 @@ class Run:
         async def one(runtime: WallRuntime) -> torch.Tensor:
             channel = ExchangeChannel(runtime.comm, number, 0)
             tensor = torch.full((3000,), float(number + runtime.comm.rank))
-            return (await COLLECTIVES["direct"](channel, tensor, torch.zeros(1, dtype=torch.float64)))[0]
+            return (await channel.collective("direct")(channel, tensor, torch.zeros(1, dtype=torch.float64)))[
+                0
+            ]
 
         for pending in [runtime.launch(one(runtime)) for runtime in self.runtimes]:
             assert torch.equal(pending.wait(), torch.full((3000,), 3.0 * number + 3))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import COLLECTIVES, ExchangeChannel, VirtualCommunicator
+from farflung.comm import ExchangeChannel, VirtualCommunicator
 from farflung.errors import ConfigError, Unsupported
 from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
-from farflung.network.noise import uniform
+from farflung.noise import uniform
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
@@ -164,7 +164,7 @@ def collective_s(network: NetworkProfile, size: int, name: str, numel: int, **se
 
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Any]:
         channel = ExchangeChannel(runtime.comm, 1, 0)
-        return COLLECTIVES[name](channel, torch.zeros(numel, dtype=torch.uint8), torch.zeros(0))  # type: ignore[return-value]
+        return channel.collective(name)(channel, torch.zeros(numel, dtype=torch.uint8), torch.zeros(0))  # type: ignore[return-value]
 
     world.run([body(runtime) for runtime in world.runtimes])
     return world.clock.now()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import COLLECTIVES, ExchangeChannel, choose, cost_s
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import (
-    COSTS,
     NETWORKS,
     Connection,
     Link,
     NetworkProfile,
     Site,
     Trace,
-    choose,
-    cost_s,
     costs,
     network_profile,
 )
@@ -25,6 +22,7 @@ from farflung.types import Runtime
 
 ALIKE = NetworkProfile.uniform(Link(0.25, 8e3))
 SIDE_NBYTES = 16
+COSTS = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
 
 
 def simulated_s(profile: NetworkProfile, name: str, nbytes: int) -> float:
@@ -35,7 +33,7 @@ def simulated_s(profile: NetworkProfile, name: str, nbytes: int) -> float:
     async def body(runtime: Runtime) -> None:
         side = torch.zeros(SIDE_NBYTES // 8, dtype=torch.float64)
         channel = ExchangeChannel(runtime.comm, 1, 0)
-        await COLLECTIVES[name](channel, torch.zeros(nbytes, dtype=torch.uint8), side)
+        await channel.collective(name)(channel, torch.zeros(nbytes, dtype=torch.uint8), side)
 
     world.run([body(runtime) for runtime in world.runtimes])
     return world.clock.now()

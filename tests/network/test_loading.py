@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying, device_profile
 from farflung.errors import ConfigError
 from farflung.network import (
     Connection,
-    DeviceProfile,
-    Layer,
     Link,
     Medium,
     NetworkProfile,
-    Occasional,
-    Scheduled,
     Site,
     Trace,
-    Varying,
-    device_profile,
     load_profile,
     network_profile,
 )

@@ -13,7 +13,8 @@ import torch
 
 from farflung.config import Training
 from farflung.data import NoSharing, RateLimited
-from farflung.network import DeviceProfile, Varying, network_profile
+from farflung.devices import DeviceProfile, Varying
+from farflung.network import network_profile
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, keep_once
 from farflung.runtime import VirtualWorld

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import COLLECTIVES
 from farflung.errors import Unsupported
 from farflung.recipes import Recipe
 from farflung.replica import GradientBuckets, Replica, Vote, load_tree
@@ -361,7 +360,7 @@ class Learning:
         def together(states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
             return {n: CodecState({"steps": [*s.shared["steps"], step]}, {}) for n, s in states.items()}
 
-        total, rider = await COLLECTIVES["direct"](channel, own.tensor, own.rider)
+        total, rider = await channel.collective("direct")(channel, own.tensor, own.rider)
         return Reduced(total / channel.size, channel.size, rider, None, together)
 
 

@@ -10,19 +10,9 @@ from typing import Any
 import pytest
 
 from farflung.config import Training
+from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying
 from farflung.errors import ConfigError
-from farflung.network import (
-    Connection,
-    DeviceProfile,
-    Layer,
-    Link,
-    NetworkProfile,
-    Occasional,
-    Scheduled,
-    Site,
-    Varying,
-    network_profile,
-)
+from farflung.network import Connection, Link, NetworkProfile, Site, network_profile
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import ExchangeChannel
+from farflung.devices import DeviceProfile, Scheduled, Varying
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import DeviceProfile, Link, Medium, NetworkProfile, Scheduled, Site, Varying
+from farflung.network import Link, Medium, NetworkProfile, Site
 from farflung.runtime import VirtualWorld, time_fleet
 from farflung.types import Cost, Runtime
 
@@ -41,7 +42,9 @@ def one_by_one(collective: str, numel: int, batch_size: int, steps: int) -> list
             await runtime.compute(Cost("forward", batch_size), lambda: None)
             await runtime.backward(Cost("backward", batch_size), lambda ready: None, lambda bucket: None)
             channel = ExchangeChannel(runtime.comm, step, 0)
-            await COLLECTIVES[collective](channel, torch.zeros(numel), torch.zeros(6, dtype=torch.float64))
+            await channel.collective(collective)(
+                channel, torch.zeros(numel), torch.zeros(6, dtype=torch.float64)
+            )
             await runtime.compute(Cost("optimizer", 0), lambda: None)
             ends.append(runtime.now())
         return ends

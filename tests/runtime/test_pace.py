@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farflung.network import DeviceProfile
+from farflung.devices import DeviceProfile
 from farflung.runtime.pace import Pace
 from farflung.types import Cost
 

@@ -14,6 +14,7 @@ from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.recipes import recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
@@ -76,6 +77,9 @@ class Run:
         self.world = VirtualWorld(self.size, self.link, self.seconds_per_sample)
         self.events: list[list[Event]] = [[] for _ in range(self.size)]
         self.replicas = [self._replica(rank) for rank in range(self.size)]
+        first = self.replicas[0]
+        nbytes = summed_nbytes(first.parts.reducer, first.bucket_specs, self.size)
+        self.world.settle_collective(self.parts.get("collective", "auto"), nbytes)
 
     def _replica(self, rank: int) -> Replica:
         work = self.workload()

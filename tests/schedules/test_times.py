@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farflung.comm import LinkModel
-from farflung.network import NetworkProfile, cost_s
+from farflung.comm import LinkModel, cost_s
+from farflung.network import NetworkProfile
 from farflung.types import Decision
 from farflung.workloads import Quadratic
 from tests.schedules.runs import Run

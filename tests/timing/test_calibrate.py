@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from farflung.config import Training
 from farflung.data import TensorDataset
+from farflung.devices import Layer
 from farflung.errors import ConfigError
-from farflung.network import Layer
 from farflung.timing import calibrate, forward_flops, peak_nbytes
 from farflung.types import Batch, Dataset, Json
 from farflung.workloads import workload

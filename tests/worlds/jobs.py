@@ -16,6 +16,7 @@ from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data import RateLimited
 from farflung.recipes import recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Replica, place
 from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
@@ -73,7 +74,10 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
     """A real replica."""
     runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
     try:
-        return runtime.run(steps(replica(runtime, **arguments)))
+        trained = replica(runtime, **arguments)
+        nbytes = summed_nbytes(trained.parts.reducer, trained.bucket_specs, size)
+        runtime.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
+        return runtime.run(steps(trained))
     finally:
         runtime.close()
 
@@ -81,7 +85,10 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
 def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
     """All replicas in virtual time, on links slow enough that exchanges overlap backward."""
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4)
-    return world.run([steps(replica(runtime, **arguments)) for runtime in world.runtimes])
+    replicas = [replica(runtime, **arguments) for runtime in world.runtimes]
+    nbytes = summed_nbytes(replicas[0].parts.reducer, replicas[0].bucket_specs, size)
+    world.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
+    return world.run([steps(one) for one in replicas])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -14,8 +14,8 @@ import tyro
 from rich.console import Console
 
 from farflung.config import Training
+from farflung.devices import device_toml
 from farflung.errors import ConfigError
-from farflung.network import device_toml
 from farflung.timing import Calibration, Spread, calibrate
 from farflung.types import Json
 from farflung.workloads import workload

@@ -23,6 +23,7 @@ from farflung.faults import FaultPlan, load_faults
 from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.network import network_profile
 from farflung.runs import EVENTS, listener, write_json
+from farflung.runs.joining import NETWORK
 
 __all__ = ["RunInLab", "with_dashes"]
 
@@ -86,6 +87,7 @@ class RunInLab:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
             environment[EVENTS] = told.getsockname()
+            environment[NETWORK] = self.network
             result = run_job(
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
             )

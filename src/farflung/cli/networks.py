@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.tables import print_rows, print_table
-from farflung.network import DEVICES, NETWORKS
+from farflung.devices import DEVICES
+from farflung.network import NETWORKS
 from farflung.types import Json
 
 __all__ = ["Networks"]

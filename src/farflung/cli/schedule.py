@@ -13,13 +13,14 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from farflung.comm import collective_named
 from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.replica import Replica
 from farflung.report import gantt_picture
-from farflung.runs import make_replica
+from farflung.runs import make_replica, settled_collective
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.timing import Costs, Timeline, timeline
@@ -91,7 +92,7 @@ class Schedule:
     def _simulate(self, chosen: Recipe) -> list[list[Event]]:
         """A quadratic as large as the gradient, trained in virtual time."""
         torch.set_num_threads(1)
-        if chosen.collective == "native":
+        if collective_named(chosen.collective).by_backend:
             chosen = chosen.but(collective="ring")  # what the backend does has no virtual counterpart
         network = (
             NetworkProfile.uniform(Link(self.latency, self.bandwidth))
@@ -108,6 +109,8 @@ class Schedule:
             make_replica(runtime, task, chosen, training, Telemetry(rank, events[rank].append), trace=True)
             for rank, runtime in enumerate(world.runtimes)
         ]
+
+        settled_collective(world.settle_collective, chosen, replicas[0])
 
         async def train(replica: Replica) -> None:
             for _ in range(self.steps):

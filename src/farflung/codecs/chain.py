@@ -10,9 +10,9 @@ from farflung.codecs.int8 import Int8
 from farflung.codecs.options import codec_option
 from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
-from farflung.codecs.trees import only_seeds, rebuilt
 from farflung.errors import Unsupported
 from farflung.seeding import derive
+from farflung.trees import only_seeds, rebuilt
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Chain", "chain"]

@@ -12,8 +12,8 @@ from farflung.codecs.options import codec_option, floating
 from farflung.codecs.randomk import RandomK
 from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
-from farflung.codecs.trees import shares_memory
 from farflung.errors import ConfigError
+from farflung.trees import shares_memory
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["ErrorFeedback", "error_feedback"]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from farflung.codecs.trees import rebuilt
+from farflung.trees import rebuilt
 from farflung.types import Payload
 
 __all__ = ["Stage", "at_once", "moved", "on_device", "on_host", "to_host"]

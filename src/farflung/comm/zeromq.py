@@ -24,6 +24,7 @@ import zmq
 from torch import Tensor
 
 from farflung.comm.blame import Blame
+from farflung.comm.collectives import collective_named
 from farflung.comm.connections import Connections
 from farflung.comm.gate import Gate, listen
 from farflung.comm.interface import LOOPBACK
@@ -41,7 +42,7 @@ from farflung.errors import (
     ProtocolError,
 )
 from farflung.tasks import Pending, done, failed
-from farflung.types import Feature, Json, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, Feature, Json, Payload, Tag, TensorSpec
 
 __all__ = ["Peer", "ZmqCommunicator"]
 
@@ -93,6 +94,7 @@ class ZmqCommunicator:
     ) -> None:
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
+        self.auto: Mapping[int, str] = {}
         self.mailbox = Mailbox()
         self.refused = 0
         self.ready: Pending[None] = Pending()
@@ -192,6 +194,10 @@ class ZmqCommunicator:
     ) -> Pending[Payload]:
         """Waits for a message."""
         return self.mailbox.recv(src, tag, expect, self._now())
+
+    def collective(self, name: str) -> AllReduce:
+        """Hop by hop."""
+        return collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """The backend's sum; calls match by their order, so all ranks make them in the same one."""

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from farflung.errors import ConfigError
 from farflung.faults.plan import Fault, FaultPlan
-from farflung.network.tables import Table, open_toml
+from farflung.tables import Table, open_toml
 
 __all__ = ["load_faults"]
 

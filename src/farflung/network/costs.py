@@ -1,4 +1,4 @@
-r"""What collectives take, by the latency-bandwidth model, and which of them is fastest.
+r"""What collectives take, by the latency-bandwidth model.
 
 The formulas assume that all ranks begin together and nothing else is on the way. On links that are alike and not
 shared they are exact; elsewhere they say what the busiest capacity needs, and shares over time are left to the
@@ -12,12 +12,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from farflung.errors import ConfigError, UnknownName
 from farflung.network.bundles import Bundle, Group, groups_of, loads_s, mesh
 from farflung.network.profile import NetworkProfile
 from farflung.network.trace import mean_capacity
 
-__all__ = ["COSTS", "choose", "cost_s", "pieces_of"]
+__all__ = ["Cost", "gather_s", "owners_s", "pieces_of", "ring_s"]
+
+Cost: TypeAlias = Callable[[NetworkProfile, int, int], float]
+"""Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the side vector."""
 
 PIECE_NBYTES = 1 << 20
 """What a rank sends another is cut into pieces of about this size, so that what comes after a piece's arrival starts
@@ -30,48 +32,7 @@ def pieces_of(nbytes: int) -> int:
     return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
-def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes: int = 0) -> float:
-    """Seconds that one exchange takes.
-
-    Args:
-      profile: with its number of nodes.
-      collective: a name in :data:`COSTS`.
-      nbytes: of one replica's tensor; what payloads take that all gather is what ``all_gather`` takes.
-      side_nbytes: of the vector that rides along.
-
-    Raises:
-      UnknownName: no such collective.
-      ConfigError: the profile's number of nodes is open.
-    """
-    if collective not in COSTS:
-        raise UnknownName("collective", collective, COSTS)
-    if profile.nodes is None:
-        raise ConfigError(f"{profile.name}: nodes: how many is open; use for_nodes(count)")
-    return 0.0 if profile.nodes == 1 else COSTS[collective](profile, nbytes, side_nbytes)
-
-
-def choose(
-    profile: NetworkProfile,
-    nbytes: int,
-    *,
-    among: Sequence[str] = ("direct", "all_gather", "ring", "multi_parameter_server", "parameter_server"),
-    side_nbytes: int = 0,
-) -> str:
-    """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
-
-    The first of ``among`` wins unless another is faster by more than a billionth: no choice hangs on how a machine
-    rounds.
-    """
-    best = among[0]
-    seconds = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
-    for other in among[1:]:
-        found = cost_s(profile, other, nbytes, side_nbytes=side_nbytes)
-        if found < seconds * (1 - 1e-9):
-            best, seconds = other, found
-    return best
-
-
-def _ring(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
+def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     r"""Twice ``N - 1`` hops, each rank to the next; with :math:`d_r = \alpha_r + \beta_r n / N` from rank :math:`r`.
 
     .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big) \Big)
@@ -129,7 +90,7 @@ def _media(profile: NetworkProfile, a: int, b: int) -> list[tuple[str, int]]:
     return [(name, 1) for name in (one, other) if name is not None]
 
 
-def _by_owners(profile: NetworkProfile, owners: int, nbytes: int, side_nbytes: int) -> float:
+def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     r"""To the owners of the shards and back, in :math:`P` pieces.
 
     .. math:: \alpha_2 + T_1 + T_2 \quad (P = 1), \qquad
@@ -139,6 +100,7 @@ def _by_owners(profile: NetworkProfile, owners: int, nbytes: int, side_nbytes: i
     both; :math:`\alpha_2` the longest delay to an owner and on from there, :math:`\alpha` the longest single one.
     """
     size = _size(profile)
+    owners = owning(size)
     groups = groups_of(profile, owners)
     shard = nbytes / owners
     pieces = pieces_of(int(shard))
@@ -173,7 +135,7 @@ def _delays(
     )
 
 
-def _gather(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
+def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     """Everybody's payload to everybody: the longest one-way delay, and what the busiest capacity needs."""
     groups = groups_of(profile, _size(profile))
     everybody = mesh(groups)
@@ -184,18 +146,3 @@ def _gather(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 def _size(profile: NetworkProfile) -> int:
     assert profile.nodes is not None
     return profile.nodes
-
-
-Cost: TypeAlias = Callable[[NetworkProfile, int, int], float]
-"""Seconds, from a profile, the bytes of the tensor and those of the side vector."""
-
-COSTS: dict[str, Cost] = {
-    "ring": _ring,
-    "direct": lambda profile, nbytes, side: _by_owners(profile, _size(profile), nbytes, side),
-    "parameter_server": lambda profile, nbytes, side: _by_owners(profile, 1, nbytes, side),
-    "multi_parameter_server": lambda profile, nbytes, side: _by_owners(
-        profile, (_size(profile) + 1) // 2, nbytes, side
-    ),
-    "all_gather": _gather,
-}
-"""The formulas by the name of the collective."""

@@ -54,8 +54,8 @@ from pathlib import Path
 
 from farflung.network.link import Link
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tables import Table, open_toml
 from farflung.network.trace import Capacity, Trace
+from farflung.tables import Table, open_toml
 
 __all__ = ["load_profile"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farflung.codecs import CODECS
-from farflung.comm import COLLECTIVES
+from farflung.comm import AUTO, COLLECTIVES, collective_named
 from farflung.config import BUCKET_NBYTES
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
@@ -23,7 +23,7 @@ from farflung.types import Codec, Json, Reducer, Sampler, Schedule, Sharing, Str
 __all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
 
 
-MEMBERS: dict[str, Mapping[str, Callable[..., object]]] = {
+MEMBERS: dict[str, Mapping[str, Any]] = {
     "codec": CODECS,
     "reducer": REDUCERS,
     "collective": COLLECTIVES,
@@ -54,8 +54,9 @@ class Recipe:
       codec: gradient to payload and back, e.g. truncate16; for reducer ``codec`` alone.
       reducer: how a bucket travels: ``codec``, or ``codec(phases='two')`` or ``codec(phases='hops')`` for another way
         of the codec's payloads; or, without a codec, ``powersgd(rank=2)`` or ``shared_scale_qsgd(bits=4)``.
-      collective: how an all-reduce travels: direct, all_gather, ring, parameter_server, multi_parameter_server, auto,
-        native; a reducer that is an object has its own.
+      collective: how an all-reduce travels: direct, all_gather, ring, parameter_server, multi_parameter_server, native,
+        or auto, which is settled when a run is made (:func:`farflung.comm.resolve_collective`); a reducer that is an
+        object has its own.
       schedule: what starts when and is due when.
       sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
       stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
@@ -68,7 +69,7 @@ class Recipe:
     summary: str = ""
     codec: str | Codec | Callable[..., Codec] = "identity"
     reducer: str | Reducer | Callable[..., Reducer] = "codec"
-    collective: str = "auto"
+    collective: str = AUTO
     schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
     sampler: str | Callable[..., Sampler] = "uniform"
     stream: str | Callable[..., Stream] = "in_memory"
@@ -92,14 +93,13 @@ class Recipe:
           UnknownName: no such member.
           ConfigError: an option out of its range, or members that do not go together.
         """
-        if self.collective not in COLLECTIVES:
-            raise UnknownName("collective", self.collective, COLLECTIVES)
+        by_backend = collective_named(self.collective).by_backend
         whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
         stream: Stream = _made("stream", self.stream, STREAMS, "poll", fresh=True)
-        if self.collective == "native" and not stream.everything:
+        if by_backend and not stream.everything:
             raise ConfigError(
-                f"stream {text_of(self.stream, STREAMS)}: the backend's own collectives (--collective native) count "
-                "waits for samples against their deadline: choose another collective"
+                f"stream {text_of(self.stream, STREAMS)}: the backend's own collectives (--collective "
+                f"{self.collective}) count waits for samples against their deadline: choose another collective"
             )
         derived = derive(seed, "sampler", *([] if share is None else [share]))
         return Parts(

@@ -11,8 +11,8 @@ from torch import Tensor
 from farflung.codecs import Identity, Route, Routed
 from farflung.codecs.options import codec_option
 from farflung.codecs.routed import join, take
-from farflung.comm import COLLECTIVES
-from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.comm import collective_named
+from farflung.errors import ConfigError, Unsupported
 from farflung.reducers.journeys import (
     Exchange,
     Gathered,
@@ -73,13 +73,14 @@ class CodecReducer:
     phases: Literal["auto", "gather", "two", "hops"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVES:
-            raise UnknownName("collective", self.collective, COLLECTIVES)
+        by_backend = collective_named(self.collective).by_backend
         if self.phases not in ("auto", "gather", "two", "hops"):
             raise ConfigError(f"phases {self.phases!r} must be 'auto', 'gather', 'two' or 'hops'")
         codec_option("reducer codec", self.codec)
-        if self.collective == "native" and self.codec.per_hop and not isinstance(self.codec, Identity):
-            raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
+        if by_backend and self.codec.per_hop and not isinstance(self.codec, Identity):
+            raise Unsupported(
+                f"collective {self.collective!r} cannot carry a codec inside it: use ring or direct"
+            )
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The codec's; in two phases and on hops with seeds for the segments.
@@ -137,12 +138,13 @@ class CodecReducer:
         return self.phases
 
     def _check(self, codec: Codec, state: CodecState) -> None:
+        by_backend = collective_named(self.collective).by_backend
         if isinstance(codec, Routed):
             routes = codec.routes(state)
-            if self.collective == "native" and len(routes) > 1:
+            if by_backend and len(routes) > 1:
                 raise Unsupported(
-                    f"collective 'native' matches sums by their order, which the parts of codec {codec!r} do not have: "
-                    "use ring or direct"
+                    f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} "
+                    "do not have: use ring or direct"
                 )
             for route in routes:
                 self._check(route.codec, route.state)
@@ -150,8 +152,10 @@ class CodecReducer:
         way = self._way(codec, state)
         if way == "linear":
             return
-        if self.collective == "native":
-            raise Unsupported(f"collective 'native' cannot carry codec {codec!r}: use ring or direct")
+        if by_backend:
+            raise Unsupported(
+                f"collective {self.collective!r} cannot carry codec {codec!r}: use ring or direct"
+            )
         if way != "gather":
             check_cut(codec, state)
 

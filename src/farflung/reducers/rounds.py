@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farflung.comm import COLLECTIVES
-from farflung.errors import UnknownName, Unsupported
+from farflung.comm import collective_named
+from farflung.errors import Unsupported
 
 __all__ = ["check_rounds"]
 
@@ -15,10 +15,8 @@ def check_rounds(name: str, collective: str) -> None:
       UnknownName: no such collective.
       Unsupported: it matches sums by their order, which the rounds of several buckets do not share between ranks.
     """
-    if collective not in COLLECTIVES:
-        raise UnknownName("collective", collective, COLLECTIVES)
-    if collective == "native":
+    if collective_named(collective).by_backend:
         raise Unsupported(
-            f"collective 'native' matches sums by their order, which the rounds of {name} do not have: "
+            f"collective {collective!r} matches sums by their order, which the rounds of {name} do not have: "
             "use ring or direct"
         )

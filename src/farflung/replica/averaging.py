@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
+from farflung.comm import ExchangeChannel, Purpose
 from farflung.types import Payload, Runtime
 
 __all__ = ["average", "averaged", "barrier", "broadcast", "sum_everywhere"]
@@ -23,7 +23,7 @@ async def sum_everywhere(
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
 
     async def exchange() -> tuple[Tensor, Tensor]:
-        return await COLLECTIVES["direct"](channel, tensor, side)
+        return await channel.collective("direct")(channel, tensor, side)
 
     return await runtime.launch(exchange())
 

@@ -44,6 +44,7 @@ from farflung.types import (
     State,
     Stream,
     Tells,
+    TensorSpec,
     Workload,
 )
 
@@ -197,6 +198,11 @@ class Replica:
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
                 "their norm is known and cannot clip them: leave it out, or choose another --schedule"
             )
+
+    @property
+    def bucket_specs(self) -> list[TensorSpec]:
+        """Of the gradients in each bucket."""
+        return [bucket.spec for bucket in self._buckets.buckets]
 
     # --- the whole run ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from farflung.extras import need
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -16,6 +18,7 @@ PLAIN_WIDTH = 160
 
 def as_text(table: Table) -> str:
     """The table as lines without colours, no wider than :data:`PLAIN_WIDTH`."""
+    need("a table", "rich", extra="report")
     from rich.console import Console
 
     said = io.StringIO()

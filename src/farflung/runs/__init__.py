@@ -5,7 +5,7 @@ from farflung.runs.config import DEVICE, NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.events import EVENTS, listener
 from farflung.runs.folder import RunFolder, write_json
 from farflung.runs.preparing import Prepared, prepared, run_folder
-from farflung.runs.replicas import make_replica
+from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.simulation import asked_to_stop, retime, retime_prepared, simulate, simulate_prepared
@@ -38,6 +38,7 @@ __all__ = [
     "retime_prepared",
     "run_folder",
     "settings_of",
+    "settled_collective",
     "simulate",
     "simulate_prepared",
     "train",

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
-from farflung.network import DeviceProfile, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.runs.config import DEVICE, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch

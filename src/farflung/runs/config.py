@@ -8,11 +8,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 
+from farflung.comm import collective_named
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Share, describe
+from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
-from farflung.network import DeviceProfile, NetworkProfile, device_profile, network_profile
+from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import MEMBERS, Recipe, recipe
 from farflung.replica import check_model, check_share
 from farflung.runs.folder import RunFolder
@@ -345,10 +347,10 @@ class SimulatedConfig(RunConfig):
 
     def check(self) -> list[Share]:
         """See :meth:`RunConfig.check`."""
-        if self.recipe.collective == "native":
+        if collective_named(self.recipe.collective).by_backend:
             raise ConfigError(
-                "the backend's own collectives (--collective native) run on real machines alone: choose another "
-                "collective or recipe"
+                f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
+                "choose another collective or recipe"
             )
         self.make_world()
         return RunConfig.check(self)

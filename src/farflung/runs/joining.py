@@ -9,32 +9,37 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
-from farflung.network import device_profile
+from farflung.devices import device_profile
+from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
 from farflung.runs.folder import write_json
 from farflung.runs.preparing import Prepared
-from farflung.runs.replicas import make_replica
+from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import one_thread, whole
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["DEVICE", "MODEL", "PACE", "Reach", "join", "under_torchrun"]
+__all__ = ["DEVICE", "MODEL", "NETWORK", "PACE", "Reach", "join", "under_torchrun"]
 
 DEVICE = "FARFLUNG_DEVICE"
 """Tells workers what to train on."""
 PACE = "FARFLUNG_PACE"
 """Tells workers of the device whose pace to keep."""
+NETWORK = "FARFLUNG_NETWORK"
+"""Tells workers what lies between them, where that is known: a name or a TOML file."""
 MODEL = "FARFLUNG_NETWORK_MODEL"
 """Tells workers where the model of the network is whose pace to keep."""
 JOIN_S = 60.0
@@ -75,6 +80,7 @@ def join(
     *,
     device: str = "cpu",
     pace: str = "",
+    network: str = "",
     model: str = "",
 ) -> Run:
     """Trains as one replica.
@@ -85,6 +91,7 @@ def join(
       reach: how the others reach this machine.
       device: what to train on; see :func:`farflung.replica.place`.
       pace: a device whose pace to keep; empty: as fast as this machine is.
+      network: what lies between the replicas; empty: that is not known.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
     config, files, reach = run.config, run.files, reach or Reach()
@@ -108,7 +115,7 @@ def join(
             store,
             settings=config.to_json(),
             deadline_s=config.deadline,
-            native=config.recipe.collective == "native",
+            native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
             interface=reach.address(size),
             encrypt=config.encrypt,
@@ -133,8 +140,16 @@ def join(
             )
             if files.resumed:
                 replica.resume(checkpoints.newest())
+            profile = network_profile(network) if network else None
+            collective = settled_collective(
+                partial(runtime.settle_collective, network=profile), config.recipe, replica
+            )
             ended, state = runtime.run(whole(replica))
-            summary = {**ended.to_json(), "partition": config.split_json(config.split())}
+            summary = {
+                **ended.to_json(),
+                "collective": collective,
+                "partition": config.split_json(config.split()),
+            }
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
                 summary["pace"] = runtime.pace.to_json()

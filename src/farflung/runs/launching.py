@@ -20,11 +20,11 @@ from types import FrameType
 from farflung.comm import NetworkModel
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
-from farflung.network import NetworkProfile
+from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import EVENTS, listener
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import DEVICE, MODEL, PACE
+from farflung.runs.joining import DEVICE, MODEL, NETWORK, PACE
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.telemetry import Event, Sink
@@ -44,7 +44,7 @@ def launch(
     *,
     device: str = "cpu",
     pace: str = "",
-    network: NetworkProfile | None = None,
+    network: str = "",
 ) -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
@@ -53,7 +53,7 @@ def launch(
       show: gets the events of all workers.
       device: what the workers train on.
       pace: a device whose pace they keep; empty: as fast as they can.
-      network: whose pace their messages keep; ``None``: none.
+      network: a profile whose pace their messages keep, by name or as a TOML file; empty: none.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
@@ -63,8 +63,9 @@ def launch(
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
         events = stack.enter_context(listener(Path(scratch)))
-        if network is not None:
-            stack.enter_context(NetworkModel(network, Path(scratch), config.seed))
+        if network:
+            profile = network_profile(network).for_nodes(config.workers)
+            stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
         with folder.log.open("ab") as log:
             job = subprocess.Popen(
                 _command(config, folder),
@@ -75,7 +76,8 @@ def launch(
                     **_environment(events.getsockname()),
                     DEVICE: device,
                     PACE: pace,
-                    MODEL: scratch if network is not None else "",
+                    NETWORK: network,
+                    MODEL: scratch if network else "",
                 },
                 start_new_session=True,
             )
@@ -156,7 +158,9 @@ class _Watch:
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(told["message"]))
         if self._summary is not None:
-            summary = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+            told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+            kept = self._folder.summary
+            summary = {**(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}), **told}
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt

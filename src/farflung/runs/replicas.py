@@ -1,4 +1,4 @@
-"""The one place that makes a replica."""
+"""The one place that makes a replica, and that settles how the replicas of a run sum."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 from farflung.config import Training
 from farflung.recipes import Recipe
+from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica
 from farflung.replica.placement import HOST
 from farflung.telemetry import Telemetry
 from farflung.types import Runtime, SampleIds, Workload
 
-__all__ = ["make_replica"]
+__all__ = ["make_replica", "settled_collective"]
 
 
 def make_replica(
@@ -61,3 +62,19 @@ def make_replica(
         trace,
         device,
     )
+
+
+def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Replica) -> str:
+    """What the recipe's collective stands for in a run, once its replicas are there and before they start.
+
+    Args:
+      settle: ``settle_collective`` of the virtual world, or of this replica's runtime, with what it takes beside.
+      recipe: the run's.
+      replica: any of the run's, where it goes on from.
+
+    Returns:
+      The name of the collective, or those of all sizes of tensor.
+    """
+    reducer = recipe.parts(replica.training.seed).reducer
+    nbytes = summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)
+    return settle(recipe.collective, nbytes, step=replica.step_done)

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError
-from farflung.network import DeviceProfile, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.replica import Replica, Summary, keep_once, save_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch, write_json
 from farflung.runs.preparing import Prepared, prepared
-from farflung.runs.replicas import make_replica
+from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
@@ -141,9 +142,10 @@ def simulate_prepared(
             replicas.append(replica)
         if not config.make_faults().faults:
             keep_once(replicas)
+        collective = settled_collective(world.settle_collective, config.recipe, replicas[0])
         summary, model = _run(world, replicas, whole)
     save_tree(files.model, model)
-    return _kept(run, summary.to_json())
+    return _kept(run, {**summary.to_json(), "collective": collective})
 
 
 async def whole(replica: Replica) -> tuple[Summary, State]:
@@ -224,11 +226,14 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
                     kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
                 )
             )
+        settle = partial(world.settle_collective, anew=True)
+        collective = settled_collective(settle, config.recipe, replicas[0])
         _run(world, replicas, Replica.run)
     if stored.model.exists():
         shutil.copyfile(stored.model, files.model)
     (end,) = (event for event in files.events()[0] if event["event"] == "end")
-    return _kept(run, {key: value for key, value in end.items() if key not in ("event", "rank", "t")})
+    told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
+    return _kept(run, {**told, "collective": collective})
 
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:

@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
+from farflung.devices import device_profile
 from farflung.errors import ConfigError
-from farflung.network import NetworkProfile, device_profile, network_profile
+from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import Reach, join, under_torchrun
+from farflung.runs.joining import NETWORK, Reach, join, under_torchrun
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.result import Run
@@ -34,7 +36,7 @@ def train(
     replay: Path | str | None = None,
     interface: str | None = None,
     keys: Path | str | None = None,
-    network: str | NetworkProfile | None = None,
+    network: str | None = None,
     device: str = "cpu",
     pace: str | None = None,
     show: Sink = nowhere,
@@ -57,7 +59,7 @@ def train(
       replay: a ``decisions.jsonl`` whose decisions are made again.
       interface: under torchrun on several machines: where the others reach this one.
       keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
-      network: paces the messages of workers that are started here as this network would.
+      network: paces the messages of workers that are started here as this network would: a name or a TOML file.
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
@@ -104,7 +106,7 @@ def train_prepared(
     *,
     interface: str | None = None,
     keys: Path | str | None = None,
-    network: str | NetworkProfile | None = None,
+    network: str | None = None,
     device: str = "cpu",
     pace: str | None = None,
 ) -> Run:
@@ -119,21 +121,23 @@ def train_prepared(
         if os.environ["RANK"] == "0":
             run.create()
         sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-        return join(run, sink, reach, device=device, pace=pace or "")
+        known = os.environ.get(NETWORK, "")
+        return join(run, sink, reach, device=device, pace=pace or "", network=known)
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
     place(device, local_size=config.workers)
     if pace is not None:
         device_profile(pace, forward_flops=forward_flops(config.task))
-    profile = network_profile(network) if isinstance(network, str) else network
-    if profile is not None and config.recipe.collective == "native":
-        raise ConfigError(
-            "--network: the backend's own collectives (--collective native) cannot be paced: choose another one"
-        )
-    paced = None if profile is None else profile.for_nodes(config.workers)
+    if network is not None:
+        network_profile(network).for_nodes(config.workers)
+        if collective_named(config.recipe.collective).by_backend:
+            raise ConfigError(
+                f"--network: the backend's own collectives (--collective {config.recipe.collective}) cannot be paced: "
+                "choose another one"
+            )
     run.create()
-    return launch(run, show, device=device, pace=pace or "", network=paced)
+    return launch(run, show, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:

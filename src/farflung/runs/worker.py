@@ -11,7 +11,7 @@ from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
 from farflung.runs.events import EVENTS, teller
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import DEVICE, MODEL, PACE, join
+from farflung.runs.joining import DEVICE, MODEL, NETWORK, PACE, join
 from farflung.runs.preparing import Prepared
 from farflung.telemetry import Event
 
@@ -25,8 +25,9 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     try:
         config = RunConfig.resolve(files.stored_config())
-        device, pace, model = (os.environ.get(name, "") for name in (DEVICE, PACE, MODEL))
-        join(Prepared(config, files), tell, device=device, pace=pace, model=model)
+        names = (DEVICE, PACE, NETWORK, MODEL)
+        device, pace, network, model = (os.environ.get(name, "") for name in names)
+        join(Prepared(config, files), tell, device=device, pace=pace, network=network, model=model)
     except FarflungError as error:
         tell(_error_event(rank, error, str(error), error.exit_code))
         print(f"rank {rank}: {error}", file=sys.stderr)

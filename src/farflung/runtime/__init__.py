@@ -2,6 +2,7 @@
 
 from farflung.runtime.decisions import DecisionLog, decision_json, read_decisions
 from farflung.runtime.fleet import FleetTimes, time_fleet
+from farflung.runtime.measuring import measured_network
 from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
 from farflung.runtime.wall import WallRuntime
 
@@ -13,6 +14,7 @@ __all__ = [
     "VirtualWorld",
     "WallRuntime",
     "decision_json",
+    "measured_network",
     "read_decisions",
     "time_fleet",
 ]

@@ -10,11 +10,42 @@ from pathlib import Path
 
 import torch
 
-from farflung.comm import Purpose
+from farflung.comm import Purpose, resolve_collective
 from farflung.errors import ConfigError
+from farflung.network import NetworkProfile
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
-__all__ = ["DecisionLog", "decide_by_rank_0", "decision_json", "read_decisions"]
+__all__ = [
+    "COLLECTIVE",
+    "DecisionLog",
+    "adopt_collectives",
+    "collectives_of",
+    "decide_by_rank_0",
+    "decision_json",
+    "read_decisions",
+]
+
+
+COLLECTIVE = "collective"
+"""The name of the decision what ``auto`` stands for; its step is the first of the run."""
+
+
+def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
+    """What ``auto`` stands for in a run, as a decision's value: a name for each size of tensor in bytes.
+
+    Args:
+      nbytes: of the tensors that a step sums.
+      size: number of replicas.
+      profile: of the network; see :func:`farflung.comm.resolve_collective`.
+    """
+    return {str(each): resolve_collective(each, size, profile) for each in sorted(set(nbytes), reverse=True)}
+
+
+def adopt_collectives(comm: Communicator, decision: Decision) -> str:
+    """Has a communicator do as was decided; the names, that for the largest tensor first."""
+    assert isinstance(decision.value, dict)
+    comm.auto = {int(nbytes): str(name) for nbytes, name in decision.value.items()}
+    return ", ".join(dict.fromkeys(comm.auto.values())) or "direct"
 
 
 class DecisionLog:
@@ -48,27 +79,31 @@ class DecisionLog:
         """What is to be decided again; ``None`` where nothing was."""
         return None if self._replay is None else self._replay.get((name, step, rank))
 
-    def decide(self, name: str, step: int, local: Callable[[], Json], rank: int | None = None) -> Decision:
+    def decide(
+        self, name: str, step: int, local: Callable[[], Json], rank: int | None = None, *, timing: bool = True
+    ) -> Decision:
         """Makes a choice: that of the run which is replayed, or a new one.
 
         Args:
           name: of what is decided.
           step: the step it belongs to.
-          local: the choice.
+          local: the choice, where it is a new one.
           rank: the replica that decides for itself alone; ``None``: it is for all.
+          timing: see :class:`farflung.types.Decision`. What does not depend on time or arrival may be decided anew
+            where the run that is replayed did not decide it.
 
         Raises:
           ConfigError: the run that is replayed did not make it.
         """
         decision = self.replayed(name, step, rank)
         if decision is None:
-            if self._replay is not None:
+            if self._replay is not None and timing:
                 whose = "" if rank is None else f" of rank {rank}"
                 raise ConfigError(
                     f"--replay: the log holds no decision {name!r}{whose} at step {step}: it is of another run, or "
                     "ends there"
                 )
-            decision = Decision(name, step, local(), rank=rank)
+            decision = Decision(name, step, local(), timing, rank)
         self.record(decision)
         return decision
 
@@ -124,7 +159,13 @@ def _decision(content: dict[str, Json]) -> Decision:
 
 
 async def decide_by_rank_0(
-    comm: Communicator, log: DecisionLog, name: str, step: int, local: Callable[[], Json]
+    comm: Communicator,
+    log: DecisionLog,
+    name: str,
+    step: int,
+    local: Callable[[], Json],
+    *,
+    timing: bool = True,
 ) -> Decision:
     """Asks ``local`` on rank 0 and carries its value, as JSON, to everybody.
 
@@ -134,12 +175,13 @@ async def decide_by_rank_0(
       name: what is decided; with ``step`` it names the decision, so each is made once.
       step: the step it belongs to.
       local: the decider's choice.
+      timing: whether it depends on time or arrival; see :class:`farflung.types.Decision`.
     """
     tag = Tag(Purpose.DECISION.at(step), zlib.crc32(name.encode()))
     if comm.rank != 0:
         (text,) = (await comm.recv(0, tag)).tensors()
-        return Decision(name, step, json.loads(bytes(text.tolist())))
-    decision = log.decide(name, step, local)
+        return Decision(name, step, json.loads(bytes(text.tolist())), timing)
+    decision = log.decide(name, step, local, timing=timing)
     text = torch.frombuffer(bytearray(json.dumps(decision.value).encode()), dtype=torch.uint8)
     for rank in range(1, comm.size):
         comm.send(Payload((text,)), rank, tag)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from farflung.comm.collectives.sharded import OWNERS
+from farflung.comm import AUTO, COLLECTIVES, choose
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
+from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import DeviceProfile, Moment, NetworkProfile
+from farflung.network import NetworkProfile
 from farflung.network.bundles import Bundles, Group, groups_of
 from farflung.types import Cost
 
@@ -63,7 +64,7 @@ def time_fleet(
       numel: parameters of the model.
       batch_size: of each device.
       steps: how many.
-      collective: one in which owners add.
+      collective: one in which owners add; ``auto``: the fastest of these.
       element_nbytes: of one parameter.
       side_nbytes: of what rides along: the weights' sum, and what a replica tells the others.
       seed: of stragglers.
@@ -74,8 +75,12 @@ def time_fleet(
     """
     if network.nodes is None:
         raise ConfigError(f"{network.name}: nodes: how many is open; use for_nodes(count)")
-    if collective not in OWNERS:
-        raise UnknownName("collective for classes", collective, OWNERS)
+    nbytes = numel * element_nbytes
+    by_owners = {name: one.owners for name, one in COLLECTIVES.items() if one.owners is not None}
+    if collective == AUTO:
+        collective = choose(network, nbytes, among=list(by_owners), side_nbytes=side_nbytes)
+    if collective not in by_owners:
+        raise UnknownName("collective for classes", collective, by_owners)
     if any(link.jitter_s for link in network.all_links()):
         raise ConfigError(f"{network.name}: jitter_s: devices whose messages jitter are not alike")
     profiles = [devices] * len(network.sites) if isinstance(devices, DeviceProfile) else devices
@@ -83,7 +88,9 @@ def time_fleet(
         raise ConfigError(
             f"{len(profiles)} device profiles for {len(network.sites)} sites: give one, or one for each"
         )
-    shape = ReduceShape(collective, network.nodes, numel, element_nbytes, side_nbytes)
+    shape = ReduceShape(
+        by_owners[collective](network.nodes), network.nodes, numel, element_nbytes, side_nbytes
+    )
     groups = groups_of(network, shape.owners, shape.cuts)
     fleet = _Fleet(network, profiles, shape, groups, batch_size, steps, seed)
     fleet.clock.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from farflung.network import DeviceProfile, Moment
+from farflung.devices import DeviceProfile, Moment
 from farflung.types import Cost, Json
 
 __all__ = ["Pace"]

@@ -7,12 +7,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from farflung import tasks
-from farflung.comm import VirtualNetwork
+from farflung.comm import AUTO, VirtualNetwork, collective_named
 from farflung.comm.virtual import VirtualClock
+from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
-from farflung.network import DeviceProfile, Link, Moment, NetworkProfile
-from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.network import Link, NetworkProfile
+from farflung.runtime.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    adopt_collectives,
+    collectives_of,
+    decide_by_rank_0,
+)
 from farflung.runtime.stage import VirtualStage
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
@@ -101,6 +108,35 @@ class VirtualWorld:
         if stuck:
             raise RunLost(self._deadlock(stuck))
         return [task.result() for task in running]
+
+    def settle_collective(
+        self, name: str, nbytes: Sequence[int], *, step: int = 0, anew: bool = False
+    ) -> str:
+        """What ``auto`` stands for from now on, by the world's profile; recorded, and takes no time.
+
+        Args:
+          name: the collective that was asked for; any but ``auto`` is settled already.
+          nbytes: of the tensors summed in a step.
+          step: the first of the run.
+          anew: whether to leave aside what the run that is replayed decided, as on another network than its own.
+
+        Returns:
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
+
+        Raises:
+          UnknownName: no such collective.
+        """
+        collective_named(name)
+        if name != AUTO:
+            return name
+        found = collectives_of(nbytes, len(self.runtimes), self.network.profile)
+        if anew:
+            decision = Decision(COLLECTIVE, step, found, timing=False)
+            self.decisions.record(decision)
+        else:
+            decision = self.decisions.decide(COLLECTIVE, step, lambda: found, timing=False)
+        names = [adopt_collectives(runtime.comm, decision) for runtime in self.runtimes]
+        return names[0]
 
     def _deadlock(self, stuck: Sequence[int]) -> str:
         lines = []

@@ -7,9 +7,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import PacedCommunicator, Peer, ZmqCommunicator
+from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, collective_named
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
 from farflung.comm.staging import to_host
+from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
-from farflung.network import DeviceProfile
-from farflung.runtime.decisions import DecisionLog, decide_by_rank_0
+from farflung.network import NetworkProfile
+from farflung.runtime.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    adopt_collectives,
+    collectives_of,
+    decide_by_rank_0,
+)
+from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task, done
@@ -185,7 +194,7 @@ class WallRuntime:
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
                 "machine: choose another collective"
             )
-        self._begin = time.monotonic()
+        self._begin, self._local = time.monotonic(), local
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
@@ -300,6 +309,36 @@ class WallRuntime:
     def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
         """This replica decides."""
         return self.decisions.decide(name, step, local, self.comm.rank)
+
+    def settle_collective(
+        self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
+    ) -> str:
+        """What ``auto`` stands for from now on; rank 0 decides and records it. All replicas call this.
+
+        Where the network is not known it is measured: see :func:`farflung.runtime.measured_network`. That
+        is left out where nothing hangs on it, between two, and where there is no network, on loopback.
+
+        Args:
+          name: the collective that was asked for; any but ``auto`` is settled already.
+          nbytes: of the tensors summed in a step.
+          network: between the replicas, where it is known.
+          step: the first of the run.
+
+        Returns:
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
+
+        Raises:
+          UnknownName: no such collective.
+        """
+        collective_named(name)
+        if name != AUTO:
+            return name
+        size = self.comm.size
+        if network is None and size > 2 and not self._local:
+            network = self.drive(measured_network(self))
+        found = partial(collectives_of, nbytes, size, network)
+        decided = decide_by_rank_0(self.comm, self.decisions, COLLECTIVE, step, found, timing=False)
+        return adopt_collectives(self.comm, self.launch(decided).wait())
 
     # --- a replica's life -------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import Training
+from farflung.devices import DeviceProfile, Layer, saved_nbytes, training_nbytes
 from farflung.errors import ConfigError
-from farflung.network import DeviceProfile, Layer, saved_nbytes, training_nbytes
 from farflung.replica import GradientBuckets
 from farflung.seeding import RandomState, derive, generator
 from farflung.timing.peak_memory import peak_nbytes
@@ -51,7 +51,7 @@ class Calibration:
       forward_s: seconds per sample.
       backward_s: seconds per sample.
       optimizer_s: seconds per step.
-      predicted_nbytes: the memory of a step, by :func:`farflung.network.training_nbytes`.
+      predicted_nbytes: the memory of a step, by :func:`farflung.devices.training_nbytes`.
       measured_nbytes: the most that tensors took at a time in such a step.
     """
 

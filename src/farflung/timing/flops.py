@@ -18,7 +18,7 @@ SAMPLES = 8
 def forward_flops(work: Workload, seed: int = 0) -> float:
     """Float operations of a forward pass, per sample: the matrix products and convolutions, two for each product.
 
-    For :func:`farflung.network.device_profile`, which knows devices by their operations per second.
+    For :func:`farflung.devices.device_profile`, which knows devices by their operations per second.
 
     Args:
       work: what is to be trained.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from farflung.replica import Replica
 from farflung.tasks import Pending
 from farflung.timing.traffic import Op
 from farflung.types import (
+    AllReduce,
     Channel,
     CodecState,
     Contribution,
@@ -26,7 +27,9 @@ from farflung.types import (
     Reduced,
     Reducer,
     Seeds,
+    SegmentCoding,
     StateSlot,
+    Tag,
     TensorSpec,
 )
 
@@ -147,8 +150,8 @@ class _RecordingReducer:
 class _WatchedChannel:
     """A channel that keeps what it is asked for.
 
-    A collective without a codec is kept as a whole, even where it goes hop by hop, and ``auto`` by that name: what
-    they do may depend on the network and on when the ranks join.
+    A collective without a codec is kept as a whole by the name it was asked for, so ``auto`` as that: what it does
+    may depend on the network and on when the ranks join.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -157,29 +160,29 @@ class _WatchedChannel:
         self.features: frozenset[Feature] = channel.features
         self.ops: list[Op] = []
         self._channel = channel
-        self._whole_begins = False
-        self._of_wholes: set[int] = set()
-        self._chosen: tuple[int, int] | None = None
-        """Bytes of tensor and side of a collective that ``auto`` has chosen and that has not been kept yet."""
+
+    @property
+    def auto(self) -> Mapping[int, str]:
+        return self._channel.auto
 
     @property
     def sent_nbytes(self) -> int:
         return self._channel.sent_nbytes
 
+    @sent_nbytes.setter
+    def sent_nbytes(self, nbytes: int) -> None:
+        self._channel.sent_nbytes = nbytes
+
+    def tag(self, hop: int) -> Tag:
+        return self._channel.tag(hop)
+
     def hops(self, count: int) -> int:
-        first = self._channel.hops(count)
-        if self._whole_begins or self._chosen is not None:
-            self._whole_begins = False
-            self._of_wholes.update(range(first, first + count))
-        else:
+        if count:
             self.ops.append(("hops", count))
-        return first
+        return self._channel.hops(count)
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        if self._chosen is not None:  # by a collective that is never computed in one
-            self._keep_chosen(next(payload.tensors()).dtype)
-        if hop not in self._of_wholes:
-            self.ops.append(("send", dst, hop, payload.nbytes))
+        self.ops.append(("send", dst, hop, payload.nbytes))
         return self._channel.send(payload, dst, hop)
 
     def recv(
@@ -187,35 +190,24 @@ class _WatchedChannel:
     ) -> Pending[Payload]:
         if src is None:
             raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
-        if hop not in self._of_wholes:
-            self.ops.append(("recv", src, hop))
+        self.ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
-    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
-        self._chosen = nbytes, side_nbytes
-        return self._channel.fastest(collectives, nbytes, side_nbytes)
+    def collective(self, name: str) -> AllReduce:
+        inner = self._channel.collective(name)
 
-    def in_one(
-        self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
-    ) -> Pending[tuple[Tensor, Tensor]] | None:
-        whole = self._channel.in_one(collective, tensor, side, encoded=encoded)
-        if not encoded:
-            self._whole_begins = whole is None  # then the next hops are the collective's own
-            if self._chosen is not None:
-                self._keep_chosen(tensor.dtype)
-            else:
-                self.ops.append(("whole", collective, _name(tensor.dtype), tensor.numel(), side.numel()))
-        return whole
+        async def kept(
+            channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+        ) -> tuple[Tensor, Tensor]:
+            if coding is not None:
+                return await inner(channel, tensor, side, coding=coding)
+            self.ops.append(("whole", name, _name(tensor.dtype), tensor.numel(), side.numel()))
+            return await inner(self._channel, tensor, side)
+
+        return kept
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         return self._channel.all_reduce(tensor)
-
-    def _keep_chosen(self, dtype: torch.dtype) -> None:
-        assert self._chosen is not None
-        nbytes, side_nbytes = self._chosen
-        self._chosen = None
-        sides = side_nbytes // torch.float64.itemsize
-        self.ops.append(("whole", "auto", _name(dtype), nbytes // dtype.itemsize, sides))
 
 
 def _name(dtype: torch.dtype) -> str:

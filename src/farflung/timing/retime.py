@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import COLLECTIVES
 from farflung.errors import DataError
 from farflung.replica import Checkpoints, Replica, Vote
 from farflung.telemetry import BYTES, TIMES, Event, Sink
@@ -116,7 +115,7 @@ class _Mover:
             kind, *numbers = op
             if kind == "whole":
                 collective, dtype, numel, side = numbers
-                await COLLECTIVES[str(collective)](
+                await channel.collective(str(collective))(
                     channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side))
                 )
                 continue

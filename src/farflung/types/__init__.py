@@ -32,11 +32,23 @@ from farflung.types.schedule import (
     SwapGradient,
     Transfer,
 )
-from farflung.types.tensors import Json, Payload, Placed, SampleIds, State, TensorSpec
+from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
 from farflung.types.training import OptimizerFactory, RateSchedule
-from farflung.types.world import Channel, Communicator, Cost, Decision, Decisions, Feature, Runtime, Tag
+from farflung.types.world import (
+    AllReduce,
+    Channel,
+    Communicator,
+    Cost,
+    Decision,
+    Decisions,
+    Feature,
+    Runtime,
+    SegmentCoding,
+    Tag,
+)
 
 __all__ = [
+    "AllReduce",
     "Arrivals",
     "Batch",
     "Bucket",
@@ -70,6 +82,8 @@ __all__ = [
     "Samples",
     "Schedule",
     "Seeds",
+    "Segment",
+    "SegmentCoding",
     "SharedStats",
     "Sharing",
     "State",

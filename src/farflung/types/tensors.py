@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Json", "Payload", "Placed", "SampleIds", "State", "TensorSpec"]
+__all__ = ["Json", "Payload", "Placed", "SampleIds", "Segment", "State", "TensorSpec"]
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 """What JSON can say."""
@@ -55,6 +55,18 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the dense tensor."""
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``length`` elements of a flat tensor from ``start`` on."""
+
+    start: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view."""
+        return tensor.narrow(0, self.start, self.length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from farflung.tasks import Pending
-from farflung.types.tensors import Json, Payload, TensorSpec
+from farflung.types.tensors import Json, Payload, Segment, TensorSpec
 
-__all__ = ["Channel", "Communicator", "Cost", "Decision", "Decisions", "Feature", "Runtime", "Tag"]
+__all__ = [
+    "AllReduce",
+    "Channel",
+    "Communicator",
+    "Cost",
+    "Decision",
+    "Decisions",
+    "Feature",
+    "Runtime",
+    "SegmentCoding",
+    "Tag",
+]
 
 T = TypeVar("T")
 
@@ -28,8 +39,42 @@ Feature: TypeAlias = Literal["any_source", "native", "tags"]
 """What a communicator may offer; a part that needs an absent one is refused by name."""
 
 
+class SegmentCoding(Protocol):
+    """How a collective encodes segments of one flat tensor anew on every hop."""
+
+    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
+        """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
+        ...
+
+    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
+        """The dense segment again, the same bits on all ranks."""
+        ...
+
+
+class AllReduce(Protocol):
+    """Sums a flat tensor and a side vector over all ranks of a channel; see :class:`farflung.comm.Collective`."""
+
+    def __call__(
+        self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    ) -> Awaitable[tuple[Tensor, Tensor]]:
+        """The sums, bit-identical on all ranks.
+
+        Args:
+          channel: the exchange's; hops are reserved when the result is first awaited.
+          tensor: flat; given away, and may be overwritten by the sum.
+          side: a few float64 numbers, summed beside it in rank order.
+          coding: how segments are encoded on their way; ``None``: not at all.
+        """
+        ...
+
+
 class Communicator(Protocol):
-    """Point-to-point messages and native collectives over one membership view; each call returns at once."""
+    """Point-to-point messages and collectives over one membership view; each call returns at once."""
+
+    auto: Mapping[int, str]
+    """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; ``direct`` for others.
+    Settled when a run is made.
+    """
 
     @property
     def rank(self) -> int:
@@ -58,6 +103,10 @@ class Communicator(Protocol):
         A message whose tensors are not as ``expect`` says fails the wait with :class:`ProtocolError`; without it
         any size up to the communicator's bound will do. The tensors received are read-only.
         """
+        ...
+
+    def collective(self, name: str) -> AllReduce:
+        """A collective by its name. Virtual time may compute it as a whole: same times, bytes and bits."""
         ...
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
@@ -135,9 +184,12 @@ class Channel(Protocol):
         ...
 
     @property
-    def sent_nbytes(self) -> int:
-        """Payload bytes sent so far, counted from tensors."""
+    def auto(self) -> Mapping[int, str]:
+        """See :attr:`Communicator.auto`."""
         ...
+
+    sent_nbytes: int
+    """Payload bytes sent so far, counted from tensors; what sends past :meth:`send` adds its own."""
 
     def hops(self, count: int) -> int:
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
@@ -153,17 +205,12 @@ class Channel(Protocol):
         """See :meth:`Communicator.recv`."""
         ...
 
-    def in_one(
-        self, collective: str, tensor: Tensor, side: Tensor, *, encoded: bool
-    ) -> Pending[tuple[Tensor, Tensor]] | None:
-        """The whole of a collective, where that can be computed instead (virtual time); ``None``: go hop by hop."""
+    def tag(self, hop: int) -> Tag:
+        """What names the messages of a hop to the communicator."""
         ...
 
-    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
-        """Which of some collectives is fastest for a tensor of ``nbytes``, where the network is known (virtual time).
-
-        Otherwise the first; the same on all ranks.
-        """
+    def collective(self, name: str) -> AllReduce:
+        """See :meth:`Communicator.collective`."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.codecs.trees import apart
-from farflung.comm.collectives.coding import Coding, Wire
+from farflung.comm.collectives.coding import Wire
 from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
-from farflung.types import Channel, Payload
+from farflung.trees import apart
+from farflung.types import Channel, Payload, SegmentCoding
 
 __all__ = ["all_gather"]
 
 
 async def all_gather(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """One one-way delay and half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 

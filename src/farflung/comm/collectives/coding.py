@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, sum_in_order
+from farflung.comm.collectives.segments import sum_in_order
 from farflung.comm.staging import on_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive
-from farflung.types import Channel, Codec, CodecState, Payload, Seeds, TensorSpec
+from farflung.types import Channel, Codec, CodecState, Payload, Seeds, Segment, SegmentCoding, TensorSpec
 
 __all__ = ["Coding", "Wire"]
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How segments of one flat tensor are encoded.
+    """How segments of one flat tensor are encoded; see :class:`farflung.types.SegmentCoding`.
 
     A segment's codec has a fresh state whose seeds say which segment it is and how many tensors are summed in it, so
     that sender and receivers have the same one, and no two encodings round alike by chance.
@@ -61,7 +61,7 @@ class Coding:
 class Wire:
     """Segments over a channel, encoded where that is asked for, with the side vector where it rides along."""
 
-    def __init__(self, channel: Channel, coding: Coding | None) -> None:
+    def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:
         self._channel, self._coding = channel, coding
 
     def pack(self, tensor: Tensor, where: Segment, count: int) -> Tensor | Payload:

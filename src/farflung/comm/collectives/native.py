@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Coding
 from farflung.errors import Unsupported
-from farflung.types import Channel
+from farflung.types import Channel, SegmentCoding
 
 __all__ = ["native"]
 
 
 async def native(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums by the backend; arguments and result as :func:`farflung.comm.collectives.sharded.direct`.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Coding, Wire
+from farflung.comm.collectives.coding import Wire
 from farflung.comm.collectives.segments import cut
-from farflung.types import Channel
+from farflung.types import Channel, SegmentCoding
 
 __all__ = ["ring"]
 
 
 async def ring(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
 
@@ -28,9 +28,6 @@ async def ring(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    in_one = channel.in_one("ring", tensor, side, encoded=coding is not None)
-    if in_one is not None:
-        return await in_one
     wire = Wire(channel, coding)
     hop = channel.hops(2 * (size - 1))
     after, before = (rank + 1) % size, (rank - 1) % size

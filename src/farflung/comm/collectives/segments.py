@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from farflung.types import Channel
+from farflung.types import Channel, Segment
 
-__all__ = ["Segment", "cut", "others", "sum_in_order"]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """``length`` elements of a flat tensor from ``start`` on."""
-
-    start: int
-    length: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view."""
-        return tensor.narrow(0, self.start, self.length)
+__all__ = ["cut", "others", "sum_in_order"]
 
 
 def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:

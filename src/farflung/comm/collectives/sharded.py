@@ -6,23 +6,39 @@ all). ``multi_parameter_server``: half the ranks own the shards. ``parameter_ser
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Coding, Wire
-from farflung.comm.collectives.segments import Segment, cut, others, sum_in_order
+from farflung.comm.collectives.coding import Wire
+from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
-from farflung.types import Channel
+from farflung.types import Channel, Segment, SegmentCoding
 
-__all__ = ["OWNERS", "direct", "multi_parameter_server", "parameter_server", "shard_pieces", "shards_of"]
+__all__ = [
+    "all_own",
+    "direct",
+    "half_own",
+    "multi_parameter_server",
+    "one_owns",
+    "parameter_server",
+    "shard_pieces",
+    "shards_of",
+]
 
-OWNERS: dict[str, Callable[[int], int]] = {
-    "direct": lambda size: size,
-    "multi_parameter_server": lambda size: (size + 1) // 2,
-    "parameter_server": lambda size: 1,
-}
-"""How many of the ranks own a shard; they are the first ones."""
+
+def all_own(size: int) -> int:
+    """How many of ``size`` ranks own a shard, always the first ones: all."""
+    return size
+
+
+def half_own(size: int) -> int:
+    """Half, rounded up; see :func:`all_own`."""
+    return (size + 1) // 2
+
+
+def one_owns(size: int) -> int:
+    """Rank 0 alone; see :func:`all_own`."""
+    del size
+    return 1
 
 
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
@@ -40,7 +56,7 @@ def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> li
 
 
 async def direct(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Every rank owns one shard: the latency of two one-way delays, the traffic of a ring.
 
@@ -53,36 +69,33 @@ async def direct(
     Returns:
       The sums of tensor and side over all ranks, bit-identical on all of them.
     """
-    return await _by_owners(channel, tensor, side, "direct", coding)
+    return await _by_owners(channel, tensor, side, all_own(channel.size), coding)
 
 
 async def parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
-    return await _by_owners(channel, tensor, side, "parameter_server", coding)
+    return await _by_owners(channel, tensor, side, one_owns(channel.size), coding)
 
 
 async def multi_parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: Coding | None = None
+    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Half the ranks, rounded up, own a shard each; arguments and result as :func:`direct`.
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
-    return await _by_owners(channel, tensor, side, "multi_parameter_server", coding)
+    return await _by_owners(channel, tensor, side, half_own(channel.size), coding)
 
 
 async def _by_owners(
-    channel: Channel, tensor: Tensor, side: Tensor, collective: str, coding: Coding | None
+    channel: Channel, tensor: Tensor, side: Tensor, owners: int, coding: SegmentCoding | None
 ) -> tuple[Tensor, Tensor]:
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    in_one = channel.in_one(collective, tensor, side, encoded=coding is not None)
-    if in_one is not None:
-        return await in_one
-    wire, owners = Wire(channel, coding), OWNERS[collective](size)
+    wire = Wire(channel, coding)
     owned = shards_of(tensor.numel(), tensor.element_size(), owners)
     views = [[place.of(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])

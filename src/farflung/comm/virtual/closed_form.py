@@ -7,8 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from farflung.comm.channel import InOne
+from farflung.comm.collectives import COLLECTIVES, Collective, ring
 from farflung.comm.virtual.clock import Clock
+from farflung.comm.virtual.members import InOne
 from farflung.comm.virtual.owners import OwnersInOne
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.ring import RingInOne
@@ -61,10 +62,17 @@ class ClosedForms:
         self._clock, self._pairs, self._size = clock, pairs, size
         self._open: dict[Tag, _Open] = {}
 
+    def has(self, collective: Collective) -> bool:
+        """Whether there is a form of it: of a ring, and of sums by owners."""
+        return collective.run is ring or collective.owners is not None
+
     def enter(
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
-        """A rank joins; ``None`` where its part is encoded on every hop, which depends on the data."""
+        """A rank joins a collective whose first hop has ``tag``.
+
+        ``None`` where its part is encoded on every hop, which depends on the data.
+        """
         kind = None if encoded else (collective, TensorSpec.of(tensor), TensorSpec.of(side))
         there = self._open.get(tag)
         if there is None:
@@ -94,6 +102,7 @@ class ClosedForms:
         return None
 
     def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:
-        if collective == "ring":
+        owners = COLLECTIVES[collective].owners
+        if owners is None:
             return RingInOne(self._clock, self._pairs, self._size, tensor, side)
-        return OwnersInOne(self._clock, self._pairs, self._size, collective, tensor, side)
+        return OwnersInOne(self._clock, self._pairs, self._size, owners(self._size), tensor, side)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
 from farflung.network import Fabric, Flow, Path, Use
-from farflung.network.noise import uniform
 from farflung.network.trace import Capacity, map_capacity
+from farflung.noise import uniform
 from farflung.tasks import Pending
 
 __all__ = ["Flows", "Paths"]

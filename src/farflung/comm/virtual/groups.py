@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from farflung.comm.collectives.sharded import OWNERS, shard_pieces
+from farflung.comm.collectives.sharded import shard_pieces
 from farflung.comm.virtual.clock import Carrier
 from farflung.network.bundles import Group
 
@@ -17,23 +17,18 @@ class ReduceShape(NamedTuple):
     """What an all-reduce moves.
 
     Args:
-      collective: a name in :data:`farflung.comm.collectives.sharded.OWNERS`.
+      owners: how many ranks own a shard, the first ones.
       size: number of ranks.
       numel: of the tensor.
       element_nbytes: of one element.
       side_nbytes: of the vector that rides along.
     """
 
-    collective: str
+    owners: int
     size: int
     numel: int
     element_nbytes: int
     side_nbytes: int
-
-    @property
-    def owners(self) -> int:
-        """How many ranks own a shard."""
-        return OWNERS[self.collective](self.size)
 
     @property
     def back_nbytes(self) -> int:

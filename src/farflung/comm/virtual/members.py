@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,22 @@ from torch import Tensor
 from farflung.comm.collectives.segments import sum_in_order
 from farflung.tasks import Pending
 
-__all__ = ["Members"]
+__all__ = ["InOne", "Members"]
+
+
+@dataclass(frozen=True, slots=True)
+class InOne:
+    """A rank's part in a collective that is computed as a whole.
+
+    Args:
+      result: the sums of tensor and side.
+      nbytes: what this rank sends.
+      hops: how many the collective has.
+    """
+
+    result: Pending[tuple[Tensor, Tensor]]
+    nbytes: int
+    hops: int
 
 
 class Members:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.channel import InOne
+from farflung.comm.collectives import COLLECTIVES, collective_named
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
@@ -17,11 +18,20 @@ from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import Unsupported
-from farflung.network import Link, NetworkProfile, Wiring, choose, is_dedicated
+from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
 from farflung.network.link import both_lose
 from farflung.network.trace import map_capacity
 from farflung.tasks import Pending, failed
-from farflung.types import Communicator, Feature, Payload, Tag, TensorSpec
+from farflung.types import (
+    AllReduce,
+    Channel,
+    Communicator,
+    Feature,
+    Payload,
+    SegmentCoding,
+    Tag,
+    TensorSpec,
+)
 
 __all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
 
@@ -60,7 +70,6 @@ class VirtualNetwork:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
         self.mailboxes = [Mailbox() for _ in range(size)]
-        self._fastest: dict[tuple[tuple[str, ...], int, int], str] = {}
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
@@ -113,19 +122,12 @@ class VirtualNetwork:
         """Waits at ``rank``."""
         return self.mailboxes[rank].recv(src, tag, expect, self._clock.now())
 
-    def in_one(
-        self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
-    ) -> InOne | None:
-        """See :class:`farflung.comm.channel.Shortcut`."""
-        computed = self._whole or self._symmetric
-        return None if computed is None else computed.enter(rank, collective, tensor, side, encoded, tag)
-
-    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
-        """See :class:`farflung.comm.channel.Shortcut`."""
-        asked = collectives, nbytes, side_nbytes
-        if asked not in self._fastest:
-            self._fastest[asked] = choose(self.profile, nbytes, among=collectives, side_nbytes=side_nbytes)
-        return self._fastest[asked]
+    def collective(self, rank: int, name: str) -> AllReduce:
+        """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
+        collective, forms = collective_named(name), self._whole or self._symmetric
+        if forms is None or not forms.has(collective):
+            return collective.run
+        return partial(_as_a_whole, forms, rank, name)
 
     def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
         """Runs something from a time at which all was quiet up to now; then it goes on here."""
@@ -153,6 +155,7 @@ class VirtualCommunicator:
 
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.auto: Mapping[int, str] = {}
         self._network = network
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
@@ -165,6 +168,10 @@ class VirtualCommunicator:
         """Receives."""
         return self._network.recv(self.rank, src, tag, expect)
 
+    def collective(self, name: str) -> AllReduce:
+        """As a whole where that is exact."""
+        return self._network.collective(self.rank, name)
+
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """There is no backend in virtual time."""
         del tensor, tag
@@ -172,10 +179,23 @@ class VirtualCommunicator:
             Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
         )
 
-    def in_one(self, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag) -> InOne | None:
-        """See :class:`farflung.comm.channel.Shortcut`."""
-        return self._network.in_one(self.rank, collective, tensor, side, encoded, tag)
 
-    def fastest(self, collectives: tuple[str, ...], nbytes: int, side_nbytes: int) -> str:
-        """See :class:`farflung.comm.channel.Shortcut`."""
-        return self._network.fastest(collectives, nbytes, side_nbytes)
+async def _as_a_whole(
+    forms: ClosedForms | Symmetric,
+    rank: int,
+    name: str,
+    channel: Channel,
+    tensor: Tensor,
+    side: Tensor,
+    *,
+    coding: SegmentCoding | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A collective of which there is a form; goes hop by hop where that would not be exact."""
+    if channel.size > 1:
+        first = channel.tag(channel.hops(0))
+        whole = forms.enter(rank, name, tensor, side, coding is not None, first)
+        if whole is not None:
+            channel.hops(whole.hops)
+            channel.sent_nbytes += whole.nbytes
+            return await whole.result
+    return await COLLECTIVES[name].run(channel, tensor, side, coding=coding)

@@ -23,11 +23,11 @@ class OwnersInOne:
     """
 
     def __init__(
-        self, clock: Clock, pairs: Pairs, size: int, collective: str, tensor: Tensor, side: Tensor
+        self, clock: Clock, pairs: Pairs, size: int, owners: int, tensor: Tensor, side: Tensor
     ) -> None:
         self._clock, self._pairs, self._size = clock, pairs, size
-        self._shape = ReduceShape(collective, size, tensor.numel(), tensor.element_size(), side.nbytes)
-        self._owners = owners = self._shape.owners
+        self._shape = ReduceShape(owners, size, tensor.numel(), tensor.element_size(), side.nbytes)
+        self._owners = owners
         # By piece and owner.
         self._nbytes = np.array([self._shape.pieces_nbytes(owner) for owner in range(owners)]).T
         self._side_nbytes, self._back_nbytes = side.nbytes, self._shape.back_nbytes

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from farflung.comm.virtual.clock import Clock, Departure
 from farflung.errors import Unsupported
 from farflung.network import NetworkProfile
-from farflung.network.noise import uniform, uniform_row
 from farflung.network.trace import mean_capacity
+from farflung.noise import uniform, uniform_row
 
 __all__ = ["Pairs", "Ranks", "Row", "by_time"]
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.comm.collectives.segments import Segment, cut
+from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, Ranks, by_time
 from farflung.tasks import Pending
+from farflung.types import Segment
 
 __all__ = ["RingInOne", "ring_sum"]
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import ExchangeChannel, InOne
-from farflung.comm.collectives import COLLECTIVES
-from farflung.comm.collectives.sharded import OWNERS
+from farflung.comm.channel import ExchangeChannel
+from farflung.comm.collectives import COLLECTIVES, Collective
 from farflung.comm.virtual.clock import Clock, VirtualClock
 from farflung.comm.virtual.flows import AFTER_ALL_ELSE, Flows
 from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
-from farflung.comm.virtual.members import Members
+from farflung.comm.virtual.members import InOne, Members
 from farflung.network import NetworkProfile
 from farflung.network.bundles import Bundles, groups_of
 from farflung.tasks import Pending, Task
@@ -29,7 +28,8 @@ from farflung.types import Communicator, Tag
 
 __all__ = ["Symmetric"]
 
-Kind = tuple[ReduceShape, torch.dtype]
+Kind = tuple[str, ReduceShape, torch.dtype]
+"""The collective's name, and what it moves."""
 
 
 @dataclass(slots=True)
@@ -81,23 +81,30 @@ class Symmetric:
         self._cuts: set[int] = set()
         self._version = 0
 
+    def has(self, collective: Collective) -> bool:
+        """Whether there is a form of it: of sums by owners."""
+        return collective.owners is not None
+
     def enter(
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
-        """A rank joins; ``None`` where it goes hop by hop."""
+        """A rank joins a collective whose first hop has ``tag``; ``None`` where it goes hop by hop."""
         if tag in self._refused:
             self._refused[tag] -= 1
             if not self._refused[tag]:
                 del self._refused[tag]
             return None
-        if encoded or collective not in OWNERS:
+        owners = COLLECTIVES[collective].owners
+        if encoded or owners is None:
             return None
-        shape = ReduceShape(collective, self._size, tensor.numel(), tensor.element_size(), side.nbytes)
+        shape = ReduceShape(
+            owners(self._size), self._size, tensor.numel(), tensor.element_size(), side.nbytes
+        )
         if tag not in self._joining:
             self._joining[tag] = _Joining(tag, Members(self._size), {}, {})
             self._clock.at(self._clock.now(), lambda: self._close(tag), AFTER_ALL_ELSE)
         joining = self._joining[tag]
-        joining.kinds[rank] = shape, tensor.dtype
+        joining.kinds[rank] = collective, shape, tensor.dtype
         joining.results[rank] = joining.members.join(rank, tensor, side)
         hops = 2 * len(shape.pieces_nbytes(0))
         return InOne(joining.results[rank], shape.sent_nbytes(rank), hops)
@@ -121,7 +128,7 @@ class Symmetric:
         kinds = set(joining.kinds.values())
         if len(joining.kinds) == self._size and len(kinds) == 1 and (self._running or self._idle()):
             kind = kinds.pop()
-            self._cuts.update(kind[0].cuts)
+            self._cuts.update(kind[1].cuts)
             self._running.append(
                 _Running(tag, joining.members, kind, joining.members.sides[0], self._clock.now())
             )
@@ -132,7 +139,7 @@ class Symmetric:
         for rank, result in joining.results.items():
             tensor, side = joining.members.tensors[rank], joining.members.sides[rank]
             comm = self._hop_by_hop(rank)
-            task = Task(_hops(comm, tag, joining.kinds[rank][0].collective, tensor, side), self._clock.soon)
+            task = Task(_hops(comm, tag, joining.kinds[rank][0], tensor, side), self._clock.soon)
             task.on_done(lambda task, result=result: _pass_on(task, result))  # type: ignore[misc]
 
     def _compute(self) -> None:
@@ -149,7 +156,7 @@ class Symmetric:
                 ranks = range(group.first, group.first + group.count)
                 ends.setdefault(clock.now(), []).append((one, ranks))
 
-            reduce = GroupedReduce(flows, groups, one.kind[0], ended)
+            reduce = GroupedReduce(flows, groups, one.kind[1], ended)
             for number in range(len(groups)):
                 reduce.enter(number)
 
@@ -171,10 +178,10 @@ class Symmetric:
 
 def _start_again(clock: Clock, comm: Callable[[int], Communicator], one: _Running, size: int) -> None:
     """All ranks of a collective, with tensors that mean nothing: only the times are wanted."""
-    shape, dtype = one.kind
+    collective, shape, dtype = one.kind
     tensor = torch.zeros(shape.numel, dtype=dtype)
     for rank in range(size):
-        task = Task(_hops(comm(rank), one.tag, shape.collective, tensor, one.side), clock.soon)
+        task = Task(_hops(comm(rank), one.tag, collective, tensor, one.side), clock.soon)
         task.on_done(lambda _, rank=rank: one.members.give([rank]))  # type: ignore[misc]
 
 
@@ -185,7 +192,7 @@ def _hops(
     channel.hops(tag.hop)
 
     async def run() -> tuple[Tensor, Tensor]:
-        return await COLLECTIVES[collective](channel, tensor, side)
+        return await COLLECTIVES[collective].run(channel, tensor, side)
 
     return run()
 

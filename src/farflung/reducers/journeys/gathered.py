@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.sparse import accumulate
-from farflung.codecs.trees import apart
 from farflung.comm.collectives.segments import others
 from farflung.reducers.journeys.journey import Exchange, both
+from farflung.trees import apart
 from farflung.types import Codec, CodecState, Payload, TensorSpec
 
 __all__ = ["Gathered"]

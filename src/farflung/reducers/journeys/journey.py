@@ -14,10 +14,10 @@ from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import inner_state
-from farflung.codecs.trees import only_seeds
-from farflung.comm import COLLECTIVES, Coding
+from farflung.comm import Coding
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
+from farflung.trees import only_seeds
 from farflung.types import Channel, Codec, CodecState, Payload
 
 __all__ = ["Exchange", "Journey", "both", "check_cut", "unwrapped"]
@@ -41,7 +41,8 @@ class Exchange:
 
     async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
         """The sums of a flat tensor, given away, and of the side."""
-        return await COLLECTIVES[self.collective](self.channel, tensor, self.side, coding=coding)
+        all_reduce = self.channel.collective(self.collective)
+        return await all_reduce(self.channel, tensor, self.side, coding=coding)
 
 
 class Journey(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from farflung.codecs.trees import rebuilt
 from farflung.reducers.journeys.journey import Exchange
+from farflung.trees import rebuilt
 from farflung.types import Codec, CodecState, TensorSpec
 
 __all__ = ["Linear"]

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import left_over, with_residual
-from farflung.codecs.trees import apart
 from farflung.comm import Coding
-from farflung.comm.collectives.segments import Segment, cut, others, sum_in_order
+from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.comm.staging import on_device
 from farflung.reducers.journeys.journey import Exchange, both, unwrapped
-from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
+from farflung.trees import apart
+from farflung.types import Codec, CodecState, Payload, Seeds, Segment, TensorSpec
 
 __all__ = ["TwoPhases"]
 

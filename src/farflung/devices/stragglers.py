@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from farflung.errors import ConfigError
-from farflung.network.noise import uniform
+from farflung.noise import uniform
 
 __all__ = ["Moment", "Occasional", "Scheduled", "Straggler", "Varying"]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.errors import ConfigError, UnknownName
-from farflung.network import (
+from farflung.devices import (
     DEVICES,
     DeviceProfile,
     Layer,
@@ -22,7 +21,8 @@ from farflung.network import (
     saved_nbytes,
     training_nbytes,
 )
-from farflung.network.noise import uniform, uniform_row
+from farflung.errors import ConfigError, UnknownName
+from farflung.noise import uniform, uniform_row
 from farflung.types import Cost
 
 NOW = Moment(seed=1, rank=0, step=1, now_s=0.0)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from farflung.devices.stragglers import Moment, Straggler
 from farflung.errors import ConfigError
-from farflung.network.stragglers import Moment, Straggler
 from farflung.types import Cost
 
 __all__ = ["DeviceProfile", "Layer"]

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from farflung.devices.profile import DeviceProfile, Layer
+from farflung.devices.stragglers import Occasional, Scheduled, Straggler, Varying
 from farflung.errors import ConfigError, UnknownName
-from farflung.network.device import DeviceProfile, Layer
-from farflung.network.stragglers import Occasional, Scheduled, Straggler, Varying
-from farflung.network.tables import Table, open_toml
+from farflung.tables import Table, open_toml
 
 __all__ = ["DEVICES", "Device", "device_profile", "device_toml", "load_device"]
 

@@ -1,0 +1,85 @@
+"""Which collective is the fastest, by the latency-bandwidth model; what ``auto`` stands for in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farflung.comm.collectives import COLLECTIVES, collective_named
+from farflung.errors import ConfigError, Unsupported
+from farflung.network import NetworkProfile
+
+__all__ = ["SIDE_NBYTES", "choose", "cost_s", "resolve_collective"]
+
+SIDE_NBYTES = 48
+"""What rides beside a gradient: its weight, and what a replica tells the others."""
+WORTH_A_DELAY_NBYTES = 1 << 16
+"""How much more a rank may send to save one delay, our choice; where the network is not known nothing else counts."""
+
+
+def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes: int = 0) -> float:
+    """Seconds that one exchange takes.
+
+    Args:
+      profile: with its number of nodes.
+      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      nbytes: of one replica's tensor; what payloads take that all gather is what ``all_gather`` takes.
+      side_nbytes: of the vector that rides along.
+
+    Raises:
+      UnknownName: no such collective.
+      Unsupported: one whose time cannot be predicted.
+      ConfigError: the profile's number of nodes is open.
+    """
+    formula = collective_named(collective).cost_s
+    if formula is None:
+        raise Unsupported(f"collective {collective!r} has no formula for its time: simulate it instead")
+    if profile.nodes is None:
+        raise ConfigError(f"{profile.name}: nodes: how many is open; use for_nodes(count)")
+    return 0.0 if profile.nodes == 1 else formula(profile, nbytes, side_nbytes)
+
+
+def choose(
+    profile: NetworkProfile, nbytes: int, *, among: Sequence[str] | None = None, side_nbytes: int = 0
+) -> str:
+    """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
+
+    The first of ``among`` wins unless another is faster by more than a billionth: no choice hangs on how a machine
+    rounds. All whose time can be predicted are among them when not given.
+    """
+    if among is None:
+        among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
+    best = among[0]
+    seconds = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
+    for other in among[1:]:
+        found = cost_s(profile, other, nbytes, side_nbytes=side_nbytes)
+        if found < seconds * (1 - 1e-9):
+            best, seconds = other, found
+    return best
+
+
+def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
+    """What ``auto`` stands for: the fastest collective for one tensor among those that add in rank order.
+
+    So parameters never depend on the choice. ``all_gather`` is asked about where it sends at most 64 KiB more than
+    ``direct``, always so between two, for every rank adds everybody's whole tensor; the model does not charge for
+    that. Where the network is not known it is taken there, and ``direct`` elsewhere: no other takes fewer delays, and
+    it sends no more than a ring. What a delay is worth is our choice.
+
+    Args:
+      nbytes: of the tensor.
+      size: number of replicas.
+      profile: of the network, given or measured; ``None``: nothing is known of it.
+
+    Raises:
+      ConfigError: the profile is of another number of nodes.
+    """
+    more = (size - 1) * (size - 2) * nbytes // size
+    usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
+    if profile is None:
+        return usual
+    candidates = [
+        other
+        for other, collective in COLLECTIVES.items()
+        if collective.in_rank_order and collective.cost_s is not None and other not in (usual, "all_gather")
+    ]
+    return choose(profile.for_nodes(size), nbytes, among=[usual, *candidates], side_nbytes=SIDE_NBYTES)

@@ -1,0 +1,24 @@
+"""Devices: how long each computes, whether it straggles, and what memory training takes there."""
+
+from farflung.devices.memory import OPTIMIZER_COPIES, largest_batch, saved_nbytes, training_nbytes
+from farflung.devices.named import DEVICES, device_profile, device_toml, load_device
+from farflung.devices.profile import DeviceProfile, Layer
+from farflung.devices.stragglers import Moment, Occasional, Scheduled, Straggler, Varying
+
+__all__ = [
+    "DEVICES",
+    "OPTIMIZER_COPIES",
+    "DeviceProfile",
+    "Layer",
+    "Moment",
+    "Occasional",
+    "Scheduled",
+    "Straggler",
+    "Varying",
+    "device_profile",
+    "device_toml",
+    "largest_batch",
+    "load_device",
+    "saved_nbytes",
+    "training_nbytes",
+]
