@@ -15,6 +15,9 @@ import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
     from tests.pool import Pool
 
 os.environ["MPLBACKEND"] = "Agg"
@@ -28,10 +31,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # --- side by side -----------------------------------------------------------------------------------------------
 #
-# Under pytest-xdist tests run in any process, but those that share something costly, or the device, in one.
+# Under pytest-xdist the tests of a file run in one process, for the sake of what they share.
 
-SHARED = ("cluster", "pool", "whole")
-"""The fixtures that start replicas, or a whole run, once for several tests."""
+POOLED = ("tests/battery/", "tests/test_attach.py", "tests/test_ddp.py", "tests/worlds/")
+"""These share the pool too, so they all run in one process."""
+APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
+"""These share nothing and take long, so each of their tests runs wherever there is room, at the end."""
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +49,19 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(POOLED):
+                return "pool"
+            return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--lab",
@@ -53,21 +71,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     which = config.getoption("lab")
     if which != "with":
-        chosen = [item for item in items if (item.get_closest_marker("lab") is None) == (which == "without")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
-    for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-        for fixture in SHARED:
-            if fixture in getattr(item, "fixturenames", ()):
-                together = fixture if fixture == "pool" else f"{fixture} of {item.path.name}"
-                item.add_marker(pytest.mark.xdist_group(together))
-    return (yield)
+        lab = [item for item in items if item.get_closest_marker("lab") is not None]
+        others = [item for item in items if item.get_closest_marker("lab") is None]
+        items[:], left_out = (lab, others) if which == "alone" else (others, lab)
+        config.hook.pytest_deselected(items=left_out)
 
 
 # --- parts that a machine may lack ------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import POOLED
+
 PROBE = """
 import pytest
 
@@ -85,3 +87,14 @@ def test_the_lab_is_with_the_others_left_out_or_alone(project: Path, lab: str, r
     said = run(project, "--lab", lab, "--collect-only", "-q").stdout
     assert ("::test_lab" in said, "::test_other" in said) == (lab != "without", lab != "alone")
     assert f"{runs}/2" in said or f"{runs} tests" in said
+
+
+def test_what_shares_the_pool_runs_in_one_process() -> None:
+    root = Path(__file__).parent.parent
+    sharing = [
+        str(path.relative_to(root))
+        for path in root.glob("tests/**/test_*.py")
+        if "(pool: Pool" in path.read_text() or "pool: Pool," in path.read_text()
+    ]
+    assert sharing
+    assert all(path.startswith(POOLED) for path in sharing if path != "tests/test_conftest.py"), sharing

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 100
+LIMIT_S = 250
 
 RUN = {"farflung", "python", "torchrun"}
 NOT_RUN = {("git", "clone"), ("pip", "install")}

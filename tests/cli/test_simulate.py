@@ -23,7 +23,7 @@ SMALL = [
     "--workload", "synthetic/quadratic", "--steps", "8", "--batch-size", "4", "--evaluate-every", "4",
     "--checkpoint-every", "4", "--network", "wifi-10mbps",
 ]  # fmt: skip
-WITHIN_S = 60
+WITHIN_S = 250
 
 
 def simulated(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
