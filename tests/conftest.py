@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     which = config.getoption("lab")
     if which != "with":
         chosen = [item for item in items if (item.get_closest_marker("lab") is None) == (which == "without")]
@@ -67,6 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if fixture in getattr(item, "fixturenames", ()):
                 together = fixture if fixture == "pool" else f"{fixture} of {item.path.name}"
                 item.add_marker(pytest.mark.xdist_group(together))
+    return (yield)
 
 
 # --- parts that a machine may lack ------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ def wall_streamed(
     log = DecisionLog(replay=replay)
     runtime = WallRuntime(rank, size, store, decisions=log)
     try:
-        trained = streamed(runtime, STREAMS[stream](rank), **arguments)
-        found = runtime.run(steps(trained))
-        trained.parts.stream.close()
+        one = streamed(runtime, STREAMS[stream](rank), **arguments)
+        found = runtime.run(steps(one))
+        one.parts.stream.close()
         return found, log.entries
     finally:
         runtime.close()
