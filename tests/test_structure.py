@@ -40,7 +40,7 @@ ORDER: list[set[str]] = [
     {"codecs", "faults"},
     {"comm", "lab"},
     {"reducers", "schedules", "sampling", "data"},
-    {"workloads", "membership", "coded"},
+    {"workloads"},
     {"replica"},
     {"runtime"},
     {"timing", "recipes"},

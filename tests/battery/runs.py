@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from farflung.replica import load_tree
 from farflung.runs import Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
+from farflung.runtime import read_decisions
 from farflung.telemetry import Event
 from tests.battery.cases import CASES, Case, known
 from tests.pool import Pool, digest
@@ -60,7 +61,8 @@ def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
         resumed = until == steps
         with known():
             config = RunConfig.resolve({**case.whole, "steps": until})
-        again = None if resumed or not replay.exists() else replay
+        timed = replay.exists() and any(decision.timing for decision in read_decisions(replay))
+        again = replay if timed and not resumed else None
         Prepared(config, RunFolder(path, resumed=resumed), replay=again).create()
         pool.run(
             config.workers,

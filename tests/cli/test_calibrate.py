@@ -50,7 +50,7 @@ def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (["--rounds", "1"], "--rounds 1: must be 2 or more"),
         (["--threads", "0"], "--threads 0: must be 1 or more"),
         (["--batch-size", "100000"], "--batch-size 100000: fashion-mnist/mlp has 10000 training samples"),
-        (["--optimizer", "lion"], "--optimizer lion: must be one of sgd, adam"),
+        (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, sgd"),
         (["--out", "{folder}"], "is there already; take another name or remove it"),
         (["--out", "{folder}/none/x.toml"], "x.toml: there is no folder"),
     ],

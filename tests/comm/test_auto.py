@@ -101,9 +101,9 @@ def test_any_other_name_stands_for_itself() -> None:
         resolve_collective(40_000, 3, network_profile("wifi-shared-100mbps").for_nodes(4))
 
 
-def test_for_sizes_that_were_not_known_it_is_direct() -> None:
+def test_for_sizes_that_were_not_known_it_goes_by_the_size() -> None:
     profile = network_profile("wifi-shared-100mbps").for_nodes(4)
-    wanted = took(profile, "direct", 40_000)[0]
+    wanted = took(profile, "all_gather", 40_000)[0]
     assert took(profile, AUTO, 40_000, known=4_000)[0] == wanted != took(profile, AUTO, 40_000)[0]
 
 

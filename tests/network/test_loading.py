@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying, device_profile
+from farflung.devices import named as devices_module
 from farflung.errors import ConfigError
 from farflung.network import (
     Connection,
@@ -18,7 +19,6 @@ from farflung.network import (
     load_profile,
     network_profile,
 )
-from farflung.network import devices as devices_module
 from farflung.network import loading as loading_module
 
 WHOLE = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.comm.collectives import COLLECTIVES, collective_named
+from farflung.comm.collectives import COLLECTIVES, collective_named, usual_collective
 from farflung.errors import ConfigError, Unsupported
 from farflung.network import NetworkProfile
 
@@ -12,8 +12,6 @@ __all__ = ["SIDE_NBYTES", "choose", "cost_s", "resolve_collective"]
 
 SIDE_NBYTES = 48
 """What rides beside a gradient: its weight, and what a replica tells the others."""
-WORTH_A_DELAY_NBYTES = 1 << 16
-"""How much more a rank may send to save one delay, our choice; where the network is not known nothing else counts."""
 
 
 def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes: int = 0) -> float:
@@ -60,10 +58,9 @@ def choose(
 def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
     """What ``auto`` stands for: the fastest collective for one tensor among those that add in rank order.
 
-    So parameters never depend on the choice. ``all_gather`` is asked about where it sends at most 64 KiB more than
-    ``direct``, always so between two, for every rank adds everybody's whole tensor; the model does not charge for
-    that. Where the network is not known it is taken there, and ``direct`` elsewhere: no other takes fewer delays, and
-    it sends no more than a ring. What a delay is worth is our choice.
+    So parameters never depend on the choice. ``all_gather`` is asked about only where it sends little more than
+    ``direct``, for every rank adds everybody's whole tensor, and the model does not charge for that. Where the
+    network is not known it is :func:`farflung.comm.collectives.usual_collective`.
 
     Args:
       nbytes: of the tensor.
@@ -73,8 +70,7 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
     Raises:
       ConfigError: the profile is of another number of nodes.
     """
-    more = (size - 1) * (size - 2) * nbytes // size
-    usual = "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
+    usual = usual_collective(nbytes, size)
     if profile is None:
         return usual
     candidates = [

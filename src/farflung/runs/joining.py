@@ -138,12 +138,12 @@ def join(
                 stop_asked=asked.is_set,
                 device=placed,
             )
-            if files.resumed:
-                replica.resume(checkpoints.newest())
             profile = network_profile(network) if network else None
-            collective = settled_collective(
-                partial(runtime.settle_collective, network=profile), config.recipe, replica
-            )
+            settle = partial(runtime.settle_collective, network=profile)
+            start = checkpoints.newest() if files.resumed else 0
+            collective = settled_collective(settle, config.recipe, replica, start)
+            if files.resumed:
+                replica.resume(start)
             ended, state = runtime.run(whole(replica))
             summary = {
                 **ended.to_json(),

@@ -64,17 +64,20 @@ def make_replica(
     )
 
 
-def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Replica) -> str:
-    """What the recipe's collective stands for in a run, once its replicas are there and before they start.
+def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Replica, step: int = 0) -> str:
+    """What the recipe's collective stands for in a run, once its replicas are there.
+
+    Before they start, and before they resume: what was under way then starts again at once.
 
     Args:
       settle: ``settle_collective`` of the virtual world, or of this replica's runtime, with what it takes beside.
       recipe: the run's.
-      replica: any of the run's, where it goes on from.
+      replica: any of the run's.
+      step: the first of the run.
 
     Returns:
       The name of the collective, or those of all sizes of tensor.
     """
     reducer = recipe.parts(replica.training.seed).reducer
     nbytes = summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)
-    return settle(recipe.collective, nbytes, step=replica.step_done)
+    return settle(recipe.collective, nbytes, step=step)

@@ -137,12 +137,14 @@ def simulate_prepared(
                 stop_asked=stop_asked,
                 kind=partial(RecordedReplica, recorder=recorder),
             )
-            if files.resumed:
-                replica.resume(checkpoints.newest())
             replicas.append(replica)
+        start = checkpoints.newest() if files.resumed else 0
+        collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
+        if files.resumed:
+            for replica in replicas:
+                replica.resume(start)
         if not config.make_faults().faults:
             keep_once(replicas)
-        collective = settled_collective(world.settle_collective, config.recipe, replicas[0])
         summary, model = _run(world, replicas, whole)
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective})

@@ -72,7 +72,8 @@ class Communicator(Protocol):
     """Point-to-point messages and collectives over one membership view; each call returns at once."""
 
     auto: Mapping[int, str]
-    """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; ``direct`` for others.
+    """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; for others a rule by their
+    size.
     Settled when a run is made.
     """
 

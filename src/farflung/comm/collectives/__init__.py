@@ -1,7 +1,7 @@
 """All-reduce algorithms as coroutines over send and receive, used by both runtimes."""
 
 from farflung.comm.collectives.all_gather import all_gather
-from farflung.comm.collectives.auto import auto
+from farflung.comm.collectives.auto import auto, usual_collective
 from farflung.comm.collectives.coding import Coding
 from farflung.comm.collectives.collective import Collective
 from farflung.comm.collectives.native import native
@@ -22,4 +22,5 @@ __all__ = [
     "native",
     "parameter_server",
     "ring",
+    "usual_collective",
 ]
