@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     FLUSH = 6
     REMAINDER = 7
     MEASURE = 8
+    UNUSED = 9
+    JOIN = 10
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
