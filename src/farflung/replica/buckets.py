@@ -66,9 +66,7 @@ class GradientBuckets:
             raise ConfigError("the model has no parameter that requires a gradient")
         for name, p in trained:
             if p.is_complex():
-                raise Unsupported(
-                    f"parameter {name} is complex: keep torch.view_as_real of it, and make it complex in the forward pass"
-                )
+                raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
         self._fillings = fillings(trained, bucket_nbytes)
         self.buckets = tuple(Bucket(index, filling.spec) for index, filling in enumerate(self._fillings))
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
@@ -122,7 +120,22 @@ class GradientBuckets:
     def finish(self) -> None:
         """Autograd is through: parameters that no gradient reached contribute zeros."""
         assert self._ready is not None
-        self._fill_unused(self._ready)
+        unused = self.left
+        self._fill(self._ready)
+        self._ready = None
+        if unused and not self._said_unused:
+            self._said_unused = True
+            warnings.warn(
+                f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
+                + (" ..." if len(unused) > 4 else ""),
+                stacklevel=2,
+            )
+
+    def without_data(self, ready: Callable[[int], None]) -> None:
+        """In place of a backward pass: all contribute zeros."""
+        self.clear()
+        self.arm(ready)
+        self._fill(ready)
         self._ready = None
 
     def absent(self, index: int) -> frozenset[int]:
@@ -197,21 +210,13 @@ class GradientBuckets:
 
         return accumulated
 
-    def _fill_unused(self, ready: Callable[[int], None]) -> None:
-        unused = self.left
+    def _fill(self, ready: Callable[[int], None]) -> None:
         for index, filling in enumerate(self._fillings):
             if not filling.missing:
                 continue
             filling.missing = set()
             _gather(filling)
             ready(index)
-        if unused and not self._said_unused:
-            self._said_unused = True
-            warnings.warn(
-                f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
-                + (" ..." if len(unused) > 4 else ""),
-                stacklevel=2,
-            )
 
 
 def _gather(filling: Filling) -> None:

@@ -53,6 +53,8 @@ class Settled:
     """Of the last step whose exchange was due; ``None`` where none was."""
     stop: bool = False
     """Whether any replica asked to stop."""
+    out: int = 0
+    """How many replicas had run out of data at the last step whose exchange was due."""
     sums: dict[str, float] = field(default_factory=dict)
     """What parts of all replicas have added to the rider, by name."""
 
@@ -511,6 +513,7 @@ class Exchanges:
         """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
         self._settled.nonfinite += tally.nonfinite
         self._settled.stop |= tally.stop
+        self._settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
         stats = SharedStats(flight.step, loss, reduced.weight)
         if flight.leads:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel
