@@ -335,7 +335,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, used: list[int]) -> Tensor:
         hidden = torch.relu(self.stem(x))
-        out: Tensor = sum(self.branches[index](hidden) for index in used)  # type: ignore[assignment]
+        out: Tensor = sum(self.branches[index](hidden) for index in used)
         return out
 
 
