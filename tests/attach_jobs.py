@@ -6,11 +6,14 @@ import contextlib
 import copy
 import itertools
 import os
+import runpy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -322,6 +325,23 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: T
     optimizer.step()
 
 
+def example(
+    rank: int, size: int, store: dist.Store, *, script: str, options: list[str], port: int, attempt: str
+) -> None:
+    """A script as torchrun starts it; the pool's store is torchrun's."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT=attempt,
+    )
+    with mock.patch.object(sys, "argv", [script, *options]):
+        runpy.run_path(script, run_name="__main__")
+
+
 # --- what goes wrong in silence elsewhere -----------------------------------------------------------------------
 
 
@@ -598,7 +618,7 @@ def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 spoil = (
-                    model[0].weight.register_hook(lambda g: g * float("nan"))
+                    model.get_parameter("0.weight").register_hook(lambda g: g * float("nan"))
                     if (number, rank) == (2, 1)
                     else None
                 )

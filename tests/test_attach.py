@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 import farflung
+from farflung.replica import load_tree
 from tests import attach_jobs
+from tests.helpers import same_tree
 from tests.pool import Pool
 
 
@@ -80,6 +83,27 @@ def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: st
     parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3, first=first)
     for what in ("own", "buffers", "end"):
         assert [end[what] for end in parts] == [end[what] for end in whole], what
+
+
+def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    script = str(Path(__file__).parent.parent / "examples" / "attach_checkpoint.py")
+    for number, (folder, steps) in enumerate([("whole", 7), ("parts", 4), ("parts", 3)]):
+        options = ["--folder", str(tmp_path / folder), "--steps", str(steps)]
+        pool.run(
+            2,
+            "tests.attach_jobs.example",
+            script=script,
+            options=options,
+            port=pool.store.port,
+            attempt=f"{tmp_path}/{number}",
+        )
+    for rank in range(2):
+        whole, parts = (
+            load_tree(tmp_path / folder / f"rank-{rank}.safetensors") for folder in ("whole", "parts")
+        )
+        assert whole["handle"]["step"] == parts["handle"]["step"] == 7
+        for what in ("model", "optimizer"):
+            assert same_tree(whole[what], parts[what])
 
 
 # --- what is refused, and what is said ---------------------------------------------------------------------------
