@@ -191,9 +191,8 @@ def test_buffers_of_any_kind(pool: Pool) -> None:
         assert torch.equal(end["own"], torch.full((3,), complex(rank, 2 * rank)))
 
 
-@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
-def test_a_compiled_step_of_the_optimizer(pool: Pool, how: str) -> None:
-    for ends in pool.run(2, "tests.attach_jobs.compiled_step", how=how):
+def test_a_compiled_step_of_the_optimizer(pool: Pool) -> None:
+    for ends in pool.run(2, "tests.attach_jobs.compiled_step", how="delayed(2)"):
         assert ends["plain"] == ends["compiled"]
 
 
