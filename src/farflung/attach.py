@@ -331,8 +331,10 @@ class Handle:
         """Continues from :meth:`state_dict`; model and optimizer may be loaded before :func:`attach` or after it.
 
         Raises:
-          CheckpointError: of another model, another rank, or so many replicas as there are not.
+          CheckpointError: of another model, another rank, another number of replicas, or none at all.
         """
+        if lacking := {"step", "rank", "size", "buckets", "model", "exchanges"} - state.keys():
+            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
         if (state["rank"], state["size"]) != (self.rank, self.size):
             raise CheckpointError(
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "

@@ -490,7 +490,9 @@ class Exchanges:
             with self._times.waiting():
                 await self._unused.tell(self._runtime, channel, flight.number, flight.absent)
             self.sent_nbytes += channel.sent_nbytes
-        flight.unused = places_in(buckets_of(flight.transfer.part), self._unused.of(flight.number))
+        buckets = buckets_of(flight.transfer.part)
+        unused, never = self._unused.merged(flight.number)
+        flight.unused, flight.never = places_in(buckets, unused), places_in(buckets, never)
         return flight, reduced, tally
 
     async def _arrival(self, flight: Flight) -> Reduced:
