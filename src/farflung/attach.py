@@ -22,7 +22,7 @@ from farflung.errors import ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Exchanges, GradientBuckets, Vote
+from farflung.replica import Exchanges, GradientBuckets, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import WallRuntime
@@ -109,6 +109,8 @@ def attach(
             "seed": seed,
             "network": None if profile is None else profile.name,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
+            "model": fingerprint(model),
+            **optimizer_settings(optimizer),
         },
         deadline_s=deadline_s,
         native=collective_named(chosen.collective).by_backend,

@@ -31,6 +31,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -178,7 +179,7 @@ def _varying(table: Table) -> Varying:
 def _scheduled(table: Table) -> Scheduled:
     begin, end, factor = table.number("begin_s"), table.number("end_s"), table.number("factor")
     ranks = table.numbers("ranks") if "ranks" in table else ()
-    if any(rank != int(rank) or rank < 0 for rank in ranks):
+    if not all(0 <= rank < math.inf and rank == int(rank) for rank in ranks):
         raise table.error("ranks", list(ranks), "must be a list of whole numbers")
     return table.make(lambda: Scheduled(begin, end, factor, tuple(int(rank) for rank in ranks)))
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import DataError
+from farflung.files import reading
 from farflung.replica import Checkpoints, Replica, Vote
 from farflung.telemetry import BYTES, TIMES, Event, Sink
-from farflung.timing.traffic import Traffic
+from farflung.timing.traffic import Exchanged, Traffic
 from farflung.types import (
     Batch,
     Channel,
@@ -60,7 +61,10 @@ class Retimed(Replica):
         """Buckets fill in the order in which they did."""
         del loss
         rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
-        for index in self.traffic.fills.get((self.step_done, rank), every):
+        order = self.traffic.fills.get((self.step_done, rank), every)
+        if sorted(order) != [*every]:
+            raise DataError(f"the run's traffic has no order of {len(every)} buckets: simulate it again")
+        for index in order:
             ready(index)
 
     def update(self) -> None:
@@ -81,7 +85,8 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
 
     def sink(event: Event) -> None:
         was = next(expected, None)
-        if was is None or any(was.get(key) != event.get(key) for key in ("event", "rank", "step")):
+        same = was is not None and all(was.get(key) == event.get(key) for key in ("event", "rank", "step"))
+        if was is None or not same or not (TIMES | BYTES) & was.keys() <= event.keys():
             raise DataError(
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"
@@ -111,6 +116,10 @@ class _Mover:
         exchanged = self._traffic.exchanges.get((step, number))
         if exchanged is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
+        with reading("the run's traffic", "damaged; simulate it again", DataError):
+            return await self._moved(channel, own, exchanged)
+
+    async def _moved(self, channel: Channel, own: Contribution, exchanged: Exchanged) -> Reduced:
         for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
             kind, *numbers = op
             if kind == "whole":
