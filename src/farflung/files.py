@@ -127,7 +127,9 @@ def toml_of(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
 
 
-def json_lines(path: Path, wrong: str, take: Callable[[Any], object], kind: type[BadInput]) -> int:
+def json_lines(
+    path: Path, wrong: str, take: Callable[[Any], object], kind: type[BadInput], *, whole: bool = False
+) -> None:
     """Hands each line of a file of JSON lines to ``take``; a last line that was cut short is left out.
 
     Args:
@@ -135,24 +137,19 @@ def json_lines(path: Path, wrong: str, take: Callable[[Any], object], kind: type
       wrong: what to say of a line that is not what it should be.
       take: gets the value of each; it may refuse it with any error that :func:`reading` knows.
       kind: of the error.
-
-    Returns:
-      The number of lines that were taken.
+      whole: refuses a last line that was cut short too.
 
     Raises:
       BadInput: of ``kind``: the file cannot be read, or a line is not what it should be; names file and line.
     """
     with reading(path, "not text", kind):
         *lines, last = read_text(path).split("\n")
-    if last and not _is_cut(last):
+    if last and (whole or not _is_cut(last)):
         lines.append(last)
-    taken = 0
     for number, line in enumerate(lines, start=1):
         if line:
             with reading(f"{path}, line {number}", wrong, kind):
                 take(json_of(line))
-            taken += 1
-    return taken
 
 
 def _is_cut(line: str) -> bool:

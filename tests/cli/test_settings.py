@@ -164,8 +164,9 @@ def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_what_is_out_of_range_is_said_as_for_options(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["train", "--config", written(tmp_path, "steps = 0")]) == 2
-    assert capsys.readouterr().err == "farflung: --steps 0: must be 1 or more\n"
+    path = written(tmp_path, "steps = 0")
+    assert main(["train", "--config", path]) == 2
+    assert capsys.readouterr().err == f"farflung: {path}: --steps 0: must be 1 or more\n"
 
 
 def test_the_documented_example_has_every_key_and_can_be_read(tmp_path: Path) -> None:

@@ -39,11 +39,12 @@ __all__ = [
 ]
 
 _META = "farflung"
-FORMAT = "2"
+FORMAT = 2
 """Of the files that are written and read here; 1 had neither a name nor a checksum. To be raised with every change of
 what a checkpoint holds that older ones cannot be read with."""
 _NO_DIGEST = "0" * 64
-_DIGEST = re.compile(rb'"farflung_sha256":"([0-9a-f]{64})"')
+_DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
+"""The first such place in a header, which holds JSON as a text inside JSON."""
 _BLOCK = 1 << 20
 
 
@@ -56,7 +57,7 @@ def save_tree(path: Path, tree: State) -> None:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    about = {_META: json.dumps(values), "farflung_format": FORMAT, "farflung_sha256": _NO_DIGEST}
+    about = {_META: json.dumps({"format": FORMAT, "sha256": _NO_DIGEST, "values": values})}
     flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def write(partial: Path) -> None:
@@ -87,20 +88,18 @@ def load_tree(path: Path) -> State:
     with reading(path, "cut short or damaged; remove it to use an older one", CheckpointError):
         try:
             with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                _check_format(path, about)
+                about = _about(path, file.metadata() or {})
                 with path.open("rb") as content:
                     stored, _, digest = _digest(content)
                 if stored != digest:
                     raise CheckpointError(
                         f"{path}: damaged (the bytes are not those of its checksum); remove it to use an older one"
                     )
-                values: Any = json_of(about[_META])
                 flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(str(error)) from None
         tree: State = {}
-        for name, leaf in {**flat, **values}.items():
+        for name, leaf in {**flat, **about["values"]}.items():
             *folders, last = name.split("/")
             node = tree
             for folder in folders:
@@ -109,15 +108,18 @@ def load_tree(path: Path) -> State:
     return tree
 
 
-def _check_format(path: Path, about: Mapping[str, str]) -> None:
-    if _META not in about:
+def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What :func:`save_tree` has put beside the tensors."""
+    if _META not in metadata:
         raise CheckpointError(f"{path}: not written by farflung")
-    found = about.get("farflung_format", "1")
+    about: Any = json_of(metadata[_META])
+    found = about["format"] if "values" in about else 1
     if found != FORMAT:
         raise CheckpointError(
             f"{path}: a file of format {found}, and this version of farflung reads format {FORMAT}: "
             "use the version that wrote it, or start the run anew"
         )
+    return dict(about)
 
 
 def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:

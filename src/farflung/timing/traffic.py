@@ -64,7 +64,7 @@ class Traffic:
         if not path.exists():
             raise DataError(f"{path}: there is none; only runs of farflung simulate record their traffic")
         traffic = Traffic()
-        json_lines(path, "damaged; simulate the run anew", traffic._take, DataError)
+        json_lines(path, "damaged; simulate the run anew", traffic._take, DataError, whole=True)
         return traffic
 
     def _take(self, row: dict[str, Json]) -> None:
