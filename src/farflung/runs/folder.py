@@ -145,5 +145,6 @@ class Scratch:
     """A folder that is gone once nothing knows this object any more, at the latest with the process."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="farflung-"))
+        with writing(Path(tempfile.gettempdir())):
+            self.path = Path(tempfile.mkdtemp(prefix="farflung-"))
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)

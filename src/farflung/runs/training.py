@@ -16,7 +16,7 @@ from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import NETWORK, Reach, join, under_torchrun
+from farflung.runs.joining import NETWORK, Reach, Seat, join, under_torchrun
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.result import Run
@@ -121,8 +121,9 @@ def train_prepared(
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
         sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
-        with run.begun() if os.environ["RANK"] == "0" else nullcontext():
-            return join(run, sink, reach, device=device, pace=pace or "", network=known)
+        seat = Seat.under_torchrun()
+        with run.begun() if seat.rank == 0 else nullcontext():
+            return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
