@@ -61,7 +61,6 @@ slowdown = 2.0
 memory_nbytes = 4000000000
 optimizer_s = 0.001
 [[layer]]
-name = "first"
 numel = 10
 forward_s = 0.001
 backward_s = 0.002

@@ -185,7 +185,7 @@ def _scheduled(table: Table) -> Scheduled:
 
 
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:
-    if not flops_per_s > 0:
+    if not 0 < flops_per_s < math.inf:
         raise ConfigError(f"{where}: flops_per_s = {flops_per_s}: must be above 0")
     if forward_flops is None:
         raise ConfigError(f"{where}: known by its operations per second: give the model's forward_flops too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -52,7 +53,7 @@ class RateLimited:
     ) -> None:
         self._rates = list(rate) if isinstance(rate, Sequence) else rate
         for each in self._rates if isinstance(self._rates, list) else [self._rates]:
-            if not each > 0:
+            if not 0 < each < math.inf:
                 raise ConfigError(
                     f"stream rate({rate}): rate: must be a number of samples per second above 0"
                 )
