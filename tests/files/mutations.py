@@ -101,7 +101,6 @@ seed = 7
 partition = "iid"
 network = "wifi-10mbps"
 device = "cpu-core"
-encrypt = false
 """
 JSON_SETTINGS = (
     '{"workload": "synthetic/quadratic", "steps": 4, "momentum": 0.5, "optimizer": "sgd(nesterov=True)"}'

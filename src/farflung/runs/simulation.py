@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from farflung.devices import DeviceProfile
-from farflung.errors import CheckpointError, ConfigError
-from farflung.files import naming, write_json, write_whole
+from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.files import naming, reading, write_json, write_whole
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.replica import Replica, Summary, keep_once, save_tree
@@ -215,7 +215,10 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
     events, checkpointed = _retimable(stored, config)
     traffic = Traffic.read(stored.traffic)
     replay = stored.decisions if stored.decisions.exists() else None
-    with naming(stored.path), replace(run, replay=replay).begun():
+    with (
+        replace(run, replay=replay).begun(),
+        reading(stored.path, "its events and its traffic are damaged; simulate it anew", DataError),
+    ):
         return _retimed(run, stored, show, events, traffic, checkpointed)
 
 

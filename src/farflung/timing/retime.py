@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import DataError
-from farflung.files import reading
 from farflung.replica import Checkpoints, Replica, Vote
 from farflung.telemetry import BYTES, TIMES, Event, Sink
-from farflung.timing.traffic import Exchanged, Traffic
+from farflung.timing.traffic import Traffic
 from farflung.types import (
     Batch,
     Channel,
@@ -116,10 +115,6 @@ class _Mover:
         exchanged = self._traffic.exchanges.get((step, number))
         if exchanged is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
-        with reading("the run's traffic", "damaged; simulate it again", DataError):
-            return await self._moved(channel, own, exchanged)
-
-    async def _moved(self, channel: Channel, own: Contribution, exchanged: Exchanged) -> Reduced:
         for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
             kind, *numbers = op
             if kind == "whole":
