@@ -35,6 +35,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 POOLED = (
     "tests/battery/",
+    "tests/integrations/",
     "tests/test_attach.py",
     "tests/test_ddp.py",
     "tests/test_unlike.py",

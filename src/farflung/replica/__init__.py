@@ -4,7 +4,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import (
     Checkpoints,
     check_model,
-    check_optimizer,
+    check_optimizer_kind,
     check_share,
     fingerprint,
     load_tree,
@@ -34,7 +34,7 @@ __all__ = [
     "TimeSplit",
     "Vote",
     "check_model",
-    "check_optimizer",
+    "check_optimizer_kind",
     "check_share",
     "evaluate",
     "fingerprint",

@@ -30,7 +30,7 @@ from farflung.types import Json, SampleIds, State
 __all__ = [
     "Checkpoints",
     "check_model",
-    "check_optimizer",
+    "check_optimizer_kind",
     "check_share",
     "fingerprint",
     "load_tree",
@@ -161,7 +161,7 @@ def check_model(shared: State, model: nn.Module, where: str) -> None:
         )
 
 
-def check_optimizer(own: State, optimizer: torch.optim.Optimizer, where: str) -> None:
+def check_optimizer_kind(own: State, optimizer: torch.optim.Optimizer, where: str) -> None:
     """Whether what a replica's tree of a checkpoint holds was gathered by an optimizer of the same kind.
 
     Raises:

@@ -18,7 +18,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import (
     Checkpoints,
     check_model,
-    check_optimizer,
+    check_optimizer_kind,
     check_share,
     fingerprint,
     share_name,
@@ -500,7 +500,7 @@ class Replica:
         where = f"{self.checkpoints.folder}, step {step}"
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
-        check_optimizer(own, self.optimizer, where)
+        check_optimizer_kind(own, self.optimizer, where)
         with reading(where, "not of this recipe; resume with the one it was made with", CheckpointError):
             self._load(shared, own)
 

@@ -19,7 +19,7 @@ from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import MEMBERS, Recipe, recipe
-from farflung.replica import check_model, check_optimizer, check_share, fingerprint
+from farflung.replica import check_model, check_optimizer_kind, check_share, fingerprint
 from farflung.runs.folder import RunFolder
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.variants import variant
@@ -261,7 +261,7 @@ class RunConfig:
             if rank == 0:
                 model = self.task.model(generator(self.seed, "model"))
                 check_model(shared, model, where)
-                check_optimizer(own, self.training.make_optimizer(model.parameters()), where)
+                check_optimizer_kind(own, self.training.make_optimizer(model.parameters()), where)
             check_share(own, None if shares is None else shares[rank], where)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
