@@ -14,7 +14,7 @@ import tomllib
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from farflung.errors import BadInput, ConfigError, FarflungError, StorageError
 from farflung.types import Json
 
 __all__ = [
+    "deciding",
     "drop_cut_line",
     "held",
     "json_lines",
@@ -96,6 +97,18 @@ def _reason(error: BaseException) -> str:
     """One line, and no longer than is good for anybody."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def deciding(name: str, step: int) -> AbstractContextManager[None]:
+    """Inside, the value of a decision is looked through: one that was read from a log may be anything.
+
+    Raises:
+      ConfigError: it is not what such a run decides.
+    """
+    return reading(
+        f"--replay: decision {name!r} at step {step}",
+        "not what this run decides; give the log of one like it",
+    )
 
 
 def read_text(path: Path) -> str:

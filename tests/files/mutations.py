@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,6 +108,14 @@ JSON_SETTINGS = (
 )
 
 
+DECIDING: dict[str, Any] = {
+    "workload": "synthetic/quadratic", "recipe": "synchronous(collective=auto)", "schedule": "delayed('auto')",
+    "stream": "rate(300.0, least=1, most=4, backlog=6, full='drop_oldest')", "steps": 9, "workers": 2, "batch_size": 4,
+    "evaluate_every": 0, "checkpoint_every": 0,
+}  # fmt: skip
+"""A run that decides whatever there is to decide."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of file.
@@ -138,6 +147,8 @@ def examples(folder: Path) -> dict[str, Kind]:
         "synthetic/quadratic", "synchronous(codec=topk(density=0.5), collective=auto)", out=run, steps=2, workers=2,
         momentum=0.5, batch_size=4, network="wifi-10mbps",
     )  # fmt: skip
+    decided = folder / "decided"
+    simulate(out=decided, **DECIDING)
     kept = run / "checkpoints" / "step-00000002"
     return {
         "network": Kind(folder / "net.toml", lambda path: _world(network=path)),
@@ -153,7 +164,10 @@ def examples(folder: Path) -> dict[str, Kind]:
         "summary": Kind(run / "summary.json", _summary),
         "telemetry": Kind(run / "telemetry" / "rank-0.jsonl", lambda path: retime(path.parents[1], network="4g")),
         "traffic": Kind(run / "traffic.jsonl", lambda path: retime(path.parent, network="4g")),
-        "decisions": Kind(run / "decisions.jsonl", _replayed),
+        "decisions": Kind(decided / "decisions.jsonl", _replayed),
+        "own decisions": Kind(
+            decided / "decisions" / "rank-1.jsonl", lambda path: _replayed(path.parents[1] / "decisions.jsonl")
+        ),
         "shared part of a checkpoint": Kind(kept / "shared.safetensors", lambda path: _resumed(path.parents[2])),
         "own part of a checkpoint": Kind(kept / "rank-1-of-2.safetensors", lambda path: _resumed(path.parents[2])),
         "model": Kind(run / "model.safetensors", load_tree),
@@ -187,9 +201,7 @@ def _summary(path: Path) -> None:
 
 
 def _replayed(path: Path) -> None:
-    simulate(
-        "synthetic/quadratic", "synchronous(collective=auto)", steps=1, workers=2, batch_size=4, replay=path
-    )
+    simulate(replay=path, **DECIDING)
 
 
 # --- what is done to them -----------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from farflung.comm import Purpose, resolve_collective
+from farflung.comm import Purpose, collective_named, resolve_collective
 from farflung.errors import ConfigError
-from farflung.files import drop_cut_line, json_lines, writing
+from farflung.files import deciding, drop_cut_line, json_lines, writing
 from farflung.network import NetworkProfile
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
@@ -43,9 +44,16 @@ def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | N
 
 
 def adopt_collectives(comm: Communicator, decision: Decision) -> str:
-    """Has a communicator do as was decided; the names, that for the largest tensor first."""
-    assert isinstance(decision.value, dict)
-    comm.auto = {int(nbytes): str(name) for nbytes, name in decision.value.items()}
+    """Has a communicator do as was decided; the names, that for the largest tensor first.
+
+    Raises:
+      ConfigError: the decision comes from a log, and is not of such a run.
+    """
+    with deciding(decision.name, decision.step):
+        chosen: Any = decision.value
+        comm.auto = {int(nbytes): str(name) for nbytes, name in chosen.items()}
+        for name in comm.auto.values():
+            collective_named(name)
     return ", ".join(dict.fromkeys(comm.auto.values())) or "direct"
 
 
