@@ -25,7 +25,7 @@ from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Exchanges, GradientBuckets, Vote
+from farflung.replica import Exchanges, GradientBuckets, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
     check_optimizer,
@@ -144,6 +144,8 @@ def attach(
             "network": None if profile is None else profile.name,
             "nonfinite": nonfinite,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
+            "model": fingerprint(model),
+            **optimizer_settings(optimizer),
         },
         deadline_s=deadline_s,
         native=collective_named(chosen.collective).by_backend,
