@@ -55,6 +55,7 @@ PARTS: list[dict[str, Any]] = [
     {"collective": "direct"},
     {"reducer": "powersgd(rank=1)"},
     {"stream": "rate(200, backlog=9)"},
+    {"schedule": "delayed(delay=2)", "count_evaluation": True},
     *({"schedule": schedule} for schedule in SCHEDULES),
     {
         "workload": "fashion-mnist/mlp",

@@ -25,7 +25,7 @@ class Train(RunOptions):
     torchrun --nproc-per-node 4 -m farflung train ...
     """
 
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
 
     interface: str | None = None
     """Under torchrun on several machines: the address, or the name of the network interface, at which the others

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.types import Payload, Runtime
 
-__all__ = ["average", "averaged", "barrier", "broadcast", "sum_everywhere"]
+__all__ = ["average", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
 
 _NOTHING = torch.empty(0)
 
@@ -57,18 +57,25 @@ async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bo
 
     Args:
       runtime: the world.
-      model: its running statistics (batch norm) differ always.
+      model: the replica's.
       number: of the exchange; alike on all ranks.
-      apart: whether its parameters differ too.
+      apart: whether its parameters differ; see :func:`differing`.
     """
-    tensors = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    tensors += [p.detach() for p in model.parameters()] if apart else []
+    tensors = [tensor.detach() for tensor in differing(model, apart=apart)]
     own = [tensor.clone() for tensor in tensors]
     await average(runtime, tensors, number, Purpose.EVALUATION, first_part=1)
     try:
         yield
     finally:
         _load(tensors, own)
+
+
+def differing(model: nn.Module, *, apart: bool) -> list[Tensor]:
+    """What differs between replicas: running statistics (batch norm), and parameters where they are ``apart``."""
+    return [
+        *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+        *(model.parameters() if apart else ()),
+    ]
 
 
 async def average(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -156,6 +156,10 @@ class Exchanges:
             for kind, merger in self._mergers.items():
                 stack.enter_context(merger.taking(optimizer, self._of(kind)))
             yield
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what is no part of a step and takes time nevertheless."""
+        return self._times.waiting()
 
     # --- a step -----------------------------------------------------------------------------------------------
 
