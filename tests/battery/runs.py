@@ -6,15 +6,14 @@ Everything that knows how a run is made stands in :func:`virtual_half` and :func
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from farflung.comm.interface import LOOPBACK
 from farflung.replica import load_tree
 from farflung.runs import Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
 from farflung.runtime import read_decisions
@@ -85,20 +84,13 @@ def wall_half(
     steps: int,
     resumed: bool,
 ) -> None:
-    """One replica's half, met in a store that is the job's own where torchrun would have opened one."""
-    of_torchrun = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    with (
-        known(),
-        mock.patch.dict(os.environ, of_torchrun),
-        mock.patch.object(joining, "rendezvous", return_value=iter([(store, rank, size)])),
-    ):
+    """One replica's half."""
+    del store  # they meet in a file, as the workers of a command do
+    seat = joining.Seat(rank, size, rank, size, Path(path, f"meeting-{steps}"))
+    with known():
         config = RunConfig.resolve({**CASES[name].whole, "steps": steps})
-        joining.join(Prepared(config, RunFolder(Path(path), resumed=resumed)), _nobody)
+        run = Prepared(config, RunFolder(Path(path), resumed=resumed))
+        joining.join(run, _nobody, seat, joining.Reach(LOOPBACK))
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from farflung.telemetry import read_events
 
 TRAIN = [sys.executable, "-m", "farflung", "train", "--data", "packaged"]
 SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
+ENDLESS = ["--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5", "--evaluate-every", "0"]
 DEADLINE_S = 250
 
 
@@ -95,16 +97,36 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 )
 def test_a_lost_worker_is_named(tmp_path: Path, number: int, options: list[str], says: str) -> None:
     out = tmp_path / "run"
-    with training(
-        "--workers", "3", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5",
-        "--evaluate-every", "0", "--out", str(out), *options,
-    ) as process:  # fmt: skip
+    with training(*ENDLESS, "--workers", "3", "--out", str(out), *options) as process:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(3)]
         os.kill(pids[2], number)
         _, err = finished(process)
     assert process.returncode == 1
     assert says in err[-1]
+    assert all(gone(pid) for pid in pids)
+
+
+def test_the_only_worker_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with training(*ENDLESS, "--workers", "1", "--out", str(out)) as process:
+        line_with(process.stderr, "checkpoint")
+        os.kill(worker(out, 0), signal.SIGKILL)
+        _, err = finished(process)
+    assert process.returncode == 1
+    assert "rank 0 was ended by SIGKILL (see " in err[-1]
+
+
+def test_a_killed_command_leaves_no_worker(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with training(*ENDLESS, "--workers", "2", "--out", str(out)) as process:
+        line_with(process.stderr, "checkpoint")
+        pids = [worker(out, rank) for rank in range(2)]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        process.kill()
+        for end in ends:
+            assert select.select([end], [], [], DEADLINE_S)[0], "still there"
+            os.close(end)
     assert all(gone(pid) for pid in pids)
 
 
@@ -132,10 +154,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Path, dict[str, Any]
 
 def test_ctrl_c_keeps_the_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with training(
-        "--workers", "2", "--steps", "100000", "--batch-size", "4", "--checkpoint-every", "7",
-        "--evaluate-every", "0", "--out", str(out),
-    ) as process:  # fmt: skip
+    with training(*ENDLESS, "--workers", "2", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         process.send_signal(signal.SIGINT)
         _, err = finished(process)

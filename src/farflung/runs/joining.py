@@ -1,4 +1,4 @@
-"""Joins the run that torchrun describes in the environment, and trains as one of its replicas."""
+"""Joins a run as one of its replicas, and trains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -32,17 +33,50 @@ from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["DEVICE", "MODEL", "NETWORK", "PACE", "Reach", "join", "under_torchrun"]
+__all__ = ["NETWORK", "Reach", "Seat", "join", "under_torchrun"]
 
-DEVICE = "FARFLUNG_DEVICE"
-"""Tells workers what to train on."""
-PACE = "FARFLUNG_PACE"
-"""Tells workers of the device whose pace to keep."""
 NETWORK = "FARFLUNG_NETWORK"
-"""Tells workers what lies between them, where that is known: a name or a TOML file."""
-MODEL = "FARFLUNG_NETWORK_MODEL"
-"""Tells workers where the model of the network is whose pace to keep."""
+"""Tells a replica under torchrun what lies between it and the others, where that is known: a name or a TOML file."""
 JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which replica this is.
+
+    Args:
+      rank: its number.
+      size: how many there are.
+      local_rank: its number among those of this machine.
+      local_size: how many of them are on this machine.
+      meeting: a file through which all of them, on one machine, find each other; ``None``: torchrun's store.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    meeting: Path | None = None
+
+    @classmethod
+    def under_torchrun(cls) -> Self:
+        """What torchrun says in the environment."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(
+            rank,
+            size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        )
+
+    def store(self) -> dist.Store | None:
+        """Where the replicas find each other; nowhere for a single one."""
+        if self.size == 1:
+            return None
+        if self.meeting is not None:
+            return dist.FileStore(str(self.meeting), self.size)
+        store: dist.Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))[0]
+        return store
 
 
 @dataclass(frozen=True)
@@ -76,7 +110,8 @@ def under_torchrun() -> bool:
 def join(
     run: Prepared[RunConfig],
     show: Sink,
-    reach: Reach | None = None,
+    seat: Seat,
+    reach: Reach,
     *,
     device: str = "cpu",
     pace: str = "",
@@ -88,31 +123,25 @@ def join(
     Args:
       run: what and where; its folder has been made.
       show: gets this replica's events.
+      seat: which one it is.
       reach: how the others reach this machine.
       device: what to train on; see :func:`farflung.replica.place`.
       pace: a device whose pace to keep; empty: as fast as this machine is.
       network: what lies between the replicas; empty: that is not known.
       model: the folder of a model of a network whose pace to keep; empty: none.
     """
-    config, files, reach = run.config, run.files, reach or Reach()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_size = (
-        int(os.environ.get(name, here)) for name, here in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
-    )
-    leader = local_rank == 0
-    placed = place(device, local_rank=local_rank, local_size=local_size)
+    config, files, rank, size = run.config, run.files, seat.rank, seat.size
+    leader = seat.local_rank == 0
+    placed = place(device, local_rank=seat.local_rank, local_size=seat.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     with one_thread(), _asked_to_stop() as asked, JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
         telemetry.emit("hello", pid=os.getpid())
-        store: dist.Store | None = None
-        if size > 1:
-            store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))
         runtime = WallRuntime(
             rank,
             size,
-            store,
+            seat.store(),
             settings=config.to_json(),
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,

@@ -1,4 +1,4 @@
-"""Starts workers under torchrun on this machine, shows their progress, and says who was lost if one is."""
+"""Starts workers on this machine, shows their progress, and says who was lost if one is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from pathlib import Path
 from types import FrameType
 
 from farflung.comm import NetworkModel
-from farflung.comm.interface import LOOPBACK
 from farflung.errors import BadInput, RunLost
 from farflung.network import network_profile
 from farflung.runs.config import RunConfig
-from farflung.runs.events import EVENTS, listener
+from farflung.runs.events import listener
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import DEVICE, MODEL, NETWORK, PACE
+from farflung.runs.job import Job
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.telemetry import Event, Sink
@@ -66,32 +65,35 @@ def launch(
         if network:
             profile = network_profile(network).for_nodes(config.workers)
             stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
+        told = Job(
+            str(folder.path), folder.resumed, config.workers, events.getsockname(), f"{scratch}/meeting",
+            device=device, pace=pace, network=network, model=scratch if network else "",
+        )  # fmt: skip
         with folder.log.open("ab") as log:
             job = subprocess.Popen(
-                _command(config, folder),
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "farflung.runs.workers", json.dumps(told.to_json())],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={
-                    **_environment(events.getsockname()),
-                    DEVICE: device,
-                    PACE: pace,
-                    NETWORK: network,
-                    MODEL: scratch if network else "",
-                },
+                env=_environment(),
                 start_new_session=True,
             )
-        summary = _Watch(job, events, show, folder).run()
+        summary = _Watch(job, config.workers, events, show, folder).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
 class _Watch:
-    """Follows one torchrun job to its end."""
+    """Follows the workers to their end."""
 
     def __init__(
-        self, job: subprocess.Popen[bytes], events: socket.socket, show: Sink, folder: RunFolder
+        self,
+        job: subprocess.Popen[bytes],
+        workers: int,
+        events: socket.socket,
+        show: Sink,
+        folder: RunFolder,
     ) -> None:
-        self._job, self._events, self._show, self._folder = job, events, show, folder
+        self._job, self._workers, self._events, self._show, self._folder = job, workers, events, show, folder
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
@@ -138,18 +140,19 @@ class _Watch:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._interrupts += 1
-        self._end_by = time.monotonic() + (STOP_S if self._interrupts == 1 else 0.0)
+        at_work = len(self._pids) == self._workers
+        self._end_by = time.monotonic() + (STOP_S if at_work and self._interrupts == 1 else 0.0)
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
     def _end(self) -> None:
-        """Ends what is left of the job: torchrun and the workers it started, by their own ids."""
-        if self._job.poll() is None:
-            for pid in (self._job.pid, *self._pids.values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """Ends what is left of the workers: all of them are in the group of the process that was started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._job.pid, signal.SIGKILL)
         self._job.wait()
+        if self._job.stdin is not None:
+            self._job.stdin.close()
 
     def _outcome(self) -> Mapping[str, Json]:
         if self._errors:
@@ -169,30 +172,7 @@ class _Watch:
         )
 
 
-def _command(config: RunConfig, folder: RunFolder) -> list[str]:
-    # Static rendezvous: torchrun's other kinds unpickle what their store holds, and it listens on every interface.
-    meeting = [
-        "--nnodes",
-        "1",
-        "--node-rank",
-        "0",
-        "--master-addr",
-        LOOPBACK,
-        "--master-port",
-        str(_free_port()),
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--max-restarts", "0"]
-    worker = ["-m", "farflung.runs.worker", str(folder.path), *(["resume"] if folder.resumed else [])]
-    return [*torchrun, "--nproc-per-node", str(config.workers), *worker]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def _environment(events: str) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     # Workers import what was named from where this process would.
     found = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found, EVENTS: events}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}

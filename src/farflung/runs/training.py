@@ -15,7 +15,7 @@ from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import NETWORK, Reach, join, under_torchrun
+from farflung.runs.joining import NETWORK, Reach, Seat, join, under_torchrun
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.result import Run
@@ -122,7 +122,7 @@ def train_prepared(
             run.create()
         sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
-        return join(run, sink, reach, device=device, pace=pace or "", network=known)
+        return join(run, sink, Seat.under_torchrun(), reach, device=device, pace=pace or "", network=known)
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()

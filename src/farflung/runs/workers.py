@@ -1,0 +1,108 @@
+"""The workers of a run on this machine: ``python -m farflung.runs.workers JOB``.
+
+Torch takes seconds to import, so one process imports what all of them need and forks one child for each replica. Its
+standard input is a pipe that the starting process holds open: at its end nobody waits for the run any more, and all of
+them end at once, however the starting process did.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import torch
+
+from farflung.comm.interface import LOOPBACK
+from farflung.errors import FarflungError, RunLost
+from farflung.runs.config import RunConfig
+from farflung.runs.events import teller
+from farflung.runs.job import Job
+from farflung.runs.joining import Reach, Seat, join
+from farflung.runs.preparing import Prepared
+from farflung.telemetry import Event
+
+__all__ = ["main"]
+
+LATE_S = 5.0
+"""How long the others have to say whom they lost before this process does."""
+
+
+def main() -> int:
+    """Starts the workers, and waits for them; in each of them, trains."""
+    job = Job.from_json(json.loads(sys.argv[1]))
+    torch.optim.SGD([torch.zeros(1)])  # imports what torch leaves for the first optimizer
+    gc.collect()
+    gc.freeze()
+    ranks: dict[int, int] = {}
+    for rank in range(job.workers):
+        pid = os.fork()
+        if pid == 0:
+            return _train(job, rank)
+        ranks[pid] = rank
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    return _wait(job, ranks)
+
+
+def _end_with_the_command() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _wait(job: Job, ranks: dict[int, int]) -> int:
+    """Waits for all; tells of one that was killed, unless those that it leaves waiting do."""
+    tell, lost = teller(job.events), list[Event]()
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid)
+        if os.WIFSIGNALED(status):
+            what = f"rank {rank} was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+            print(what, file=sys.stderr)
+            lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
+            late = threading.Timer(LATE_S, tell, [lost[0]])
+            late.daemon = True
+            late.start()
+    for event in lost[:1]:
+        tell(event)
+    return 1 if lost else 0
+
+
+def _train(job: Job, rank: int) -> int:
+    """One replica: tells the starting process of every event, and of any error."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    tell = teller(job.events)
+    seat = Seat(rank, job.workers, rank, job.workers, Path(job.meeting))
+    try:
+        config = RunConfig.resolve(job.files.stored_config())
+        run = Prepared(config, job.files)
+        join(
+            run, tell, seat, Reach(LOOPBACK),
+            device=job.device, pace=job.pace, network=job.network, model=job.model,
+        )  # fmt: skip
+    except FarflungError as error:
+        own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
+        tell(_error_event(rank, str(error), error.exit_code, own=own))
+        print(f"rank {rank}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        what = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
+        tell(_error_event(rank, what, 1, own=True))
+        return 1
+    return 0
+
+
+def _error_event(rank: int, message: str, exit_code: int, *, own: bool) -> Event:
+    """``own``: it happened to this replica, rather than to one that it waited for."""
+    return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": own}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
