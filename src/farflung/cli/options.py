@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -17,7 +19,7 @@ from farflung.report import partition_picture, partition_table
 from farflung.runs import Prepared, Run, RunConfig
 from farflung.types import Json
 
-__all__ = ["RunOptions", "finish", "with_settings"]
+__all__ = ["RunOptions", "finish", "spoken", "with_settings"]
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -88,7 +90,8 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
         own = command.__annotations__
         for name, setting in kind.settings().items():
             if name not in own and name not in without:
-                about = tyro.conf.arg(help=f"{setting.about.rstrip('.')}.")
+                words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
+                about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
                 if setting.kind is bool:
                     own[name] = Annotated[bool, tyro.conf.FlagCreatePairsOff, about]
                 else:
@@ -97,6 +100,17 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
         return command
 
     return give
+
+
+def spoken(command: type[T]) -> type[T]:
+    """A decorator: the help of a command names the kind of value of an option that may be left out, and no default."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        kinds = get_args(plain)
+        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
+            said = tyro.conf.arg(metavar=kinds[0].__name__.upper(), help_behavior_hint="")
+            command.__annotations__[name] = Annotated[hint, said]
+    return command
 
 
 def finish(run: Run, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, prepare_training, train_prepared
+from farflung.runs import RunConfig, prepare_training, ready_to_train
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -49,17 +49,17 @@ class Train(RunOptions):
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepare_training(filed, self.given(), **self.where)
         leads = os.environ.get("RANK", "0") == "0"
+        begin = ready_to_train(
+            run,
+            interface=self.interface,
+            keys=self.keys,
+            network=self.network,
+            device=self.device,
+            pace=self.pace,
+        )
         self.show(run)
         with Progress(quiet=self.quiet or self.json or not leads) as progress:
-            ended = train_prepared(
-                run,
-                progress,
-                interface=self.interface,
-                keys=self.keys,
-                network=self.network,
-                device=self.device,
-                pace=self.pace,
-            )
+            ended = begin(progress)
         if leads:
             finish(ended, as_json=self.json)
         return 130 if ended.summary.get("interrupted") else 0

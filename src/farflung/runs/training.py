@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from farflung.comm import collective_named
@@ -24,7 +25,7 @@ from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Workload
 
-__all__ = ["prepare_training", "train", "train_prepared"]
+__all__ = ["prepare_training", "ready_to_train", "train", "train_prepared"]
 
 
 def train(
@@ -111,6 +112,24 @@ def train_prepared(
     pace: str | None = None,
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
+    begin = ready_to_train(run, interface=interface, keys=keys, network=network, device=device, pace=pace)
+    return begin(show)
+
+
+def ready_to_train(
+    run: Prepared[RunConfig],
+    *,
+    interface: str | None,
+    keys: Path | str | None,
+    network: str | None,
+    device: str,
+    pace: str | None,
+) -> Callable[[Sink], Run]:
+    """Makes the folder; what comes back trains there, and tells a sink of the events. Arguments as for :func:`train`.
+
+    Raises:
+      BadInput: this machine cannot do it; says why, and nothing has been made.
+    """
     config = run.config
     if under_torchrun():
         if network is not None:
@@ -120,9 +139,15 @@ def train_prepared(
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
         if os.environ["RANK"] == "0":
             run.create()
-        sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
-        return join(run, sink, Seat.under_torchrun(), reach, device=device, pace=pace or "", network=known)
+
+        def joined(show: Sink) -> Run:
+            sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
+            return join(
+                run, sink, Seat.under_torchrun(), reach, device=device, pace=pace or "", network=known
+            )
+
+        return joined
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
@@ -137,7 +162,7 @@ def train_prepared(
                 "choose another one"
             )
     run.create()
-    return launch(run, show, device=device, pace=pace or "", network=network or "")
+    return partial(launch, run, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:
