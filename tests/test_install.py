@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "farflung"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq"}
-USERS = ("report", "cli", "data", "lab")  # the extras that are not for developers
+USERS = ("report", "cli", "data", "lab", "tensorboard")  # the extras that are not for developers
 
 
 def modules(requirements: list[str]) -> set[str]:
@@ -64,7 +64,7 @@ def test_what_is_imported_is_installed_with_it(path: Path) -> None:
 
 def test_all_is_every_extra_of_users() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab"}
+    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab", "tensorboard"}
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -14,9 +15,12 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_
 import tyro
 from rich.console import Console
 
+from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
-from farflung.report import partition_picture, partition_table
+from farflung.extras import need
+from farflung.report import TensorBoard, partition_picture, partition_table
 from farflung.runs import Prepared, Run, RunConfig
+from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
 __all__ = ["RunOptions", "finish", "spoken", "with_settings"]
@@ -42,6 +46,8 @@ class RunOptions:
     """Continue the run in this folder from its last checkpoint; other options change its settings."""
     replay: Path | None = None
     """Decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the summary as JSON on stdout and nothing else."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -50,13 +56,18 @@ class RunOptions:
     def run(self) -> int:
         """Carries it out; returns the exit code."""
         if self.config is None:
-            return self.start({})
+            return self._start({})
         known = option_types(type(self), without=("config", "resume"))
         said = read_settings(self.config, known, ignored=self.elsewhere)
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
         missing = {name: value for name, value in others.items() if not getattr(self, name)}
-        return replace(self, **missing).start(of_the_run)  # type: ignore[arg-type]
+        return replace(self, **missing)._start(of_the_run)  # type: ignore[arg-type]
+
+    def _start(self, filed: Mapping[str, Json]) -> int:
+        if self.tensorboard:
+            need("--tensorboard", "tensorboard", extra="tensorboard")
+        return self.start(filed)
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -71,6 +82,21 @@ class RunOptions:
     def where(self) -> dict[str, Any]:
         """Where the run is kept, and what it goes on from."""
         return {"out": self.out, "resume": self.resume, "replay": self.replay}
+
+    @contextmanager
+    def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
+        """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
+        with ExitStack() as stack:
+            stack.enter_context(progress)
+            sinks: list[Sink] = [progress]
+            if self.tensorboard:
+                sinks.append(stack.enter_context(TensorBoard(run.files.curves)))
+
+            def tell(event: Event) -> None:
+                for sink in sinks:
+                    sink(event)
+
+            yield tell
 
     def show(self, run: Prepared[C]) -> None:
         """How the training set is split, where it is."""
@@ -129,3 +155,5 @@ def finish(run: Run, *, as_json: bool) -> None:
     if run.shares:
         console.print(f"shares     {shares}", soft_wrap=True, highlight=False)
     console.print(f"telemetry  {run.files.telemetry(0)}", soft_wrap=True, highlight=False)
+    if run.files.curves.is_dir():
+        console.print(f"curves     tensorboard --logdir {run.files.curves}", soft_wrap=True, highlight=False)

@@ -58,8 +58,8 @@ class Train(RunOptions):
             pace=self.pace,
         )
         self.show(run)
-        with Progress(quiet=self.quiet or self.json or not leads) as progress:
-            ended = begin(progress)
+        with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+            ended = begin(events)
         if leads:
             finish(ended, as_json=self.json)
         return 130 if ended.summary.get("interrupted") else 0
