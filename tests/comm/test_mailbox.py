@@ -88,7 +88,7 @@ def test_duplicates_are_kept_in_their_order() -> None:
 def test_two_waits_for_the_same_message_are_a_mistake() -> None:
     mailbox = Mailbox()
     mailbox.recv(0, tag(4, 5, 6), None, 0.0)
-    with pytest.raises(RuntimeError, match="two receives for exchange 4, part 5, hop 6 from 0"):
+    with pytest.raises(RuntimeError, match="two receives for the exchange at step 4, part 5, hop 6 from 0"):
         mailbox.recv(0, tag(4, 5, 6), None, 0.0)
 
 

@@ -33,18 +33,27 @@ async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
     await sum_everywhere(runtime, _NOTHING, torch.zeros(1, dtype=torch.float64), number, purpose=purpose)
 
 
-async def broadcast(runtime: Runtime, tensors: Iterable[Tensor], number: int) -> None:
-    """Overwrites ``tensors`` with rank 0's."""
-    kept = [tensor.detach() for tensor in tensors]
-    channel = ExchangeChannel(runtime.comm, Purpose.START.at(number), 0)
+async def broadcast(
+    runtime: Runtime,
+    tensors: Iterable[Tensor],
+    number: int,
+    *,
+    src: int = 0,
+    part: int = 0,
+    purpose: Purpose = Purpose.START,
+) -> None:
+    """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes."""
+    kept = [_real(tensor.detach()) for tensor in tensors]
+    channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
 
     async def exchange() -> None:
-        if channel.rank == 0:
+        if channel.rank == src:
             copies = Payload(tuple(tensor.clone() for tensor in kept))
-            for rank in range(1, channel.size):
-                channel.send(copies, rank, 0)
+            for rank in range(channel.size):
+                if rank != src:
+                    channel.send(copies, rank, 0)
             return
-        payload = await channel.recv(0, 0)
+        payload = await channel.recv(src, 0)
         for tensor, value in zip(kept, payload.tensors(), strict=True):
             tensor.copy_(value)
 
@@ -73,7 +82,7 @@ async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bo
 def differing(model: nn.Module, *, apart: bool) -> list[Tensor]:
     """What differs between replicas: running statistics (batch norm), and parameters where they are ``apart``."""
     return [
-        *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+        *(buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
         *(model.parameters() if apart else ()),
     ]
 
@@ -85,13 +94,18 @@ async def average(
     if runtime.comm.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     zero = torch.zeros(1, dtype=torch.float64)
     for part, alike in enumerate(by_dtype.values(), start=first_part):
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         total, _ = await sum_everywhere(runtime, flat, zero, number, part=part, purpose=purpose)
         _load(alike, (total / runtime.comm.size).split([tensor.numel() for tensor in alike]))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of its real and imaginary parts, since messages have real numbers alone."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

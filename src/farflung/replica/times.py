@@ -27,6 +27,8 @@ class Times:
         self._now = now
         self._begin: float | None = None
         self._waited = 0.0
+        self.waited_s = 0.0
+        """Seconds waited for exchanges so far."""
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._exchanges: deque[float] = deque(maxlen=RECENT)
         self._open: tuple[int, float, float] | None = None
@@ -39,11 +41,19 @@ class Times:
         self._begin, self._waited = now, 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """What passes inside is no work of the step."""
         begin = self._now()
         yield
         self._waited += self._now() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The same, and a wait for an exchange."""
+        begin = self._now()
+        with self.aside():
+            yield
+        self.waited_s += self._now() - begin
 
     def exchanged(self, flight: Flight) -> None:
         """An exchange has ended; those of one step count from the first's beginning to the last's end."""
