@@ -146,6 +146,7 @@ def attach(
             **chosen.to_json(),
             "seed": seed,
             "network": None if profile is None else profile.name,
+            "nonfinite": nonfinite,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
         },
         deadline_s=deadline_s,

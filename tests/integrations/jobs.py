@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -33,4 +34,6 @@ def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, ar
     left.clear()
     if dist.is_initialized():
         leave_group()
+    if "accelerate" in sys.modules:
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
     return list(found)

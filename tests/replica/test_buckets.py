@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, Unsupported
 from farflung.replica import GradientBuckets
 from farflung.types import TensorSpec
 from tests.helpers import same_bits
@@ -285,6 +285,31 @@ def test_a_loss_that_reaches_next_to_nothing() -> None:
     with pytest.warns(UserWarning, match="5 parameters had no part in the loss"):
         backward(buckets, model.get_parameter("0.bias").sum())
     check(model, buckets, {"0.bias": torch.ones(5)})
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1 << 20])
+def test_a_sparse_gradient_is_refused_by_name(bucket_nbytes: int) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 3)})
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes)
+    out = nn.functional.embedding(torch.tensor([1]), model.get_parameter("words.weight"), sparse=True)
+    with pytest.raises(Unsupported, match=r"parameter words\.weight is sparse.* sparse=False"):
+        backward(buckets, out.sum())
+
+
+def test_no_gradient_is_kept_for_what_nobody_used_unless_the_mean_has_something() -> None:
+    model = chain(4, 5)
+    buckets = GradientBuckets(model.named_parameters())
+    bias, weight = buckets.parameters(0)
+    buckets.load(0, torch.zeros_like(buckets.flat(0)), unused={0, 1})
+    assert bias.grad is None
+    assert weight.grad is None
+    mean = torch.zeros_like(buckets.flat(0))
+    mean[-1] = 1.0  # what error feedback had left from an earlier step
+    buckets.load(0, mean, unused={0, 1})
+    assert bias.grad is None
+    assert weight.grad is not None
+    buckets.load(0, torch.zeros_like(mean))
+    assert bias.grad is not None
 
 
 # --- several passes ---------------------------------------------------------------------------------------------
