@@ -38,6 +38,7 @@ from farflung.replica.fitness import (
 )
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import WallRuntime
+from farflung.telemetry import Sink, Telemetry
 from farflung.types import State
 
 __all__ = ["Handle", "attach", "carries", "interface_to_master"]
@@ -76,6 +77,7 @@ def attach(
     encrypt: bool = False,
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
+    show: Sink | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun has started train ``model`` together.
 
@@ -106,6 +108,8 @@ def attach(
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
         waits for the device. ``None``: nobody looks, as under DistributedDataParallel; for loops with a ``GradScaler``.
+      show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
+        example :class:`farflung.report.TensorBoard`.
 
     Raises:
       UnknownName: no such recipe or network.
@@ -170,7 +174,7 @@ def attach(
             )
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -189,7 +193,10 @@ class Handle:
         buckets: GradientBuckets,
         exchanges: Exchanges,
         collective: str,
+        show: Sink | None = None,
     ) -> None:
+        self._telemetry = Telemetry(runtime.comm.rank, *([] if show is None else [show]))
+        self._told_s, self._told_waited_s = 0.0, 0.0
         self.collective = collective
         """How all-reduces travel; never ``auto``, but what that stands for."""
         self.step = 0
@@ -251,6 +258,8 @@ class Handle:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._runtime.drive(broadcast(self._runtime, tensors, 0))
         self._exchanges.restart()
+        self._told_s = self._runtime.now()
+        self._telemetry.emit("begin", t=self._told_s, step=0)
 
     def weigh(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
@@ -472,6 +481,21 @@ class Handle:
         if self._open:
             self._open = False
             self._runtime.drive(self._exchanges.finish(updated=done))
+            self._tell()
+
+    def _tell(self) -> None:
+        """An event of the step that is through, which reaches from the one before to here."""
+        begin, waited = self._told_s, self._told_waited_s
+        self._told_s, self._told_waited_s = self._runtime.now(), self.waited_s
+        self._telemetry.emit(
+            "step",
+            t=self._told_s,
+            step=self.step - 1,
+            duration_s=self._told_s - begin,
+            exposed_s=self._told_waited_s - waited,
+            bytes_sent=self.sent_nbytes,
+            in_flight=self._exchanges.in_flight,
+        )
 
     def _answers(self) -> bool:
         """A step without data; whether any replica had some."""

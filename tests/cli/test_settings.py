@@ -28,11 +28,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(run: Prepared[RunConfig], show: object, **how: object) -> None:
+    def instead(run: Prepared[RunConfig], **how: object) -> None:
         seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.cli.train.train_prepared", instead)
+    monkeypatch.setattr("farflung.cli.train.ready_to_train", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen

@@ -144,7 +144,7 @@ def trained(plan: FaultPlan, size: int = 3, steps: int = 6) -> tuple[list[Summar
     return world.run([replica.run() for replica in replicas]), events
 
 
-@pytest.mark.parametrize("plan", [FaultPlan().crash(2, at_step=3), FaultPlan().crash(2, at_s=0.5)])
+@pytest.mark.parametrize("plan", [FaultPlan().crash(2, at_step=3), FaultPlan().crash(2, at_s=0.2)])
 def test_a_crash_is_seen_as_a_closed_connection(plan: FaultPlan) -> None:
     with pytest.raises(PeerLost) as caught:
         trained(plan)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, prepare_training, train_prepared
+from farflung.runs import RunConfig, prepare_training, ready_to_train
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -25,7 +25,7 @@ class Train(RunOptions):
     torchrun --nproc-per-node 4 -m farflung train ...
     """
 
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
 
     interface: str | None = None
     """Under torchrun on several machines: the address, or the name of the network interface, at which the others
@@ -49,17 +49,18 @@ class Train(RunOptions):
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepare_training(filed, self.given(), **self.where)
         leads = os.environ.get("RANK", "0") == "0"
-        self.show(run)
-        with Progress(quiet=self.quiet or self.json or not leads) as progress:
-            ended = train_prepared(
-                run,
-                progress,
-                interface=self.interface,
-                keys=self.keys,
-                network=self.network,
-                device=self.device,
-                pace=self.pace,
-            )
+        ready = ready_to_train(
+            run,
+            interface=self.interface,
+            keys=self.keys,
+            network=self.network,
+            device=self.device,
+            pace=self.pace,
+        )
+        with ready as begin:
+            self.show(run)
+            with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+                ended = begin(events)
         if leads:
             finish(ended, as_json=self.json)
         return 130 if ended.summary.get("interrupted") else 0

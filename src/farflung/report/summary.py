@@ -19,6 +19,7 @@ PARTS_OF_TIME = {
     "compute": "compute",
     "exposed_communication": "exposed communication",
     "data_wait": "data wait",
+    "evaluation": "evaluation, checkpoints",
     "other": "other",
 }
 """The parts that a replica's time is split into, and what people call them."""

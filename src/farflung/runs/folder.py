@@ -32,6 +32,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.picture = path / "run.png"
         self.partition_picture = path / "partition.png"
+        self.curves = path / "tensorboard"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.log = path / "workers.log"

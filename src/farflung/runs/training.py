@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from farflung.comm import collective_named
@@ -25,7 +26,7 @@ from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Workload
 
-__all__ = ["prepare_training", "train", "train_prepared"]
+__all__ = ["prepare_training", "ready_to_train", "train", "train_prepared"]
 
 
 def train(
@@ -112,6 +113,28 @@ def train_prepared(
     pace: str | None = None,
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
+    with ready_to_train(
+        run, interface=interface, keys=keys, network=network, device=device, pace=pace
+    ) as begin:
+        return begin(show)
+
+
+@contextmanager
+def ready_to_train(
+    run: Prepared[RunConfig],
+    *,
+    interface: str | None,
+    keys: Path | str | None,
+    network: str | None,
+    device: str,
+    pace: str | None,
+) -> Iterator[Callable[[Sink], Run]]:
+    """Makes the folder; inside, what it gives trains there, and tells a sink of the events. Arguments as for
+    :func:`train`.
+
+    Raises:
+      BadInput: this machine cannot do it; says why, and nothing has been made.
+    """
     config = run.config
     if under_torchrun():
         if network is not None:
@@ -119,11 +142,16 @@ def train_prepared(
                 "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
             )
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
-        sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
         seat = Seat.under_torchrun()
-        with run.begun() if seat.rank == 0 else nullcontext():
+
+        def joined(show: Sink) -> Run:
+            sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
+
+        with run.begun() if seat.rank == 0 else nullcontext():
+            yield joined
+        return
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
@@ -138,7 +166,7 @@ def train_prepared(
                 "choose another one"
             )
     with run.begun():
-        return launch(run, show, device=device, pace=pace or "", network=network or "")
+        yield partial(launch, run, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:

@@ -195,6 +195,8 @@ class WallRuntime:
                 "machine: choose another collective"
             )
         self._begin, self._local = time.monotonic(), local
+        self.off_clock: None = None
+        """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: dist.ProcessGroup | None = None
