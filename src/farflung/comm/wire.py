@@ -1,9 +1,9 @@
 """Messages as frames: a small fixed header, checked before anything is used, then the tensors' own bytes.
 
-A message is a header frame, which also carries tensors of up to :data:`INLINE` bytes, and for each larger tensor one
-frame, or several of :data:`PIECE` bytes: a frame is encrypted and decrypted as a whole, so in pieces a tensor is on the
-wire while the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is
-taken.
+A message is a header frame, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in
+:data:`PIECE` bytes, and for each other tensor one frame, or several of :data:`PIECE` bytes: a frame is encrypted and
+decrypted as a whole, so in pieces a tensor is on the wire while the rest of it is still being encrypted. Nothing is
+ever unpickled; every size is bounded before memory is taken.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
 
 MAGIC = b"FF"
-VERSION = 1
+VERSION = 2
 INLINE = 4096
-"""Tensors up to this many bytes ride in the header frame."""
+"""Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
 """Bytes of each frame but the last of a tensor in pieces; encrypting one takes less than half a millisecond."""
 
@@ -109,9 +109,10 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, in_pieces: bool
         description,
     ]
     frames: list[Frame] = []
+    at = _HEADER.size + len(description)
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        if dense.nbytes > INLINE:
+        if not _rides(dense.nbytes, at):
             data = dense.reshape(-1).view(torch.uint8).numpy().data
             step = PIECE if in_pieces else dense.nbytes
             frames += [data[at : at + step] for at in range(0, dense.nbytes, step)]
@@ -119,6 +120,7 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, in_pieces: bool
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
+        at += dense.nbytes + -dense.nbytes % _ALIGNMENT
     return [b"".join(head), *frames]
 
 
@@ -152,6 +154,11 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
         raise WireError("more frames than described")
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
     return Message(_KINDS[kind], view, Tag(exchange, part, hop), payload)
+
+
+def _rides(nbytes: int, at: int) -> bool:
+    """Whether a tensor rides in the header frame, which is ``at`` bytes long without it."""
+    return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= PIECE)
 
 
 # --- what a payload is made of --------------------------------------------------------------------------------------
@@ -257,7 +264,7 @@ def _layout(description: bytes) -> _Layout:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         nbytes += size
-        if size > INLINE:
+        if not _rides(size, at):
             leaves.append(_Leaf(dtype, shape, numel, None))
             continue
         if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
