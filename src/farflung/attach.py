@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm import collective_named
-from farflung.comm.interface import LOOPBACK, route_to
 from farflung.errors import ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
@@ -25,7 +21,7 @@ from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Vote
 from farflung.replica.averaging import averaged, broadcast
 from farflung.replica.merges import needs_the_loop
-from farflung.runtime import WallRuntime
+from farflung.runtime import Seat, WallRuntime, interface_to_master
 from farflung.types import State
 
 __all__ = ["Handle", "attach", "carries", "interface_to_master"]
@@ -45,11 +41,6 @@ def carries(chosen: Recipe) -> str:
     return f"no: {reason}" if reason else "yes"
 
 
-def interface_to_master(size: int) -> str:
-    """The address of this machine on the route to torchrun's master; loopback for a single replica."""
-    return route_to(os.environ.get("MASTER_ADDR", LOOPBACK)) if size > 1 else LOOPBACK
-
-
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,7 +53,7 @@ def attach(
     encrypt: bool = False,
     network: NetworkProfile | str | None = None,
 ) -> Handle:
-    """Lets the replicas that torchrun has started train ``model`` together.
+    """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
     Afterwards the loop is what it was: each ``loss.backward()`` exchanges gradients while autograd runs, and ends when
     ``p.grad`` holds what the optimizer is to step on, or nothing where the schedule has nothing for it. Parameters
@@ -79,7 +70,7 @@ def attach(
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
-      store: where the replicas meet; torchrun's when not given.
+      store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
@@ -88,17 +79,18 @@ def attach(
     Raises:
       UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop.
+      ConfigError: the environment does not say where the replicas meet.
       RunLost: a replica did not come.
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
     if reason := needs_the_loop(parts.schedule):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    seat = Seat.taken() or Seat(0, 1, 0, 1)
+    rank, size = seat.rank, seat.size
     profile = network_profile(network) if isinstance(network, str) else network
-    if size > 1 and store is None:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
-        store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
+    if store is None and (meeting := seat.store(_JOIN_S)) is not None:
+        store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
         rank,

@@ -197,13 +197,11 @@ class WallRuntime:
         self._begin, self._local = time.monotonic(), local
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
-            )
-            self._group = dist.group.WORLD
+            assert store is not None
+            self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         options: dict[str, Any] = {
             "now": self.now,
@@ -366,7 +364,7 @@ class WallRuntime:
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()
         if self._group is not None:
-            dist.destroy_process_group()
+            self._group.shutdown()
 
     def _meet(self, store: dist.Store, join_s: float) -> list[Peer]:
         prefix = f"farflung/{self.comm.view}"
@@ -420,8 +418,7 @@ class WallRuntime:
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
+        work = self._group.allreduce([tensor])
 
         def arrived(future: torch.futures.Future[Any]) -> None:
             try:
@@ -434,3 +431,12 @@ class WallRuntime:
 
         work.get_future().add_done_callback(arrived)
         return summed
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
+    """The backend's collectives, listening at one address; by itself it would at that of the machine's name."""
+    gloo: Any = dist.ProcessGroupGloo  # whose methods torch has no annotations for
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline_s)
+    return gloo(store, rank, size, options)
