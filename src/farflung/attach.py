@@ -109,6 +109,7 @@ def attach(
         encrypt=encrypt,
     )
     try:
+        runtime.expect(itertools.chain(model.parameters(), model.buffers()))
         exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)

@@ -51,7 +51,9 @@ PLACE = {"MASTER_ADDR": "head", "MASTER_PORT": "29501"}
 
 def seat(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
     found = Seat.taken(environment)
-    return found and (found.rank, found.size, found.local_rank, found.local_size, *found.master)
+    return (
+        None if found is None else (found.rank, found.size, found.local_rank, found.local_size, *found.master)
+    )
 
 
 @pytest.mark.parametrize(

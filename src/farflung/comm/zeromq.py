@@ -35,7 +35,7 @@ from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.staging import Stage, at_once, on_host
-from farflung.comm.wire import Kind, Message, WireError, decode, encode, json_of
+from farflung.comm.wire import PIECE, WHOLE, Kind, Message, WireError, decode, encode, json_of
 from farflung.errors import (
     ConfigError,
     DeadlinePassed,
@@ -51,8 +51,8 @@ __all__ = ["Peer", "ZmqCommunicator"]
 
 ZERO_COPY_NBYTES = 1 << 16
 """Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
-FRAME_NBYTES = 1 << 20
-"""The largest frame beside tensors that go whole."""
+HEAD_NBYTES = 1 << 20
+"""The most that a header frame may take, and what a frame takes beside its piece of a tensor."""
 KNOCK_S = 5.0
 """After how long a replica whose connection is not taken up knocks anew."""
 LINGER_S = 5
@@ -111,7 +111,9 @@ class ZmqCommunicator:
         self.lost: BaseException | None = None
         self._now, self._native, self._stage = now, native, stage
         self._settings = {"number of replicas": size, **(settings or {})}
-        self._max_nbytes = max_nbytes
+        self.max_nbytes = max_nbytes
+        """The largest payload accepted, in bytes; to be lowered once the model is known."""
+        self._piece = PIECE if keys else WHOLE
         self._token = secrets.token_bytes(16)
         self._peers: dict[int, Peer] = {}
         self._rank_of: dict[bytes, int] = {}
@@ -129,7 +131,7 @@ class ZmqCommunicator:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.MAXMSGSIZE, FRAME_NBYTES if keys else max_nbytes + FRAME_NBYTES),
+            (zmq.MAXMSGSIZE, self._piece + HEAD_NBYTES),
             (zmq.CONNECT_TIMEOUT, int(KNOCK_S * 1000)),
             (zmq.LINGER, LINGER_S * 1000),
             (zmq.TCP_KEEPALIVE, 1),
@@ -179,6 +181,12 @@ class ZmqCommunicator:
     def missing(self) -> list[int]:
         """The ranks that have not greeted yet."""
         return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+
+    @property
+    def refusals(self) -> dict[str, Json]:
+        """What has been refused so far, by kind; empty where nothing was."""
+        counts = {"messages": self.refused, "connections": self.turned_away}
+        return dict(counts) if any(counts.values()) else {}
 
     def greeting_of(self, rank: int) -> str:
         """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
@@ -325,7 +333,7 @@ class ZmqCommunicator:
     def _take(self, rank: int | None, frames: list[zmq.Frame]) -> None:
         if rank is None:
             raise WireError("a message from nobody of this run")
-        message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
+        message = decode([frame.buffer for frame in frames], max_nbytes=self.max_nbytes, piece=self._piece)
         if message.view != self.view:
             raise WireError("a message of another view")
         if message.kind is not Kind.HELLO:
@@ -425,7 +433,7 @@ class ZmqCommunicator:
             self.end(error)
 
     def _frames(self, kind: Kind, tag: Tag, payload: Payload) -> list[Any]:
-        return encode(kind, self.view, tag, payload, in_pieces=self._gate.keys is not None)
+        return encode(kind, self.view, tag, payload, piece=self._piece)
 
     def _send(self, rank: int, frames: list[Any]) -> None:
         try:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -116,6 +117,8 @@ def join(
                 stop_asked=asked.is_set,
                 device=placed,
             )
+            if not replica.parts.sharing.data_leaves_device:
+                runtime.expect(chain(replica.model.parameters(), replica.model.buffers()))
             profile = network_profile(network) if network else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
@@ -134,7 +137,11 @@ def join(
         except BaseException as error:
             runtime.close(error)
             raise
+        finally:
+            if refused := runtime.comm.refusals:
+                telemetry.emit("refused", t=runtime.now(), **refused)
         runtime.close()
+        summary |= {"refused": dict(refused)} if refused else {}
     if leader:
         save_tree(files.model, state)
     if rank == 0:

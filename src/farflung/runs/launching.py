@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from farflung.errors import BadInput, RunLost
 from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import listener
-from farflung.runs.folder import RunFolder
+from farflung.runs.folder import RunFolder, write_json
 from farflung.runs.job import Job
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
@@ -97,6 +98,7 @@ class _Watch:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
+        self._refused: Counter[str] = Counter()
         self._interrupts = 0
         self._end_by: float | None = None
 
@@ -131,6 +133,8 @@ class _Watch:
         elif kind == "error":
             self._errors.append(event)
             self._end_by = self._end_by or time.monotonic() + GRACE_S
+        elif kind == "refused":
+            self._refused.update({name: int(str(event[name])) for name in ("messages", "connections")})
         elif kind == "end" and rank == 0:
             self._summary = event
         elif kind == "pace" and rank == 0 and self._summary is not None:
@@ -164,6 +168,9 @@ class _Watch:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
             kept = self._folder.summary
             summary = {**(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}), **told}
+            if self._refused:
+                summary["refused"] = dict(self._refused)
+                write_json(kept, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,11 @@ __all__ = ["CommunicationThread", "WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+EXPANSION = 8
+"""How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
+a 2-byte number."""
+BESIDE_NBYTES = 1 << 24
+"""What a message may take beside that: probes of the network, decisions, settings."""
 
 
 class CommunicationThread(threading.Thread):
@@ -226,6 +231,10 @@ class WallRuntime:
             raise
         self._thread.start()
         self._await_greetings(join_s)
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Refuses from now on what is larger than any message about these tensors, all that the model has."""
+        self.comm.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
 
     # --- the runtime ------------------------------------------------------------------------------------------
 
