@@ -6,15 +6,21 @@ import contextlib
 import copy
 import itertools
 import os
+import runpy
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import farflung
 import farflung.recipes
@@ -272,7 +278,9 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
     return "nothing was noticed"
 
 
-def delayed(rank: int, size: int, store: dist.Store, *, how: str, loop: str, cut: int = 0) -> dict[str, Any]:
+def delayed(
+    rank: int, size: int, store: dist.Store, *, how: str, loop: str, cut: int = 0, first: str = "attach"
+) -> dict[str, Any]:
     """A loop of one's own under a schedule that is late, cut in two by a checkpoint where that is asked for."""
     torch.manual_seed(0)
     model = Net()
@@ -289,15 +297,19 @@ def delayed(rank: int, size: int, store: dist.Store, *, how: str, loop: str, cut
         torch.manual_seed(1)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        handle = farflung.attach(model, optimizer, recipe, store=dist.PrefixStore("again", store))
+        if first == "attach":
+            handle = farflung.attach(model, optimizer, recipe, store=dist.PrefixStore("again", store))
         model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])
+        if first == "load":
+            handle = farflung.attach(model, optimizer, recipe, store=dist.PrefixStore("again", store))
         handle.load_state_dict(kept[2])
         for x, y in itertools.islice(batches(rank), cut, None):
             one_step(model, optimizer, x, y)
     else:
         {**LOOPS, "scaled_alone": scaled_alone}[loop](model, optimizer, handle.no_sync, rank)
     found["own"] = digest(dict(model.named_parameters()))
+    found["buffers"] = digest(dict(model.named_buffers()))
     with handle.averaged():
         found["averaged"] = digest(dict(model.named_parameters()))
     found["after"] = digest(dict(model.named_parameters()))
@@ -311,3 +323,358 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: T
     optimizer.zero_grad(set_to_none=True)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
+
+
+def example(
+    rank: int, size: int, store: dist.Store, *, script: str, options: list[str], port: int, attempt: str
+) -> None:
+    """A script as torchrun starts it; the pool's store is torchrun's."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT=attempt,
+    )
+    with mock.patch.object(sys, "argv", [script, *options]):
+        runpy.run_path(script, run_name="__main__")
+
+
+# --- what goes wrong in silence elsewhere -----------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A stem, and branches of which a forward pass uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(12, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        hidden = torch.relu(self.stem(x))
+        out: Tensor = sum(self.branches[index](hidden) for index in used)
+        return out
+
+
+USED = [[[0], [0]], [[0, 1], [0]], [[0], [0, 1]], [[1], [1]], [[0, 1], [0, 1]], [[1], [0]]]
+"""At each step, on each of two ranks; nobody ever uses the last branch."""
+
+
+def unused(
+    rank: int, size: int, store: dist.Store, *, how: str = "", optimizer: str = "sgd"
+) -> dict[str, Any]:
+    """Branches that some or all ranks leave out, with weight decay and momentum, under DDP where ``how`` is empty."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    torch.manual_seed(0)
+    model = Branches()
+    first = copy.deepcopy(model.state_dict())
+    chosen = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        if optimizer == "sgd"
+        else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
+
+    def train(trained: nn.Module) -> list[list[str]]:
+        without = []
+        for (x, y), used in zip(batches(rank), USED, strict=True):
+            chosen.zero_grad()
+            F.cross_entropy(trained(x, used[rank]), y).backward()
+            without.append([name for name, p in model.named_parameters() if p.grad is None])
+            chosen.step()
+        return without
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how:
+            with farflung.attach(model, chosen, recipe_of(how), store=store) as handle:
+                without = train(model)
+            sent = handle._exchanges.sent_nbytes
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            try:
+                without, sent = train(DistributedDataParallel(model, find_unused_parameters=True)), 0
+            finally:
+                leave_group()
+    return {
+        "end": digest(dict(model.named_parameters())),
+        "never": torch.equal(first["branches.2.weight"], model.state_dict()["branches.2.weight"]),
+        "without": without,
+        "sent": sent,
+    }
+
+
+def recipe_of(schedule: str) -> farflung.Recipe:
+    return farflung.recipes.recipe("synchronous").but(schedule=schedule)
+
+
+def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
+    """What attach says to models and optimizers that it cannot go with, before it waits for anybody."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    said = {}
+
+    def refused(
+        name: str, model: nn.Module, optimizer: Any = None, how: str = "synchronous", **options: Any
+    ) -> None:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with farflung.attach(
+                model, optimizer, recipe_of(how), store=dist.PrefixStore(name, store), **options
+            ):
+                said[name] = "nothing"
+        except farflung.errors.ConfigError as error:
+            said[name] = str(error)
+
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size)
+    try:
+        wrapped = DistributedDataParallel(Net())
+        refused("ddp", wrapped)
+        refused("ddp inside", nn.Sequential(wrapped))
+        del wrapped
+    finally:
+        leave_group()
+    refused("another's optimizer", Net(), torch.optim.SGD(Net().parameters(), lr=0.1))
+    model, other = Net(), nn.Linear(2, 2)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    refused("foreign parameters", model, both)
+    refused("sparse", nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    refused("complex", nn.Linear(4, 4, dtype=torch.complex64))
+    model = Net()
+    refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")
+    refused("closure, delayed", model, torch.optim.LBFGS(model.parameters()), "delayed(2)")
+    refused("nonfinite", model, nonfinite="perhaps")
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with farflung.attach(model, optimizer, store=dist.PrefixStore("first", store)):
+        refused("twice", model, optimizer)
+    refused("again", model, optimizer)
+    return said
+
+
+def said_once(rank: int, size: int, store: dist.Store, *, kind: str) -> list[str]:
+    """What a loop is told that leaves farflung out of some of its steps."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "unfrozen":
+        model.inner.requires_grad_(False)
+    x, y = next(batches(rank))
+
+    def step(backward: Callable[[Tensor], object]) -> None:
+        optimizer.zero_grad()
+        backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+
+    def by_grad(loss: Tensor) -> None:
+        for p, grad in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            p.grad = grad
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with farflung.attach(model, optimizer, store=store) as handle:
+                step(Tensor.backward)
+                if kind == "unfrozen":
+                    model.inner.requires_grad_(True)
+                elif kind == "added":
+                    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+                for _ in range(2):
+                    if kind == "no_sync":
+                        with handle.no_sync():
+                            step(Tensor.backward)
+                    else:
+                        step(by_grad if kind == "grad" else Tensor.backward)
+            if kind == "finished":
+                for _ in range(2):
+                    step(Tensor.backward)
+            if kind == "again":
+                with farflung.attach(model, optimizer, store=dist.PrefixStore("again", store)):
+                    step(Tensor.backward)
+        except farflung.errors.ConfigError as error:
+            return [str(error)]
+    return [str(each.message) for each in caught]
+
+
+class Checkpointed(nn.Module):
+    """Layers inside and outside of reentrant checkpoints; one of them is never used."""
+
+    def __init__(self, places: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.spare = nn.Linear(2, 2) if "s" in places else None
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        for layer, place in zip(self.layers, self.places, strict=False):
+            if place == "n":  # one inside another
+                x = checkpoint(partial(checkpoint, layer, use_reentrant=True), x, use_reentrant=True)
+            else:
+                x = checkpoint(layer, x, use_reentrant=True) if place == "c" else layer(x)
+        return x[:, :5]
+
+
+def checkpointed(
+    rank: int, size: int, store: dist.Store, *, places: str, how: str = "synchronous"
+) -> dict[str, str]:
+    """Reentrant checkpoints, and the same without."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    ends = {}
+    for kind in (places, places.replace("c", "-").replace("n", "-")):
+        torch.manual_seed(0)
+        model = Checkpointed(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with farflung.attach(model, optimizer, recipe_of(how), store=dist.PrefixStore(kind, store)):
+                plain(model, optimizer, contextlib.nullcontext, rank)
+        ends["with" if kind == places else "without"] = digest(dict(model.named_parameters()))
+    return ends
+
+
+def shared_by_checkpoints(rank: int, size: int, store: dist.Store) -> str:
+    """A layer in two reentrant checkpoints, whose gradient comes in two parts."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    model = Checkpointed("cc--")
+    model.layers[1] = model.layers[0]
+    try:
+        with farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store):
+            model(torch.ones(2, 12)).sum().backward()
+    except farflung.errors.FarflungError as error:
+        return str(error)
+    return "nothing"
+
+
+def odd_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Complex, whole and boolean buffers at the start and inside of averaged()."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    model = nn.Linear(2, 2)
+    model.register_buffer("phase", torch.full((3,), complex(rank, 1)))
+    model.register_buffer("seen", torch.tensor([bool(rank), True]))
+    with farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store) as handle:
+        start = {name: value.clone() for name, value in model.named_buffers()}
+        model.get_buffer("phase").fill_(complex(rank, 2 * rank))
+        with handle.averaged():
+            mean = model.get_buffer("phase").clone()
+        return {"start": start, "mean": mean, "own": model.get_buffer("phase").clone()}
+
+
+def compiled_step(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, str]:
+    """A compiled optimizer step, and a plain one."""
+    ends = {}
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    for kind in ("plain", "compiled"):
+        torch.manual_seed(0)
+        model = nn.Linear(12, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with farflung.attach(model, optimizer, recipe_of(how), store=dist.PrefixStore(kind, store)):
+            step = (
+                torch.compile(optimizer.step, backend="aot_eager") if kind == "compiled" else optimizer.step
+            )
+            for x, y in batches(rank):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                step()
+        ends[kind] = digest(dict(model.named_parameters()))
+    return ends
+
+
+def alone(rank: int, size: int, store: dist.Store) -> str:
+    """Only rank 0 asks for the averaged model."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    model = Net()
+    try:
+        with farflung.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), store=store, deadline_s=1.0
+        ) as handle:
+            plain(model, handle._optimizer, handle.no_sync, rank)
+            if rank == 0:
+                with handle.averaged():
+                    pass
+            else:
+                store.wait(["told"], timedelta(seconds=60))
+    except farflung.errors.FarflungError as error:
+        store.set("told", "")
+        return str(error)
+    return "nothing"
+
+
+def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -> dict[str, Any]:
+    """Rank 1's inner layer has a gradient that is no number at one step, when other buckets have left."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = recipe_of(how).but(bucket_nbytes=100)
+    trail = []
+    try:
+        with farflung.attach(model, optimizer, chosen, store=store, nonfinite=what) as handle:
+            for number, (x, y) in enumerate(batches(rank)):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                spoil = (
+                    model.get_parameter("0.weight").register_hook(lambda g: g * float("nan"))
+                    if (number, rank) == (2, 1)
+                    else None
+                )
+                loss.backward()
+                if spoil:
+                    spoil.remove()
+                optimizer.step()
+                trail.append(digest(dict(model.named_parameters())))
+            handle.finish()
+    except farflung.errors.NonFinite as error:
+        return {"said": str(error), "trail": trail}
+    return {
+        "said": "",
+        "trail": trail,
+        "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+        "end": digest(dict(model.named_parameters())),
+    }
+
+
+def joins(rank: int, size: int, store: dist.Store, *, codec: str = "identity") -> dict[str, Any]:
+    """Ranks with unlike numbers of batches, and the same means on one process where that is asked for."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    counts = [3, 6, 0, 5][:size]
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    recipe = recipe_of("synchronous").but(codec=codec)
+    with farflung.attach(model, optimizer, recipe, store=store) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            with handle.join():
+                for x, y in batches(rank, counts[rank]):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x, [0]), y).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+        figures = {"sent": handle.sent_nbytes, "waited": handle.waited_s, "step": handle.step}
+    momentum = {
+        str(n): optimizer.state[p]["momentum_buffer"]
+        for n, p in enumerate(model.parameters())
+        if p in optimizer.state
+    }
+    return {"end": dict(model.state_dict()), "momentum": momentum, **figures}
+
+
+def joined_alone(counts: list[int]) -> dict[str, Tensor]:
+    """What :func:`joins` comes to on one process: means over those that have data."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(2):
+        every = [list(batches(rank, count)) for rank, count in enumerate(counts)]
+        for step in range(max(counts)):
+            with_data = [each[step] for each in every if step < len(each)]
+            optimizer.zero_grad()
+            (sum(F.cross_entropy(model(x, [0]), y) for x, y in with_data) / len(with_data)).backward()  # type: ignore[union-attr]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return dict(model.state_dict())

@@ -33,7 +33,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 #
 # Under pytest-xdist the tests of a file run in one process, for the sake of what they share.
 
-POOLED = ("tests/battery/", "tests/test_attach.py", "tests/test_ddp.py", "tests/worlds/")
+POOLED = (
+    "tests/battery/",
+    "tests/integrations/",
+    "tests/test_attach.py",
+    "tests/test_ddp.py",
+    "tests/worlds/",
+)
 """These share the pool too, so they all run in one process."""
 APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
 """These share nothing and take long, so each of their tests runs wherever there is room, at the end."""

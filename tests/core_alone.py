@@ -24,7 +24,7 @@ from farflung.telemetry import Event
 
 def import_everything() -> None:
     for module in pkgutil.walk_packages(farflung.__path__, "farflung."):
-        if not module.name.startswith(("farflung.cli", "farflung.__main__")):
+        if not module.name.startswith(("farflung.cli", "farflung.__main__", "farflung.integrations.")):
             importlib.import_module(module.name)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.ddp import HookState
+from farflung.ddp import HookState, exchange
 from farflung.errors import FarflungError
 from farflung.recipes import Recipe
 from farflung.replica import load_tree, save_tree
@@ -75,6 +75,26 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: r
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+def made_before_the_group(rank: int, size: int, store: dist.Store, *, hows: list[str]) -> dict[str, str]:
+    """A state that is older than the process group, and a later one."""
+    state, hook = farflung.ddp_hook(hows[rank])
+    with group(rank, size, store):
+        model, optimizer = made()
+        ddp = wrapped(model)
+        ddp.register_comm_hook(state, hook)
+        try:
+            loop(ddp, optimizer, rank)
+        except FarflungError as error:
+            return {"said": str(error)}
+        finally:
+            state.close()
+            del ddp
+        return {
+            "early": digest(dict(model.named_parameters())),
+            "late": hooked(rank, hows[rank])["parameters"],
+        }
 
 
 def hooked(rank: int, how: str, find_unused: bool = False, **options: Any) -> dict[str, Any]:
@@ -246,6 +266,8 @@ def _gone(rank: int) -> str:
         if rank == 0:
             F.cross_entropy(ddp(x), y).backward()
         return ""
+    except RuntimeError as error:
+        return f"{error}\nand the error is {state.error!r}"
     finally:
         state.close()
 
@@ -263,8 +285,44 @@ def _another_model(rank: int) -> str:
         state.close()
 
 
+def _two_models(rank: int) -> str:
+    ddp, state = _prepared("int8")
+    other = wrapped(made()[0])
+    other.register_comm_hook(state, exchange)
+    x, y = next(batches(rank))
+    try:
+        for each in (ddp, other):
+            F.cross_entropy(each(x), y).backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _sparse(rank: int) -> str:
+    model = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
+    state, hook = farflung.ddp_hook("int8")
+    model.register_comm_hook(state, hook)
+    try:
+        model(torch.tensor([1])).sum().backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _fsdp(rank: int) -> str:
+    state, hook = farflung.ddp_hook("int8")
+    try:
+        hook(state, torch.zeros(3))  # type: ignore[arg-type]
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
 FAILURES: dict[str, Callable[[int], str]] = {
     "unlike": _unlike,
     "gone": _gone,
     "another model": _another_model,
+    "two models": _two_models,
+    "sparse": _sparse,
+    "fsdp": _fsdp,
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 import farflung
+from farflung.replica import load_tree
 from tests import attach_jobs
+from tests.helpers import same_tree
 from tests.pool import Pool
 
 
@@ -72,9 +75,163 @@ def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -
         assert end["own"] == end["after"]
 
 
-@pytest.mark.parametrize("how", ["pipelined(3)", "delayed(3, 2)"])
-def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str) -> None:
+@pytest.mark.parametrize("first", ["attach", "load"])
+@pytest.mark.parametrize("how", ["synchronous", "pipelined(3)", "delayed(3, 2)"])
+def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: str) -> None:
+    """Whichever comes first when it goes on: the model's and optimizer's own state, or attach."""
     whole = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain")
-    parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3)
-    assert [end["own"] for end in parts] == [end["own"] for end in whole]
-    assert [end["end"] for end in parts] == [end["end"] for end in whole]
+    parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3, first=first)
+    for what in ("own", "buffers", "end"):
+        assert [end[what] for end in parts] == [end[what] for end in whole], what
+
+
+def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    script = str(Path(__file__).parent.parent / "examples" / "attach_checkpoint.py")
+    for number, (folder, steps) in enumerate([("whole", 7), ("parts", 4), ("parts", 3)]):
+        options = ["--folder", str(tmp_path / folder), "--steps", str(steps)]
+        pool.run(
+            2,
+            "tests.attach_jobs.example",
+            script=script,
+            options=options,
+            port=pool.store.port,
+            attempt=f"{tmp_path}/{number}",
+        )
+    for rank in range(2):
+        whole, parts = (
+            load_tree(tmp_path / folder / f"rank-{rank}.safetensors") for folder in ("whole", "parts")
+        )
+        assert whole["handle"]["step"] == parts["handle"]["step"] == 7
+        for what in ("model", "optimizer"):
+            assert same_tree(whole[what], parts[what])
+
+
+# --- what is refused, and what is said ---------------------------------------------------------------------------
+
+
+def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: Pool) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.refusals")
+    assert one == other
+    for name, says in {
+        "ddp": "model.module",
+        "ddp inside": "farflung.ddp_hook",
+        "another's optimizer": "none of the model's parameters",
+        "foreign parameters": "2 parameters of the optimizer are not the model's",
+        "sparse": "layer 0 has sparse gradients: use sparse=False",
+        "complex": "parameter weight is complex",
+        "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
+        "closure, delayed": "which schedule delayed(2) cannot follow",
+        "nonfinite": "must be None or one of stop, skip, exclude",
+        "twice": "attached already",
+        "again": "nothing",
+    }.items():
+        assert says in one[name], name
+        assert "\n" not in one[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
+        ("added", ["given parameters after attach()"]),
+        ("grad", ["followed no exchange since step 1"]),
+        ("no_sync", ["followed no exchange since step 1"]),
+        ("finished", ["trains on after finish()"]),
+        ("again", []),
+    ],
+)
+def test_what_would_train_apart_is_said_once(pool: Pool, kind: str, says: list[str]) -> None:
+    for said in pool.run(2, "tests.attach_jobs.said_once", kind=kind):
+        assert len(said) == len(says)
+        assert all(words in line for words, line in zip(says, said, strict=True))
+
+
+# --- parameters that no loss reached ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: str) -> None:
+    theirs = pool.run(2, "tests.attach_jobs.unused", optimizer=optimizer)
+    ours = pool.run(2, "tests.attach_jobs.unused", how="synchronous", optimizer=optimizer)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["without"] == other["without"]
+        assert one["end"] == other["end"]
+        assert one["never"]
+
+
+@pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)"])
+def test_late_results_leave_unused_parameters_alone_too(pool: Pool, how: str) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.unused", how=how)
+    assert one["end"] == other["end"]
+    assert one["never"]
+    assert other["never"]
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
+@pytest.mark.parametrize("places", ["-cc-", "cccc", "cc-cs", "ccccs", "-ncn", "nnnns"])
+def test_reentrant_checkpoints_change_no_bit(pool: Pool, places: str, how: str) -> None:
+    for ends in pool.run(2, "tests.attach_jobs.checkpointed", places=places, how=how):
+        assert ends["with"] == ends["without"]
+
+
+def test_a_gradient_in_two_parts_is_refused(pool: Pool) -> None:
+    for said in pool.run(2, "tests.attach_jobs.shared_by_checkpoints"):
+        assert "in two parts" in said
+        assert "use_reentrant=False" in said
+
+
+def test_buffers_of_any_kind(pool: Pool) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.odd_buffers")
+    assert all(torch.equal(one["start"][name], other["start"][name]) for name in one["start"])
+    for rank, end in enumerate((one, other)):
+        assert torch.equal(end["mean"], torch.full((3,), complex(0.5, 1.0)))
+        assert torch.equal(end["own"], torch.full((3,), complex(rank, 2 * rank)))
+
+
+@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
+def test_a_compiled_step_of_the_optimizer(pool: Pool, how: str) -> None:
+    for ends in pool.run(2, "tests.attach_jobs.compiled_step", how=how):
+        assert ends["plain"] == ends["compiled"]
+
+
+# --- words, figures, and ranks that run out ------------------------------------------------------------------------
+
+
+def test_who_averages_alone_is_told_what_for(pool: Pool) -> None:
+    alone, _ = pool.run(2, "tests.attach_jobs.alone")
+    assert "lost rank 1" in alone
+    assert "averaging or scoring the model at step 6" in alone
+    assert "deadline_s" in alone
+
+
+@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
+def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
+    for said in pool.run(2, "tests.attach_jobs.nonfinite", what="stop", how=how):
+        assert "at step 2 on rank 1" in said["said"]
+    for what in ("skip", "exclude"):
+        one, other = pool.run(2, "tests.attach_jobs.nonfinite", what=what, how=how)
+        assert one["end"] == other["end"]
+        assert one["finite"]
+        assert not one["said"]
+        if (what, how) == ("skip", "synchronous"):
+            assert one["trail"][1] == one["trail"][2] != one["trail"][3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_that_run_out_answer_the_others(pool: Pool, size: int) -> None:
+    """Means are over those that have data, though what the loop does besides, clipping, is theirs alone."""
+    ends = pool.run(size, "tests.attach_jobs.joins")
+    wanted = attach_jobs.joined_alone([3, 6, 0, 5][:size])
+    for end in ends:
+        assert end["step"] == ends[0]["step"] == 14
+        assert end["sent"] > 0
+        assert end["waited"] > 0
+        for name, value in end["end"].items():
+            assert torch.equal(value, ends[0]["end"][name])
+            torch.testing.assert_close(value, wanted[name])
+        assert end["momentum"].keys() == ends[0]["momentum"].keys()
+        for name, value in end["momentum"].items():
+            assert torch.equal(value, ends[0]["momentum"][name])

@@ -104,7 +104,29 @@ def test_unlike_settings_are_found_out_by_name(pool: Pool) -> None:
 
 def test_a_rank_that_left_is_named(pool: Pool) -> None:
     waiting, _ = pool.run(2, "tests.ddp_jobs.failure", kind="gone")
-    assert "rank 1" in waiting
+    message, error = waiting.split("\nand the error is ")
+    assert "lost rank 1" in message
+    assert error.startswith("PeerLost(")
+
+
+def test_a_state_may_be_older_than_the_process_group(pool: Pool) -> None:
+    for ends in pool.run(2, "tests.ddp_jobs.made_before_the_group", hows=["dgc", "dgc"]):
+        assert ends["early"] == ends["late"]
+    for ends in pool.run(2, "tests.ddp_jobs.made_before_the_group", hows=["dgc", "int8"]):
+        assert "Int8" in ends["said"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("two models", "serves another model already"),
+        ("sparse", "neither sparse nor complex"),
+        ("fsdp", "FSDP"),
+    ],
+)
+def test_what_it_cannot_carry_is_refused_by_name(pool: Pool, kind: str, says: str) -> None:
+    for said in pool.run(2, "tests.ddp_jobs.failure", kind=kind):
+        assert says in said
 
 
 def test_the_state_of_another_model_is_refused(pool: Pool) -> None:
@@ -120,7 +142,6 @@ def test_the_state_of_another_model_is_refused(pool: Pool) -> None:
         ("powersgd(rank=0)", ConfigError, "rank 0"),
         ("codec(collective='native')", Unsupported, "use collective direct or ring"),
         (3, ConfigError, "neither a codec nor a reducer"),
-        ("int8", ConfigError, "init_process_group"),
     ],
 )
 def test_bad_input_is_refused_at_once(how: str, kind: type[Exception], says: str) -> None:

@@ -18,7 +18,14 @@ PACKAGE = ROOT / "src" / "farflung"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq"}
-USERS = ("report", "cli", "data", "lab")  # the extras that are not for developers
+USERS = (
+    "report",
+    "cli",
+    "data",
+    "lab",
+    "lightning",
+    "transformers",
+)  # the extras that are not for developers
 
 
 def modules(requirements: list[str]) -> set[str]:
@@ -57,8 +64,9 @@ def imported(node: ast.AST, *, when_loaded: bool) -> Iterator[str]:
 def test_what_is_imported_is_installed_with_it(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     others = set(sys.stdlib_module_names) | {"farflung"}
-    of_the_command = EXTRAS["report"] | EXTRAS["cli"] if path.parent.name == "cli" else set()
-    assert set(imported(tree, when_loaded=True)) - others <= CORE | of_the_command
+    needed = {"cli": ["report", "cli"], "integrations": [path.stem]}.get(path.parent.name, [])
+    its_own = set().union(*(EXTRAS.get(extra, set()) for extra in needed))
+    assert set(imported(tree, when_loaded=True)) - others <= CORE | its_own
     assert set(imported(tree, when_loaded=False)) - others <= CORE | OPTIONAL
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from farflung.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 250
@@ -93,11 +96,16 @@ def test_the_blocks_are_found() -> None:
 
 @pytest.mark.timeout(LIMIT_S * 6)
 @pytest.mark.parametrize("block", SHELL, ids=where)
-def test_commands_run(block: Block, tmp_path: Path) -> None:
+def test_commands_run(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for command in block.commands():
         words = program(command)
         if words[0] == "make":
             run(["make", "-n", *words[1:]], ROOT)
+        elif words[0] == "farflung" and command.startswith("farflung"):
+            assert main(words[1:]) == 0, f"{command}\n{capfd.readouterr().err}"
         elif words[0] in RUN:
             run(["bash", "-euc", command], tmp_path)
         else:
@@ -106,10 +114,14 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=where)
-def test_python_runs(block: Block, tmp_path: Path) -> None:
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")
-    python(script, several="init_process_group" in block.text)
+    if "init_process_group" in block.text:
+        python(script, several=True)
+    else:
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def python(script: Path, *, several: bool) -> None:

@@ -46,6 +46,7 @@ ORDER: list[set[str]] = [
     {"timing", "recipes"},
     {"attach"},
     {"ddp"},
+    {"integrations"},
     {"report"},
     {"runs"},
     {"__init__"},  # farflung itself, which names what a user imports

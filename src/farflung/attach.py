@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from farflung.comm import collective_named
-from farflung.errors import ConfigError, RunLost, Unsupported
+from farflung.comm import Purpose, collective_named
+from farflung.config import ON_NONFINITE
+from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Vote
-from farflung.replica.averaging import averaged, broadcast
+from farflung.replica.averaging import averaged, broadcast, sum_everywhere
+from farflung.replica.fitness import (
+    check_optimizer,
+    check_sole,
+    check_whole,
+    held_by,
+    named,
+    needs_closure,
+    plain_optimizer,
+)
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
 from farflung.types import State
@@ -31,6 +43,8 @@ T = TypeVar("T")
 _JOIN_S = 60.0
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
+_attached: list[Handle] = []
+"""Those of this process that have not finished."""
 
 
 def carries(chosen: Recipe) -> str:
@@ -52,6 +66,7 @@ def attach(
     interface: str | None = None,
     encrypt: bool = False,
     network: NetworkProfile | str | None = None,
+    nonfinite: str | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
@@ -64,9 +79,13 @@ def attach(
     to evaluate. Each scales its own loss, if a ``GradScaler`` does that; with pipelined schedules there can be none,
     since a gradient would be divided by another scale than it was multiplied by.
 
+    A parameter that no loss reached on any replica keeps no gradient, as under DistributedDataParallel; where some
+    replicas lack it they count as zeros. What is frozen now is left alone, and has to stay frozen until
+    :meth:`Handle.finish`.
+
     Args:
-      model: trained by this loop; wrapped or compiled models will do.
-      optimizer: steps on the exchanged gradients.
+      model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
+      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do.
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
@@ -75,17 +94,32 @@ def attach(
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
+      nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
+        that replica from it, except for buckets that have left before. Each bucket is then looked through, which
+        waits for the device. ``None``: nobody looks, as under DistributedDataParallel; for loops with a ``GradScaler``.
 
     Raises:
       UnknownName: no such recipe or network.
-      Unsupported: a recipe that needs more than this loop.
-      ConfigError: the environment does not say where the replicas meet.
+      Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
+        FSDP, sparse gradients, complex parameters; an optimizer that needs a closure, with late results.
+      ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
+        not say where the replicas meet.
       RunLost: a replica did not come.
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
     if reason := needs_the_loop(parts.schedule):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
+    if nonfinite not in (None, *ON_NONFINITE):
+        raise ConfigError(
+            f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
+        )
+    check_sole(model)
+    check_whole(model)
+    optimizer = plain_optimizer(optimizer)
+    check_optimizer(model, optimizer)
+    if any(handle.knows(model.parameters()) for handle in _attached):
+        raise ConfigError("attach: this model is attached already: finish() its handle first")
     seat = Seat.taken() or Seat(0, 1, 0, 1)
     rank, size = seat.rank, seat.size
     profile = network_profile(network) if isinstance(network, str) else network
@@ -100,6 +134,7 @@ def attach(
             **chosen.to_json(),
             "seed": seed,
             "network": None if profile is None else profile.name,
+            "nonfinite": nonfinite,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
         },
         deadline_s=deadline_s,
@@ -110,7 +145,20 @@ def attach(
     )
     try:
         runtime.expect(itertools.chain(model.parameters(), model.buffers()))
-        exchanges = Exchanges(runtime, buckets, parts.reducer, parts.schedule, seed)
+        exchanges = Exchanges(
+            runtime,
+            buckets,
+            parts.reducer,
+            parts.schedule,
+            seed,
+            nonfinite or "stop",
+            looks=nonfinite is not None,
+        )
+        if needs_closure(optimizer) and not exchanges.at_once:
+            raise Unsupported(
+                f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
+                f"{chosen.schedule} cannot follow: use a synchronous recipe"
+            )
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
@@ -142,10 +190,20 @@ class Handle:
         self._syncing = True
         self._weight = 1.0
         self._finished = False
-        self._pass: int | None = None
+        self._tasks: dict[int, weakref.ref[_End] | None] = {}
+        """The runs of autograd that make up the backward pass under way, by number; ``None``: it has ended."""
         self._open = False
         """Whether a step has begun whose parameters have not been updated."""
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: self._updated(done=True))
+        self._exchanged = False
+        """Whether there was an exchange since the optimizer's last step."""
+        self._said_apart = False
+        parameters = list(model.named_parameters())
+        self._known = {id(p) for _, p in parameters}
+        self._left_out = [(name, p) for name, p in parameters if not p.requires_grad]
+        self._held = len(held_by(optimizer))
+        # A step may be compiled; what exchanges is not.
+        stepped = torch.compiler.disable(self._stepped)
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: stepped())
         buckets.watch(self._gradient_arrives)
 
     @property
@@ -163,9 +221,24 @@ class Handle:
         """Processor seconds that the communication thread has taken so far, without ZeroMQ's own."""
         return self._runtime.communication_cpu_s
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload bytes of gradients and updates that this replica has sent so far."""
+        return self._exchanges.sent_nbytes
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the loop has waited for exchanges so far; the rest was hidden behind its work."""
+        return self._exchanges.waited_s
+
+    def knows(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this handle is on any of some parameters."""
+        return any(id(parameter) in self._known for parameter in parameters)
+
     def start(self) -> None:
         """Begins from rank 0's parameters and buffers."""
         atexit.register(self._abandon)
+        _attached.append(self)
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._runtime.drive(broadcast(self._runtime, tensors, 0))
         self._exchanges.restart()
@@ -190,6 +263,30 @@ class Handle:
             self._syncing = before
 
     @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around loops that have unlike numbers of steps on the replicas.
+
+        A replica that comes to the end answers the others without data until all have come there: each mean is over
+        those that have data. Meanwhile it follows them by ``optimizer.step()``, and at the end parameters and the
+        optimizer's tensors become those of a replica that was among the last. Learning rates, clipping and whatever
+        else a loop does are each replica's own.
+
+        Raises:
+          Unsupported: a schedule whose results come late, or an optimizer that needs a closure.
+        """
+        if not self._exchanges.at_once or needs_closure(self._optimizer):
+            raise Unsupported(
+                "join() follows other replicas step by step, which neither a late schedule nor an optimizer with a "
+                "closure allows: use a synchronous recipe, or as many steps on all"
+            )
+        first = self.step
+        yield
+        steps = self.step - first
+        while self._answers():
+            pass
+        self._adopt(steps)
+
+    @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
         where replicas differ by updates that are under way.
@@ -206,13 +303,46 @@ class Handle:
     def state_dict(self) -> State:
         """What farflung adds to the state of model and optimizer: steps, residuals, schedule, what is under way.
 
-        Where replicas differ, each keeps its own parameters and optimizer beside it.
+        Each replica keeps its own, and that of its optimizer. What else is a replica's own, its running statistics and,
+        where replicas differ, its parameters, is in here too.
         """
         self._updated(done=False)
-        return {"step": self.step, "exchanges": self._runtime.drive(self._exchanges.state_dict())}
+        exchanges = self._runtime.drive(self._exchanges.state_dict())
+        own = dict(self._model.named_buffers())
+        if self._exchanges.apart:
+            own |= self._model.named_parameters()
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "size": self.size,
+            "buckets": [bucket.spec.numel for bucket in self._buckets.buckets],
+            "model": {name: tensor.detach().clone() for name, tensor in own.items()},
+            "exchanges": exchanges,
+        }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Continues from :meth:`state_dict`; model and optimizer may be loaded before :func:`attach` or after it.
+
+        Raises:
+          CheckpointError: of another model, another rank, or so many replicas as there are not.
+        """
+        if (state["rank"], state["size"]) != (self.rank, self.size):
+            raise CheckpointError(
+                f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "
+                f"{self.size}: each rank keeps and loads its own"
+            )
+        tensors: dict[str, Tensor] = {
+            **dict(self._model.named_buffers()),
+            **dict(self._model.named_parameters()),
+        }
+        own = state["model"]
+        if state["buckets"] != [bucket.spec.numel for bucket in self._buckets.buckets] or any(
+            name not in tensors or tensors[name].shape != value.shape for name, value in own.items()
+        ):
+            raise CheckpointError("this state was made with another model or other buckets")
+        with torch.no_grad():
+            for name, value in own.items():
+                tensors[name].copy_(value)
         self.step = state["step"]
         self._exchanges.load_state_dict(state["exchanges"])
 
@@ -246,31 +376,85 @@ class Handle:
     def _gradient_arrives(self) -> None:
         if not self._syncing:
             return
-        current = torch._C._current_graph_task_id()
-        if current == self._pass:
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
             return
-        if self._pass is not None:
+        if any(end is not None and end() is None for end in self._tasks.values()):
             raise RunLost(
                 f"the backward pass of step {self.step} broke off on rank {self.rank} while others took its gradients; "
                 "start again from a checkpoint"
             )
-        self._pass = current
+        if not self._tasks:
+            self._pass_begins()
+        end = _End(self._task_ends, task)
+        self._tasks[task] = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _pass_begins(self) -> None:
+        self._check_all_known()
         if self._open:
             # No step since the last backward. This one needs the parameters as they are, so results wait.
             self._exchanges.close(updated=False)
         self._open = True
         self._exchanges.begin(self.step, Vote(0.0, self._weight))
         self._buckets.arm(self._exchanges.ready)
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _task_ends(self, task: int) -> None:
+        """The pass ends with the outermost run of autograd; those inside are of reentrant checkpoints."""
+        self._tasks[task] = None
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            self._tasks.clear()
+            self._backward_ends()
+            return
+
+        def outer_goes_on(*_: object) -> None:
+            hook.remove()
+            self._gradient_arrives()
+
+        hook = outer.register_hook(outer_goes_on)
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
         if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()
-        self._pass = None
         self.step += 1
+        self._exchanged = True
         if not self._exchanges.moves_parameters:
             self._updated(done=True)
+
+    # --- around the optimizer ---------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        self._check_all_known()
+        if self.size > 1 and not self._exchanged and not self._said_apart and self._has_gradients():
+            self._said_apart = True
+            warnings.warn(
+                f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas train "
+                "apart. Gradients are exchanged by backward() outside no_sync(); those of torch.autograd.grad or "
+                "torch.func are not",
+                stacklevel=2,
+            )
+        self._exchanged = False
+        self._updated(done=True)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in held_by(self._optimizer))
+
+    def _check_all_known(self) -> None:
+        """Whether all that trains is exchanged, though layers and groups of the optimizer may have been added."""
+        unfrozen = [name for name, parameter in self._left_out if parameter.requires_grad]
+        if unfrozen:
+            raise ConfigError(
+                f"parameters were frozen when attach() was called, and would train apart now: {named(unfrozen)}; "
+                "finish() and attach() again after unfreezing"
+            )
+        held = held_by(self._optimizer)
+        if len(held) != self._held and any(id(p) not in self._known for p in held):
+            raise ConfigError(
+                "the optimizer was given parameters after attach(), which would train apart: finish() and attach() "
+                "again"
+            )
 
     def _updated(self, *, done: bool) -> None:
         """The optimizer is through with a step, or it turns out that it was left out, as by a scaler."""
@@ -278,9 +462,43 @@ class Handle:
             self._open = False
             self._runtime.drive(self._exchanges.finish(updated=done))
 
+    def _answers(self) -> bool:
+        """A step without data; whether any replica had some."""
+        self._exchanges.begin(self.step, Vote(0.0, 0.0, out=True))
+        self._buckets.without_data(self._exchanges.ready)
+        applies = self._runtime.drive(self._exchanges.settle())
+        settled = self._runtime.drive(self._exchanges.finish(updated=applies))
+        self.step += 1
+        going_on = settled.out < self.size
+        if going_on and applies:
+            self._exchanged = True
+            self._optimizer.step()
+        self._buckets.clear()
+        return going_on
+
+    def _adopt(self, steps: int) -> None:
+        """Takes over what a replica with the most steps has come to."""
+        counts = torch.zeros(self.size, dtype=torch.float64)
+        counts[self.rank] = steps
+        number, purpose = self.step, Purpose.JOIN
+        _, total = self._runtime.drive(
+            sum_everywhere(self._runtime, torch.empty(0), counts, number, purpose=purpose)
+        )
+        state = self._optimizer.state
+        tensors: list[Tensor] = list(self._model.parameters())
+        tensors += [
+            value
+            for p in held_by(self._optimizer)
+            for _, value in sorted(state.get(p, {}).items())
+            if isinstance(value, Tensor)
+        ]
+        src = int(total.argmax())
+        self._runtime.drive(broadcast(self._runtime, tensors, number, src=src, part=1, purpose=purpose))
+
     def _flush(self) -> None:
         async def update(step: int) -> None:
             del step  # the loop's own schedule has come to its end
+            self._exchanged = True
             self._optimizer.step()
 
         self._updated(done=False)
@@ -291,9 +509,40 @@ class Handle:
     def _end(self, error: BaseException | None) -> None:
         self._finished = True
         atexit.unregister(self._abandon)
+        if self in _attached:
+            _attached.remove(self)
         self._buckets.remove()
         self._step_hook.remove()
+        if error is None and self.size > 1:
+            _say_if_it_goes_on(self._optimizer, self.rank)
         self._runtime.close(error)
 
     def _abandon(self) -> None:
         self._end(RunLost(f"rank {self.rank} ended without finish()"))
+
+
+class _End:
+    """Told by autograd that a run is through. Nobody else keeps it, so it is gone with a run that broke off."""
+
+    def __init__(self, ended: Callable[[int], None], task: int) -> None:
+        self._ended, self._task = ended, task
+
+    def __call__(self) -> None:
+        self._ended(self._task)
+
+
+def _say_if_it_goes_on(optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Warns at the next step of an optimizer whose handle has finished, unless it is attached again by then."""
+    said = False
+
+    def stepped(*_: object) -> None:
+        nonlocal said
+        if not said and not any(handle.knows(held_by(optimizer)) for handle in _attached):
+            said = True
+            warnings.warn(
+                f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to go on "
+                "together",
+                stacklevel=2,
+            )
+
+    optimizer.register_step_post_hook(stepped)

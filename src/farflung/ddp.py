@@ -52,10 +52,20 @@ def ddp_hook(
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
     """A codec or reducer as a communication hook: ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``.
 
-    All ranks of the group call it, before the first backward pass. The process group is where they meet; gradients
-    travel over farflung's own connections beside it, which carry payloads of any kind, cost one way of latency
-    where the backend's collectives cost several, and are encrypted between machines. Ranks with unlike settings
-    are found out here, by name.
+    All ranks of the group call it, before the first backward pass. The process group is where they meet: here, or with
+    the first bucket where there is none yet. Gradients travel over farflung's own connections beside it, which carry
+    payloads of any kind, cost one way of latency where the backend's collectives cost several, and are encrypted
+    between machines. Ranks with unlike settings are found out when they meet, by name.
+
+    An exchange that fails makes ``backward()`` raise DDP's own RuntimeError with its message; the error itself is
+    :attr:`HookState.error`::
+
+        try:
+            loss.backward()
+        except RuntimeError:
+            if isinstance(state.error, farflung.errors.PeerLost):
+                ...  # start again from a checkpoint, without state.error.rank
+            raise
 
     Gradients are regrouped into buckets that never change, about as large as DDP's. So when DDP rebuilds its own
     after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
@@ -84,46 +94,54 @@ def ddp_hook(
 
     Raises:
       UnknownName: no such codec or reducer.
-      ConfigError: an option out of its range, something that is neither, or no process group.
+      ConfigError: an option out of its range, or something that is neither.
       Unsupported: collective ``native``.
       ProtocolError: ranks with unlike settings.
       DeadlinePassed: a rank did not come.
     """
     reducer = _reducer(how)
     whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
-    if not dist.is_initialized():
-        raise ConfigError(
-            "ddp_hook: there is no process group; call torch.distributed.init_process_group first"
+
+    def meet() -> tuple[WallRuntime, dist.ProcessGroup]:
+        found = group or dist.group.WORLD
+        assert found is not None
+        rank, size = dist.get_rank(found), dist.get_world_size(found)
+        meeting = c10d._get_process_group_store(found)
+        # Each rank counts its hooks, so that several of one group can meet in one store.
+        store = dist.PrefixStore(f"farflung-ddp-{meeting.add(f'farflung-ddp/{rank}', 1)}", meeting)
+        runtime = WallRuntime(
+            rank,
+            size,
+            store if size > 1 else None,
+            settings={
+                "ddp_hook": text_of(reducer),
+                "fall_back": fall_back,
+                "bucket_nbytes": bucket_nbytes,
+                "seed": seed,
+            },
+            deadline_s=deadline_s,
+            join_s=_JOIN_S,
+            interface=interface or interface_to_master(size),
+            encrypt=encrypt,
         )
-    group = group or dist.group.WORLD
-    assert group is not None
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    meeting = c10d._get_process_group_store(group)
-    # Each rank counts its hooks, so that several of one group can meet in one store.
-    store = dist.PrefixStore(f"farflung-ddp-{meeting.add(f'farflung-ddp/{rank}', 1)}", meeting)
-    runtime = WallRuntime(
-        rank,
-        size,
-        store if size > 1 else None,
-        settings={
-            "ddp_hook": text_of(reducer),
-            "fall_back": fall_back,
-            "bucket_nbytes": bucket_nbytes,
-            "seed": seed,
-        },
-        deadline_s=deadline_s,
-        join_s=_JOIN_S,
-        interface=interface or interface_to_master(size),
-        encrypt=encrypt,
-    )
-    state = HookState(
-        reducer, runtime, seed, bucket_nbytes=bucket_nbytes, fall_back_on=group if fall_back else None
-    )
+        return runtime, found
+
+    state = HookState(reducer, meet, seed, bucket_nbytes=bucket_nbytes, fall_back=fall_back)
+    if dist.is_initialized():
+        state.meet()
     return state, exchange
 
 
 def exchange(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook: takes one of DDP's buckets; the future holds the mean over the ranks, in the bucket's own memory."""
+    """The hook: takes one of DDP's buckets; the future holds the mean over the ranks, in the bucket's own memory.
+
+    Raises:
+      Unsupported: it is none of DDP's, as where FSDP calls this.
+    """
+    if not isinstance(bucket, dist.GradBucket):
+        raise Unsupported(
+            "ddp_hook is for DistributedDataParallel: FSDP hands its hooks shards, which it cannot carry"
+        )
     return state.take(bucket)
 
 
@@ -157,20 +175,20 @@ class HookState:
 
     Args:
       reducer: carries each bucket.
-      runtime: this rank's, joined with the others.
+      meet: joins the others; this rank's runtime, and the group that they met in.
       seed: equal on all ranks.
       bucket_nbytes: of its own buckets.
-      fall_back_on: whose all-reduce to use where it is faster.
+      fall_back: whether to use the group's own all-reduce where it is faster.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        runtime: WallRuntime,
+        meet: Callable[[], tuple[WallRuntime, dist.ProcessGroup]],
         seed: int,
         *,
         bucket_nbytes: int = BUCKET_NBYTES,
-        fall_back_on: dist.ProcessGroup | None = None,
+        fall_back: bool = False,
     ) -> None:
         self.step = 0
         """Backward passes exchanged so far."""
@@ -178,7 +196,11 @@ class HookState:
         """Whether gradients go by the reducer in this step, and not by DDP's own all-reduce."""
         self.sent_nbytes = 0
         """Payload bytes sent so far by this rank."""
-        self._reducer, self._runtime, self._seed = reducer, runtime, seed
+        self.error: BaseException | None = None
+        """The first thing that went wrong in an exchange; nothing is exchanged after it."""
+        self._reducer, self._meet, self._seed = reducer, meet, seed
+        self._runtime: WallRuntime
+        self._met = False
         self._bucket_nbytes = bucket_nbytes
         self._owns: list[_Own] = []
         self._places: dict[Tensor, tuple[_Own, int]] = {}
@@ -188,31 +210,49 @@ class HookState:
         self._waiting: list[_Arrival] = []
         self._loaded: State | None = None
         self._closed = False
-        self._fall_back_on = fall_back_on
+        self._fall_back = fall_back
+        self._group: dist.ProcessGroup
         self._turns = self._taking_turns()
         atexit.register(self.close)
 
+    def meet(self) -> None:
+        """Joins the other ranks, once; by itself with the first bucket."""
+        if not self._met:
+            self._runtime, self._group = self._meet()
+            self._met = True
+
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """See :func:`exchange`."""
+        buffer = bucket.buffer()
+        if buffer.layout is not torch.strided or buffer.is_complex():
+            raise Unsupported(
+                "ddp_hook carries neither sparse nor complex gradients: give embeddings sparse=False, and make a "
+                "complex parameter's torch.view_as_real the parameter"
+            )
+        self.meet()
         if bucket.index() == 0:
             self._begin()
         if not self.carries:
-            assert self._fall_back_on is not None
-            return allreduce_hook(self._fall_back_on, bucket)
-        buffer = bucket.buffer()
+            return allreduce_hook(self._group, bucket)
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         arrival = _Arrival(buffer, bucket.parameters(), bucket.gradients(), future)
         if self._owns:
             self._enter(arrival)
-            return future
-        self._waiting.append(arrival)
-        if bucket.is_last():
-            self._lay_out()
-            for waiting in self._waiting:
-                self._enter(waiting)
-            self._waiting.clear()
-        return future
+        else:
+            self._waiting.append(arrival)
+            if bucket.is_last():
+                self._lay_out()
+                for waiting in self._waiting:
+                    self._enter(waiting)
+                self._waiting.clear()
+        return future.then(self._means)
+
+    def _means(self, future: torch.futures.Future[Tensor]) -> Tensor:
+        """What a future holds. DDP takes an error that is raised here for one, and any other for a tensor."""
+        if self.error is not None:
+            raise self.error
+        return future.value()
 
     def state_dict(self) -> State:
         """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
@@ -235,7 +275,8 @@ class HookState:
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
-            self._runtime.close()
+            if self._met:
+                self._runtime.close()
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -247,7 +288,7 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
-        if self._fall_back_on is not None:
+        if self._fall_back:
             self.carries = next(self._turns)
 
     def _taking_turns(self) -> Iterator[bool]:
@@ -282,6 +323,7 @@ class HookState:
         DDP's first buckets have them in that order, the last bucket first.
         """
         parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
+        self._runtime.expect(parameters)
         named = [("", parameter) for parameter in parameters]
         for index, filling in enumerate(fillings(named, self._bucket_nbytes)):
             own = _Own(index, filling)
@@ -296,6 +338,8 @@ class HookState:
 
     def _enter(self, arrival: _Arrival) -> None:
         """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
+        if not self._places.keys() >= set(arrival.parameters):
+            raise ConfigError("ddp_hook: this state serves another model already: make one for each")
         touched: dict[_Own, list[_Piece]] = {}
         for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
             own, place = self._places[parameter]
@@ -330,9 +374,10 @@ class HookState:
 
         def ended(pending: Any) -> None:
             if pending.error is not None:
+                self.error = self.error or pending.error
                 for arrival in arrivals:
                     if not arrival.future.done():
-                        arrival.future.set_exception(pending.error)
+                        arrival.future.set_result(arrival.buffer)
 
         self._runtime.launch(carry()).on_done(ended)
 

@@ -112,12 +112,14 @@ class DeadlinePassed(RunLost):
       rank: who was waited for; ``None`` when any replica would have done.
       what: what was waited for.
       waited_s: for how long, in seconds.
+      slow: whether it may only have been slow; then the message says how to wait longer.
     """
 
-    def __init__(self, rank: int | None, what: str, waited_s: float) -> None:
+    def __init__(self, rank: int | None, what: str, waited_s: float, *, slow: bool = False) -> None:
         self.rank, self.what, self.waited_s = rank, what, waited_s
         whom = "any rank" if rank is None else f"rank {rank}"
-        super().__init__(f"lost {whom}: waited {waited_s:.1f} s for {what}")
+        longer = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)" if slow else ""
+        super().__init__(f"lost {whom}: waited {waited_s:.1f} s for {what}{longer}")
 
 
 class PeerFailed(RunLost):

@@ -228,7 +228,8 @@ def joining(
 def test_a_deadlock_names_who_is_missing(name: str) -> None:
     world = VirtualWorld(4)
     with pytest.raises(
-        RunLost, match=r"rank 0 waits for rank 1 \(exchange 7, part 2, hop 0\); rank 2 waits for rank 1"
+        RunLost,
+        match=r"rank 0 waits for rank 1 \(the exchange at step 7, part 2, hop 0\); rank 2 waits for rank 1",
     ):
         world.run(joining(world, [0, 2, 3], name))
 

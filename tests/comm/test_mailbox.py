@@ -88,7 +88,7 @@ def test_duplicates_are_kept_in_their_order() -> None:
 def test_two_waits_for_the_same_message_are_a_mistake() -> None:
     mailbox = Mailbox()
     mailbox.recv(0, tag(4, 5, 6), None, 0.0)
-    with pytest.raises(RuntimeError, match="two receives for exchange 4, part 5, hop 6 from 0"):
+    with pytest.raises(RuntimeError, match="two receives for the exchange at step 4, part 5, hop 6 from 0"):
         mailbox.recv(0, tag(4, 5, 6), None, 0.0)
 
 
@@ -154,7 +154,7 @@ def test_only_what_is_expected_is_handed_over(expect: tuple[TensorSpec, ...], wa
         assert pending.result() is PAIR
     else:
         with pytest.raises(
-            ProtocolError, match=r"rank 5 sent float32\[3\] \+ float64\[2, 2\] for exchange 7"
+            ProtocolError, match=r"rank 5 sent float32\[3\] \+ float64\[2, 2\] for the exchange at step 7"
         ):
             pending.result()
 
@@ -188,7 +188,7 @@ def test_the_oldest_wait_is_the_one_that_began_first() -> None:
     mailbox.recv(1, tag(12, 3, 2), None, 11.0)
     oldest = mailbox.oldest()
     assert oldest is not None
-    assert (oldest.src, oldest.since, oldest.what) == (4, 10.0, "exchange 12, part 3, hop 1")
+    assert (oldest.src, oldest.since, oldest.what) == (4, 10.0, "the exchange at step 12, part 3, hop 1")
     mailbox.deliver(4, tag(12, 3, 1), numbered(0), 16.0)
     oldest = mailbox.oldest()
     assert oldest is not None

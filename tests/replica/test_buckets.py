@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, Unsupported
 from farflung.replica import GradientBuckets
 from farflung.types import TensorSpec
 from tests.helpers import same_bits
@@ -30,29 +30,29 @@ def loss_of(model: nn.Module, seed: int = 1, width: int = 4) -> Tensor:
 
 
 def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """What plain autograd gives, zeros where it gives nothing."""
+    """What plain autograd gives, without the parameters for which it gives nothing."""
     plain = copy.deepcopy(model)
     plain.zero_grad()
     loss(plain).backward()
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in plain.named_parameters()
-        if p.requires_grad
-    }
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
 def check(model: nn.Module, buckets: GradientBuckets, wanted: dict[str, Tensor]) -> None:
-    """Every gradient is right, and is the part of its bucket that it should be."""
+    """Every gradient is right, and is the part of its bucket that it should be; without one there are zeros."""
     names = {p: name for name, p in model.named_parameters()}
     for bucket in buckets.buckets:
         flat, start = buckets.flat(bucket.index), 0
         assert TensorSpec.of(flat) == bucket.spec
         for parameter in buckets.parameters(bucket.index):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            if names[parameter] not in wanted:
+                assert parameter.grad is None
+                assert not part.any()
+                continue
             assert parameter.grad is not None
             assert same_bits(parameter.grad, wanted[names[parameter]]), names[parameter]
             assert parameter.grad.data_ptr() == part.data_ptr()
-            start += parameter.numel()
         assert start == len(flat)
 
 
@@ -284,9 +284,32 @@ def test_a_loss_that_reaches_next_to_nothing() -> None:
     buckets = GradientBuckets(model.named_parameters(), 16)
     with pytest.warns(UserWarning, match="5 parameters had no part in the loss"):
         backward(buckets, model.get_parameter("0.bias").sum())
-    wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    wanted["0.bias"] = torch.ones(5)
-    check(model, buckets, wanted)
+    check(model, buckets, {"0.bias": torch.ones(5)})
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1 << 20])
+def test_a_sparse_gradient_is_refused_by_name(bucket_nbytes: int) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 3)})
+    buckets = GradientBuckets(model.named_parameters(), bucket_nbytes)
+    out = nn.functional.embedding(torch.tensor([1]), model.get_parameter("words.weight"), sparse=True)
+    with pytest.raises(Unsupported, match=r"parameter words\.weight is sparse.* sparse=False"):
+        backward(buckets, out.sum())
+
+
+def test_no_gradient_is_kept_for_what_nobody_used_unless_the_mean_has_something() -> None:
+    model = chain(4, 5)
+    buckets = GradientBuckets(model.named_parameters())
+    bias, weight = buckets.parameters(0)
+    buckets.load(0, torch.zeros_like(buckets.flat(0)), unused={0, 1})
+    assert bias.grad is None
+    assert weight.grad is None
+    mean = torch.zeros_like(buckets.flat(0))
+    mean[-1] = 1.0  # what error feedback had left from an earlier step
+    buckets.load(0, mean, unused={0, 1})
+    assert bias.grad is None
+    assert weight.grad is not None
+    buckets.load(0, torch.zeros_like(mean))
+    assert bias.grad is not None
 
 
 # --- several passes ---------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_the_store_of_one_machine_is_on_loopback() -> None:
         port = probe.getsockname()[1]
     seats = [Seat(rank, 2, rank, 2, master=("127.0.0.1", str(port))) for rank in range(2)]
     before = listening()
-    stores = in_threads(*(lambda one=one: one.store(30.0) for one in seats))  # type: ignore[misc]
+    stores = in_threads(*(lambda one=one: one.store(30.0) for one in seats))
     one, other = stores
     assert isinstance(one, dist.Store)
     assert isinstance(other, dist.Store)

@@ -304,8 +304,8 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
         in_virtual_time(4, body)
     assert str(caught.value) == (
         "nothing is on its way at 2.500000 virtual seconds: "
-        "rank 0 waits for rank 1 (exchange 7, part 1, hop 2); "
-        "rank 1 waits for any rank (exchange 8, part 0, hop 0); "
+        "rank 0 waits for rank 1 (the exchange at step 7, part 1, hop 2); "
+        "rank 1 waits for any rank (the exchange at step 8, part 0, hop 0); "
         "rank 2 waits for something other than a message"
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from farflung.tasks import Pending
 from farflung.types import AllReduce, Communicator, Feature, Payload, Tag, TensorSpec
 
-__all__ = ["ExchangeChannel", "Purpose"]
+__all__ = ["ExchangeChannel", "Purpose", "in_words"]
 
 
 class Purpose(IntEnum):
@@ -25,10 +25,38 @@ class Purpose(IntEnum):
     FLUSH = 6
     REMAINDER = 7
     MEASURE = 8
+    UNUSED = 9
+    JOIN = 10
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
-        return self << 56 | step
+        return self << _STEP_BITS | step
+
+
+_STEP_BITS = 56
+_WORDS = {
+    Purpose.STEP: "the exchange",
+    Purpose.DECISION: "a decision",
+    Purpose.EVALUATION: "averaging or scoring the model",
+    Purpose.CHECKPOINT: "the checkpoint",
+    Purpose.SHARING: "shared samples",
+    Purpose.START: "the parameters to start from",
+    Purpose.FLUSH: "averaging the model at the end",
+    Purpose.REMAINDER: "the last counts",
+    Purpose.MEASURE: "measuring the network",
+    Purpose.UNUSED: "unused parameters",
+    Purpose.JOIN: "the end of join()",
+}
+
+
+def in_words(tag: Tag) -> str:
+    """What a message is for, and at which step, for people.
+
+    >>> in_words(Tag(Purpose.EVALUATION.at(3), 1))
+    'averaging or scoring the model at step 3, part 1, hop 0'
+    """
+    purpose, step = divmod(tag.exchange, 1 << _STEP_BITS)
+    return f"{_WORDS[Purpose(purpose)]} at step {step}, part {tag.part}, hop {tag.hop}"
 
 
 class ExchangeChannel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from farflung.comm.channel import in_words
 from farflung.errors import ProtocolError
 from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag, TensorSpec
@@ -25,7 +26,7 @@ class Waiting:
     @property
     def what(self) -> str:
         """For messages to people."""
-        return f"exchange {self.tag.exchange}, part {self.tag.part}, hop {self.tag.hop}"
+        return in_words(self.tag)
 
 
 class Mailbox:

@@ -259,7 +259,8 @@ class ZmqCommunicator:
             return None
         since = self._blame.counts_from(waiting)
         if now - since >= deadline_s:
-            self.end(DeadlinePassed(self._blame.root_of(waiting.src), waiting.what, now - waiting.since))
+            root = self._blame.root_of(waiting.src)
+            self.end(DeadlinePassed(root, waiting.what, now - waiting.since, slow=True))
             return None
         if now - since >= deadline_s / 2 and self._blame.asks(waiting):
             for rank in self._present():

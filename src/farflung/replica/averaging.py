@@ -33,18 +33,27 @@ async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
     await sum_everywhere(runtime, _NOTHING, torch.zeros(1, dtype=torch.float64), number, purpose=purpose)
 
 
-async def broadcast(runtime: Runtime, tensors: Iterable[Tensor], number: int) -> None:
-    """Overwrites ``tensors`` with rank 0's."""
-    kept = [tensor.detach() for tensor in tensors]
-    channel = ExchangeChannel(runtime.comm, Purpose.START.at(number), 0)
+async def broadcast(
+    runtime: Runtime,
+    tensors: Iterable[Tensor],
+    number: int,
+    *,
+    src: int = 0,
+    part: int = 0,
+    purpose: Purpose = Purpose.START,
+) -> None:
+    """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes."""
+    kept = [_real(tensor.detach()) for tensor in tensors]
+    channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
 
     async def exchange() -> None:
-        if channel.rank == 0:
+        if channel.rank == src:
             copies = Payload(tuple(tensor.clone() for tensor in kept))
-            for rank in range(1, channel.size):
-                channel.send(copies, rank, 0)
+            for rank in range(channel.size):
+                if rank != src:
+                    channel.send(copies, rank, 0)
             return
-        payload = await channel.recv(0, 0)
+        payload = await channel.recv(src, 0)
         for tensor, value in zip(kept, payload.tensors(), strict=True):
             tensor.copy_(value)
 
@@ -61,7 +70,7 @@ async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bo
       number: of the exchange; alike on all ranks.
       apart: whether its parameters differ too.
     """
-    tensors = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    tensors = [_real(b) for b in model.buffers() if b.is_floating_point() or b.is_complex()]
     tensors += [p.detach() for p in model.parameters()] if apart else []
     own = [tensor.clone() for tensor in tensors]
     await average(runtime, tensors, number, Purpose.EVALUATION, first_part=1)
@@ -85,6 +94,11 @@ async def average(
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         total, _ = await sum_everywhere(runtime, flat, zero, number, part=part, purpose=purpose)
         _load(alike, (total / runtime.comm.size).split([tensor.numel() for tensor in alike]))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of its real and imaginary parts, since messages have real numbers alone."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

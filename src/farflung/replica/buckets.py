@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from farflung.config import BUCKET_NBYTES
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, Unsupported
 from farflung.types import Bucket, Placed, TensorSpec
 
 __all__ = ["Filling", "GradientBuckets", "fillings"]
@@ -28,6 +28,8 @@ class Filling:
     parameters: list[nn.Parameter]
     views: list[Tensor]
     missing: set[int]
+    absent: frozenset[int] = frozenset()
+    """Places that had no gradient when the last backward pass was through."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -45,7 +47,7 @@ class GradientBuckets:
     Parameters are taken in reverse order of registration, frozen ones left out, tied ones once, each dtype in
     buckets of its own. After a backward pass ``p.grad`` is a view of its bucket; ``zero_grad(set_to_none=True)`` may
     take it away at any time, the next backward puts it back. A parameter that no loss reached contributes zeros,
-    which is said once.
+    which is said once, and keeps no gradient, so that an optimizer leaves it alone.
 
     Args:
       named_parameters: as :meth:`torch.nn.Module.named_parameters` gives them.
@@ -53,6 +55,7 @@ class GradientBuckets:
 
     Raises:
       ConfigError: there is nothing to train.
+      Unsupported: complex parameters.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class GradientBuckets:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not trained:
             raise ConfigError("the model has no parameter that requires a gradient")
+        for name, p in trained:
+            if p.is_complex():
+                raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
         self._fillings = fillings(trained, bucket_nbytes)
         self.buckets = tuple(Bucket(index, filling.spec) for index, filling in enumerate(self._fillings))
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
@@ -106,19 +112,49 @@ class GradientBuckets:
             filling.missing = set(range(len(filling.parameters)))
         self._ready = ready
 
+    @property
+    def left(self) -> list[str]:
+        """The parameters that no gradient has reached since :meth:`arm`, by name."""
+        return [filling.names[place] for filling in self._fillings for place in sorted(filling.missing)]
+
     def finish(self) -> None:
         """Autograd is through: parameters that no gradient reached contribute zeros."""
         assert self._ready is not None
-        self._fill_unused(self._ready)
+        unused = self.left
+        self._fill(self._ready)
+        self._ready = None
+        if unused and not self._said_unused:
+            self._said_unused = True
+            warnings.warn(
+                f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
+                + (" ..." if len(unused) > 4 else ""),
+                stacklevel=2,
+            )
+
+    def without_data(self, ready: Callable[[int], None]) -> None:
+        """In place of a backward pass: all contribute zeros."""
+        self.clear()
+        self.arm(ready)
+        self._fill(ready)
         self._ready = None
 
-    def load(self, index: int, mean: Tensor) -> None:
-        """Makes ``mean`` the gradient of a bucket's parameters."""
+    def absent(self, index: int) -> frozenset[int]:
+        """The places in a bucket that had no gradient when the last backward pass was through."""
+        return self._fillings[index].absent
+
+    def load(self, index: int, mean: Tensor, unused: Collection[int] = ()) -> None:
+        """Makes ``mean`` the gradient of a bucket's parameters.
+
+        Args:
+          index: of the bucket.
+          mean: as flat as the bucket.
+          unused: places that no replica had a gradient for; they get none, unless the mean has something for them.
+        """
         filling = self._fillings[index]
         if mean.data_ptr() != filling.flat.data_ptr():
             filling.flat.copy_(mean)
-        for parameter, view in zip(filling.parameters, filling.views, strict=True):
-            parameter.grad = view
+        for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
+            parameter.grad = None if place in unused and not view.any() else view
 
     def weights(self, index: int) -> Tensor:
         """A copy of a bucket's parameters, flat and in its order."""
@@ -160,8 +196,13 @@ class GradientBuckets:
         def accumulated(_: Tensor) -> None:
             if self._watcher is not None:
                 self._watcher()
-            if self._ready is None or place not in filling.missing:
+            if self._ready is None:
                 return
+            if place not in filling.missing:
+                raise Unsupported(
+                    f"parameter {filling.names[place]} got its gradient in two parts in one backward pass, as where a "
+                    "layer is used by several reentrant checkpoints: give torch.utils.checkpoint use_reentrant=False"
+                )
             filling.missing.remove(place)
             if not filling.missing:
                 _gather(filling)
@@ -169,37 +210,33 @@ class GradientBuckets:
 
         return accumulated
 
-    def _fill_unused(self, ready: Callable[[int], None]) -> None:
-        unused = []
+    def _fill(self, ready: Callable[[int], None]) -> None:
         for index, filling in enumerate(self._fillings):
             if not filling.missing:
                 continue
-            for place in sorted(filling.missing):
-                if filling.parameters[place].grad is None:
-                    filling.parameters[place].grad = torch.zeros_like(filling.parameters[place])
-                unused.append(filling.names[place])
             filling.missing = set()
             _gather(filling)
             ready(index)
-        if unused and not self._said_unused:
-            self._said_unused = True
-            warnings.warn(
-                f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
-                + (" ..." if len(unused) > 4 else ""),
-                stacklevel=2,
-            )
 
 
 def _gather(filling: Filling) -> None:
     """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
-    views, grads = [], []
-    for parameter, view in zip(filling.parameters, filling.views, strict=True):
+    views, grads, absent = [], [], []
+    for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
         grad = parameter.grad
-        assert grad is not None
+        if grad is None:
+            view.zero_()
+            absent.append(place)
+            continue
+        if grad.layout is not torch.strided:
+            raise Unsupported(
+                f"the gradient of parameter {filling.names[place]} is sparse: give the embedding sparse=False"
+            )
         if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
             views.append(view)
             grads.append(grad)
             parameter.grad = view
+    filling.absent = frozenset(absent)
     if views:
         torch._foreach_copy_(views, grads)
 

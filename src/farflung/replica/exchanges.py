@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from farflung.replica.merges import mergers
 from farflung.replica.parts import buckets_of, numbered, spec_of
 from farflung.replica.slots import Slots
 from farflung.replica.times import Times
+from farflung.replica.unused import Places, Unused, joined_places, places_in
 from farflung.replica.votes import Rider, Tally, Vote
 from farflung.tasks import done
 from farflung.types import (
@@ -37,6 +39,9 @@ from farflung.types import (
 
 __all__ = ["Exchanges", "Settled"]
 
+_LATER = 1 << 40
+"""A step that comes after any warm-up."""
+
 
 @dataclass(slots=True)
 class Settled:
@@ -48,6 +53,8 @@ class Settled:
     """Of the last step whose exchange was due; ``None`` where none was."""
     stop: bool = False
     """Whether any replica asked to stop."""
+    out: int = 0
+    """How many replicas had run out of data at the last step whose exchange was due."""
     sums: dict[str, float] = field(default_factory=dict)
     """What parts of all replicas have added to the rider, by name."""
 
@@ -65,6 +72,7 @@ class Exchanges:
       schedule: says what starts when and is due when.
       seed: the run's.
       on_nonfinite: what to do where a replica's loss is not finite; see :class:`farflung.config.Training`.
+      looks: whether to look for it in the gradients too, where the loss is not known.
       on_arrival: told of each exchange that is merged.
       rides: the names of the numbers that votes carry beside their own.
 
@@ -82,8 +90,10 @@ class Exchanges:
         on_nonfinite: str = "stop",
         on_arrival: Callable[[Flight], None] | None = None,
         rides: Iterable[str] = (),
+        *,
+        looks: bool = False,
     ) -> None:
-        self._on_nonfinite, self._on_arrival = on_nonfinite, on_arrival
+        self._on_nonfinite, self._on_arrival, self._looks = on_nonfinite, on_arrival, looks
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
         self._mergers = mergers(schedule, buckets)
         self._parts = numbered(schedule, buckets.buckets)
@@ -91,6 +101,7 @@ class Exchanges:
         self._state = schedule.init()
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank)
+        self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
         self._rider = Rider(rides)
         self._in_flight: list[Flight] = []
         self._planned: list[Transfer] = []
@@ -129,6 +140,17 @@ class Exchanges:
     def moves_parameters(self) -> bool:
         """Whether anything starts after the optimizer's step rather than in backward."""
         return any(kind.moves != "gradient" for kind in self._mergers)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each step's optimizer steps on the mean of that step's gradients, at the start and later on."""
+        plans = ((step, self._schedule.plan(self._state, self._parts_of_plan, step)) for step in (0, _LATER))
+        return not self.moves_parameters and all(t.due_step == step for step, plan in plans for t in plan)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the thread that trains has waited for exchanges so far."""
+        return self._times.waited_s
 
     @property
     def clips(self) -> bool:
@@ -186,6 +208,8 @@ class Exchanges:
         else. May be called by a thread of autograd's, while the one that trains waits for it.
         """
         self._filled.add(index)
+        if self._looks and self._vote.finite and not self._buckets.flat(index).isfinite().all():
+            self._recant(replace(self._vote, loss=math.nan))
         if not self._vote.finite:
             # Neither a mean nor a residual may ever see this gradient.
             self._buckets.flat(index).zero_()
@@ -193,6 +217,13 @@ class Exchanges:
             merger.filled(index)
         while self._waiting and self._filled.issuperset(b.index for b in buckets_of(self._waiting[0].part)):
             self._launch(self._waiting.popleft())
+
+    def _recant(self, vote: Vote) -> None:
+        """Votes differently from here on; what has left before keeps its vote."""
+        for votes in self._votes.values():
+            if votes and votes[-1] is self._vote:
+                votes[-1] = vote
+        self._vote = vote
 
     async def settle(self) -> bool:
         """Waits for gradients that are due at this step's optimizer, and merges them.
@@ -299,6 +330,7 @@ class Exchanges:
         self._state = shared["schedule"]
         self._votes = {int(number): [Vote(*vote) for vote in votes] for number, votes in own["votes"].items()}
         self._said = dict(own["said"])
+        self._unused.load_state_dict(shared["unused"], own["absent"])
         for kept in own["flights"].values():
             self._relaunch(kept)
         for kind, merger in self._mergers.items():
@@ -317,11 +349,13 @@ class Exchanges:
     async def _snapshot(self) -> State:
         merges = {kind.__name__: merger.state_dict() for kind, merger in self._mergers.items()}
         shared_slots, own_slots = self._slots.state_dict()
+        unused, absent = self._unused.state_dict()
         return {
             "shared": {
                 "schedule": self._state,
                 "merges": {name: shared for name, (shared, _) in merges.items()},
                 "slots": shared_slots,
+                "unused": unused,
             },
             "own": {
                 "sent_nbytes": self.sent_nbytes,
@@ -334,6 +368,7 @@ class Exchanges:
                 "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self._in_flight)},
                 "merges": {name: own for name, (_, own) in merges.items()},
                 "slots": own_slots,
+                "absent": absent,
             },
         }
 
@@ -362,13 +397,15 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        weight, rider = self._rider.cast(self._votes[number], self._runtime.comm.rank, said)
+        absent = self._absent(transfer.part) if merger.takes_gradient else ()
+        asks = self._unused.changes(number, absent)
+        weight, rider = self._rider.cast(self._votes[number], self._runtime.comm.rank, said, asks=asks)
         self._votes[number] = []
         tensors, kept = [], {}
         for bucket in buckets_of(transfer.part):
             tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
             tensors.append(tensor)
-        flight = self._flight(number, self._step, transfer, kept, weight, rider, leads)
+        flight = self._flight(number, self._step, transfer, kept, weight, rider, leads, absent)
         flight.result = self._runtime.launch(
             flight.carry(self._reducer, self._slots[number], joined(tensors))
         )
@@ -376,11 +413,15 @@ class Exchanges:
         if leads and self._schedule.asks(self._state, self._step):
             flight.times = self._runtime.decide("times", self._step, self._times.to_json)
 
+    def _absent(self, part: Part) -> Places:
+        return joined_places((bucket, self._buckets.absent(bucket.index)) for bucket in buckets_of(part))
+
     def _relaunch(self, state: State) -> None:
         transfer = Flight.transfer_of(state, self._parts, {kind.__name__: kind for kind in self._mergers})
         number, kept = state["number"], Flight.kept_of(state)
+        absent = tuple(state["absent"])
         flight = self._flight(
-            number, state["step"], transfer, kept, state["weight"], state["rider"], state["leads"]
+            number, state["step"], transfer, kept, state["weight"], state["rider"], state["leads"], absent
         )
         given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(transfer.part)])
         before = CodecState(state["before"]["shared"], state["before"]["local"])
@@ -398,9 +439,12 @@ class Exchanges:
         weight: float,
         rider: Tensor,
         leads: bool,
+        absent: Places,
     ) -> Flight:
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), number)
-        return Flight(number, step, transfer, kept, weight, rider, leads, channel, self._runtime.now())
+        return Flight(
+            number, step, transfer, kept, weight, rider, leads, absent, channel, self._runtime.now()
+        )
 
     def _depart(self, flight: Flight) -> None:
         now = self._runtime.now
@@ -426,18 +470,28 @@ class Exchanges:
         """Whether the last step that was due has brought something."""
         merged = False
         for _, flights in groupby(self._due(moved), key=lambda flight: flight.step):
-            told = False
-            for flight in flights:
-                reduced = await self._arrival(flight)
-                tally = self._rider.read(reduced.rider)
-                if tally.nonfinite and self._on_nonfinite == "stop":
-                    raise NonFinite(flight.step, tally.ranks, tally.nonfinite)
-                good = not (tally.nonfinite and (self._on_nonfinite == "skip" or reduced.weight == 0))
-                if not told:
-                    merged, told = good, True
-                    await self._tell(flight, reduced, tally)
+            arrived = [await self._arrived(flight) for flight in flights]
+            skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
+            merged = False
+            for flight, reduced, tally in arrived:
+                good = not (skipped or (tally.nonfinite and reduced.weight == 0))
+                merged |= good
                 self._put(flight, reduced.mean if good else None)
+            await self._tell(*arrived[0])
         return merged
+
+    async def _arrived(self, flight: Flight) -> tuple[Flight, Reduced, Tally]:
+        reduced = await self._arrival(flight)
+        tally = self._rider.read(reduced.rider)
+        if tally.nonfinite and self._on_nonfinite == "stop":
+            raise NonFinite(flight.step, tally.ranks, tally.nonfinite)
+        if tally.asks:
+            channel = ExchangeChannel(self._runtime.comm, Purpose.UNUSED.at(flight.step), flight.number)
+            with self._times.waiting():
+                await self._unused.tell(self._runtime, channel, flight.number, flight.absent)
+            self.sent_nbytes += channel.sent_nbytes
+        flight.unused = places_in(buckets_of(flight.transfer.part), self._unused.of(flight.number))
+        return flight, reduced, tally
 
     async def _arrival(self, flight: Flight) -> Reduced:
         with self._times.waiting():
@@ -459,6 +513,7 @@ class Exchanges:
         """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
         self._settled.nonfinite += tally.nonfinite
         self._settled.stop |= tally.stop
+        self._settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
         stats = SharedStats(flight.step, loss, reduced.weight)
         if flight.leads:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel
+from farflung.replica.unused import Places
 from farflung.tasks import Pending
 from farflung.types import (
     CodecState,
@@ -38,12 +39,14 @@ class Flight:
       weight: of the contribution.
       rider: of the contribution.
       leads: whether it is the first of its step, which carries what is said once a step.
+      absent: which parameters of its part this replica had no gradient for.
       channel: counts its bytes.
       began_s: when it started, in seconds on the run's clock.
       result: what it brings.
       before: the reducer's state when it started.
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
+      unused: places in its buckets that no replica had a gradient for; noted when it is merged.
     """
 
     number: int
@@ -53,12 +56,14 @@ class Flight:
     weight: float
     rider: Tensor
     leads: bool
+    absent: Places
     channel: ExchangeChannel
     began_s: float
     result: Pending[Reduced] = field(init=False)
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
+    unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +99,7 @@ class Flight:
             "weight": self.weight,
             "rider": self.rider,
             "leads": self.leads,
+            "absent": list(self.absent),
             "before": {"shared": self.before.shared, "local": self.before.local},
             "times": None if self.times is None else (await self.times).value,
         }

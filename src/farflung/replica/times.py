@@ -27,6 +27,8 @@ class Times:
         self._now = now
         self._begin: float | None = None
         self._waited = 0.0
+        self.waited_s = 0.0
+        """Seconds waited for exchanges so far."""
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._exchanges: deque[float] = deque(maxlen=RECENT)
         self._open: tuple[int, float, float] | None = None
@@ -43,7 +45,9 @@ class Times:
         """What passes inside is no work of the step."""
         begin = self._now()
         yield
-        self._waited += self._now() - begin
+        waited = self._now() - begin
+        self._waited += waited
+        self.waited_s += waited
 
     def exchanged(self, flight: Flight) -> None:
         """An exchange has ended; those of one step count from the first's beginning to the last's end."""

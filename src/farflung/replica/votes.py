@@ -11,7 +11,9 @@ from torch import Tensor
 
 __all__ = ["Rider", "Tally", "Vote"]
 
-OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "stop")
+OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
+_DIGIT = 1 << 16
+"""Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,14 @@ class Vote:
       weight: its weight in the mean.
       stop: whether it was asked to stop.
       numbers: what its parts add, by name; summed over replicas and steps.
+      out: whether it has run out of data, and only answers the others.
     """
 
     loss: float
     weight: float
     stop: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
+    out: bool = False
 
     @property
     def finite(self) -> bool:
@@ -45,6 +49,8 @@ class Tally:
       nonfinite: how many losses were not finite.
       ranks: whose they were, for one or two of them; empty for more.
       stop: whether anybody was asked to stop.
+      asks: whether anybody uses other parameters than before; see :class:`farflung.replica.unused.Unused`.
+      out: how many have run out of data.
       sums: what parts have added.
     """
 
@@ -52,6 +58,8 @@ class Tally:
     nonfinite: int
     ranks: list[int]
     stop: bool
+    asks: bool
+    out: int
     sums: Mapping[str, float]
 
 
@@ -65,7 +73,9 @@ class Rider:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = (*OF_VOTES, *names)
 
-    def cast(self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float]) -> tuple[float, Tensor]:
+    def cast(
+        self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float], *, asks: bool = False
+    ) -> tuple[float, Tensor]:
         """A replica's weight in an exchange of the steps voted on, and its rider.
 
         The weight is the mean over the steps, where one whose loss is not finite counts nothing.
@@ -74,6 +84,7 @@ class Rider:
           votes: one for each step since the part's last exchange.
           rank: this replica.
           numbers: what its parts add; 0 where a name is missing.
+          asks: whether it uses other parameters than before.
 
         Raises:
           KeyError: a number without a place.
@@ -84,7 +95,9 @@ class Rider:
         loss = sum(vote.loss * vote.weight for vote in votes if vote.finite) / steps
         said = dict.fromkeys(self._names, 0.0)
         said |= {"loss": loss, "nonfinite": bad, "ranks": bad * rank, "squares of ranks": bad * rank**2}
-        said["stop"] = any(vote.stop for vote in votes)
+        said["answers"] = (
+            any(vote.stop for vote in votes) + _DIGIT * asks + _DIGIT**2 * all(vote.out for vote in votes)
+        )
         for name, value in numbers.items():
             said[name] += value
         return weight, torch.tensor(list(said.values()), dtype=torch.float64)
@@ -92,8 +105,10 @@ class Rider:
     def read(self, summed: Tensor) -> Tally:
         """What the sum of all riders says."""
         said = dict(zip(self._names, summed.tolist(), strict=True))
-        loss, bad, ranks, squares, stop = (said.pop(name) for name in OF_VOTES)
-        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), said)
+        loss, bad, ranks, squares, answers = (said.pop(name) for name in OF_VOTES)
+        out, rest = divmod(int(answers), _DIGIT**2)
+        asks, stop = divmod(rest, _DIGIT)
+        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), bool(asks), out, said)
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:

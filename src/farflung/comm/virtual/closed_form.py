@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from farflung.comm.channel import in_words
 from farflung.comm.collectives import COLLECTIVES, Collective, ring
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import InOne
@@ -98,7 +99,7 @@ class ClosedForms:
         for tag, there in self._open.items():
             if rank in there.joined:
                 missing = next(other for other in range(self._size) if other not in there.joined)
-                return f"rank {missing} (exchange {tag.exchange}, part {tag.part}, hop {tag.hop})"
+                return f"rank {missing} ({in_words(tag)})"
         return None
 
     def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:

@@ -64,14 +64,14 @@ class Replacing(Merger):
         return kept["own"].clone(), kept
 
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        """The mean becomes the gradient, corrected where the parameters have moved."""
+        """The mean becomes the gradient, corrected where the parameters have moved; none where nobody had one."""
         assert isinstance(flight.transfer.merge, Replace)
         if mean is None:
             return
         if "at" in flight.kept[index]:
             moved = self._buckets.weights(index).sub_(flight.kept[index]["at"])
             mean = mean + flight.transfer.merge.correction * mean * mean * moved
-        self._buckets.load(index, mean)
+        self._buckets.load(index, mean, flight.unused.get(index, ()))
 
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """On what was merged."""

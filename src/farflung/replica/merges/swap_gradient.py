@@ -42,6 +42,9 @@ class SwappingGradients(Merger):
     def filled(self, index: int) -> None:
         """Adds to the block."""
         own = self._buckets.flat(index)
+        self._buckets.load(
+            index, own
+        )  # what is swapped goes to parameters without a gradient of their own too
         self._sums[index] = self._sums[index].add_(own) if index in self._sums else own.clone()
 
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:

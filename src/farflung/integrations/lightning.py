@@ -1,0 +1,159 @@
+"""Lightning: a strategy under which a ``LightningModule`` trains by a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from farflung.attach import Handle, attach
+from farflung.errors import CheckpointError, RunLost, Unsupported
+from farflung.extras import need
+from farflung.recipes import Recipe
+from farflung.replica import load_tree, save_tree
+
+need("farflung.integrations.lightning", "lightning", extra="lightning")
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+__all__ = ["FarflungStrategy"]
+
+
+class FarflungStrategy(DDPStrategy):
+    """Ranks, samplers and devices as under Lightning's DDP; :func:`farflung.attach` in place of its wrapper.
+
+    >>> trainer = Trainer(strategy=FarflungStrategy("ring"), devices=2)  # doctest: +SKIP
+
+    Beside each checkpoint every rank keeps a file of its own, ``<checkpoint>.farflung-<rank>-of-<size>``, with what
+    codecs and schedules remember; ``trainer.fit(..., ckpt_path=...)`` goes on from both. Where a schedule is late,
+    validation sees each rank's own parameters, and they become equal at the end of ``fit``.
+
+    Args:
+      how: a recipe or the name of one.
+      attached: further options of :func:`farflung.attach`, other than ``store``.
+      strategy: options of Lightning's ``DDPStrategy`` that are not for its wrapper.
+
+    Raises:
+      MissingExtra: on import, without the extra ``lightning``.
+    """
+
+    def __init__(
+        self, how: Recipe | str = "synchronous", attached: Mapping[str, Any] | None = None, **strategy: Any
+    ) -> None:
+        super().__init__(**strategy)
+        self._how, self._attached = how, dict(attached or {})
+        self._fits = 0
+        self._handle: Handle | None = None
+        self._loaded_from: Path | None = None
+
+    def configure_ddp(self) -> None:
+        """Leaves the model as it is."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Attaches to model and optimizer where they are about to be trained.
+
+        Raises:
+          Unsupported: other than one optimizer.
+        """
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise Unsupported(
+                f"FarflungStrategy needs one optimizer: configure_optimizers() made {len(self.optimizers)}"
+            )
+        assert self.model is not None
+        # Lightning's own launcher leaves out what torchrun says.
+        os.environ.update(RANK=str(self.global_rank), WORLD_SIZE=str(self.world_size))
+        store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
+        self._fits += 1
+        if store is not None:
+            store = dist.PrefixStore(f"farflung-lightning-{self._fits}", store)
+        self._handle = attach(self.model, self.optimizers[0], self._how, store=store, **self._attached)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated and not exchanged."""
+        if self._handle is None:
+            yield
+            return
+        with self._handle.no_sync():
+            yield
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Yes: attaching makes all ranks begin as rank 0."""
+        return True
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Lightning's file by rank 0, and one of each rank."""
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._handle is not None:
+            save_tree(self._own(filepath), self._handle.state_dict())
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes both."""
+        super().remove_checkpoint(filepath)
+        self._own(filepath).unlink(missing_ok=True)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """Lightning's file; the rank's own is read once its optimizer has been restored."""
+        self._loaded_from = Path(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizer, and what farflung adds; without any rank's own file, as where the checkpoint was
+        saved after training, says that the memory of codecs and schedules begins anew.
+
+        Raises:
+          CheckpointError: a rank's own file is damaged, or absent while others have theirs.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        if self._handle is None or self._loaded_from is None:
+            return
+        own = self._own(self._loaded_from)
+        if self.reduce_boolean_decision(own.exists(), all=True):
+            self._handle.load_state_dict(load_tree(own))
+        elif self.reduce_boolean_decision(own.exists(), all=False):
+            raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
+        else:
+            rank_zero_warn(f"no {own}: what codecs and schedules remember begins anew")
+
+    def _own(self, filepath: str | Path) -> Path:
+        return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def on_train_end(self) -> None:
+        """Applies what is under way; all ranks end with the same parameters."""
+        if self._handle is not None:
+            self._handle.finish()
+        super().on_train_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks, so that they do not wait."""
+        self._leave(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Ends the exchange, if training did not."""
+        self._leave(RunLost("Lightning ended before training did"))
+        super().teardown()
+
+    def _leave(self, error: BaseException) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.__exit__(type(error), error, None)

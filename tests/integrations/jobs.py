@@ -1,0 +1,39 @@
+"""What replicas do in the tests of integrations: each job is one rank of a process that torchrun would have started."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.pool import leave_group
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, args: list[str]) -> list[float]:
+    """Runs an example; the parameters of its model."""
+    del store
+    of_torchrun = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }  # fmt: skip
+    os.environ.update({key: str(value) for key, value in of_torchrun.items()})
+    torch.manual_seed(rank)
+    with mock.patch.object(sys, "argv", [name, *args]):
+        left: dict[str, Any] = runpy.run_path(str(EXAMPLES / name))
+    found = torch.cat([p.detach().flatten() for p in left["model"].parameters()]).tolist()
+    left.clear()
+    if dist.is_initialized():
+        leave_group()
+    if "accelerate" in sys.modules:
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+    return list(found)

@@ -1,0 +1,60 @@
+"""Lightning, Transformers and Accelerate: an example of each, as two replicas."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+
+def ran(pool: Pool, name: str, *args: str) -> list[float]:
+    """The parameters that both replicas of an example ended with."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    one, other = pool.run(2, "tests.integrations.jobs.example", name=name, port=port, args=list(args))
+    assert one == other
+    return list(one)
+
+
+def test_lightning_shares_all_samples_out(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    options = ["--codec", "identity", "--folder", str(tmp_path), "--batch-size", "80", "--steps", "5"]
+    shared = ran(pool, "with_lightning.py", *options)
+    torch.manual_seed(0)
+    inputs, alone = torch.randn(160, 8), torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(inputs), inputs.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+    assert shared == pytest.approx([*alone.weight.flatten().tolist(), alone.bias.item()], abs=1e-6)
+
+
+def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    # A pass is one step with all samples: where in a pass a checkpoint was made is Lightning's affair.
+    options = ["--codec", "error_feedback(topk(0.2))", "--folder", str(tmp_path), "--batch-size", "80"]
+    whole = ran(pool, "with_lightning.py", *options)
+    (half,) = tmp_path.glob("*step=10.ckpt")
+    assert sorted(path.name for path in tmp_path.glob(f"{half.name}.farflung-*")) == [
+        f"{half.name}.farflung-{rank}-of-2" for rank in range(2)
+    ]
+    assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == pytest.approx(whole, abs=1e-6)
+
+
+def test_the_trainer_of_transformers_sends_what_the_codec_makes(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    exact, sparse = (
+        ran(pool, "with_transformers.py", "--folder", str(tmp_path), "--codec", codec)
+        for codec in ("identity", "topk(0.1)")
+    )
+    assert exact != sparse
+
+
+def test_accelerate(pool: Pool) -> None:
+    pytest.importorskip("accelerate")
+    ran(pool, "with_accelerate.py")

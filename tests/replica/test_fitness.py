@@ -1,0 +1,73 @@
+"""Models and optimizers that a loop may not bring along are refused by name; wrappers are seen through."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.errors import ConfigError, Unsupported
+from farflung.replica.fitness import check_optimizer, check_sole, needs_closure, plain_optimizer
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Known by its name."""
+
+
+class DTensor(nn.Parameter):
+    """Likewise."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer in name, without what one has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize("how", ["module", "inside", "parameter"])
+def test_a_sharded_model_is_refused(how: str) -> None:
+    model = nn.Module()
+    if how == "parameter":
+        model.weight = DTensor(torch.zeros(2))
+    else:
+        model = FullyShardedDataParallel() if how == "module" else nn.Sequential(FullyShardedDataParallel())
+    with pytest.raises(Unsupported, match="sharded by FSDP or as DTensors"):
+        check_sole(model)
+
+
+def test_a_wrapped_optimizer_is_seen_through() -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert plain_optimizer(inner) is inner
+    assert plain_optimizer(Wrapper(Wrapper(inner))) is inner
+    other: Any = object()
+    with pytest.raises(ConfigError, match=re.escape("object is no torch.optim.Optimizer")):
+        plain_optimizer(other)
+
+
+def test_an_optimizer_of_some_parameters_is_said_unless_the_others_are_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"the optimizer lacks 1\.weight, 1\.bias, whose gradients"):
+        check_optimizer(model, optimizer)
+    model[1].requires_grad_(False)
+    check_optimizer(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["none", "others"])
+def test_an_optimizer_of_other_parameters_is_refused(kind: str) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    held = [*other.parameters(), *(model.parameters() if kind == "others" else ())]
+    with pytest.raises(
+        ConfigError, match="none of the model" if kind == "none" else "2 parameters of the optimizer"
+    ):
+        check_optimizer(model, torch.optim.SGD(held, lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "LBFGS"])
+def test_who_needs_a_closure(kind: str) -> None:
+    optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert needs_closure(optimizer) == (kind == "LBFGS")
