@@ -36,7 +36,7 @@ from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
 from farflung.types import State
 
-__all__ = ["Handle", "attach", "carries", "interface_to_master"]
+__all__ = ["Handle", "attach", "carries"]
 
 T = TypeVar("T")
 
