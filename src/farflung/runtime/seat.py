@@ -170,8 +170,10 @@ def interface_to_master(size: int) -> str:
     """
     if size == 1:
         return LOOPBACK
-    seat = Seat.taken()
-    return route_to((seat.master[0] if seat else os.environ.get("MASTER_ADDR")) or LOOPBACK)
+    address = os.environ.get("MASTER_ADDR")
+    if not address and (seat := Seat.taken()) is not None:
+        address = seat.master[0]
+    return route_to(address or LOOPBACK)
 
 
 def _number(environment: Mapping[str, str], name: str, usual: int | None = None) -> int:
