@@ -15,6 +15,7 @@ from torch import nn
 
 from farflung import attach
 from farflung.errors import ConfigError
+from farflung.runs import prepare_training
 from farflung.runtime import Seat
 from tests.helpers import in_threads, joined, parted
 from tests.listening import listening
@@ -120,6 +121,13 @@ def test_who_does_not_know_where_to_meet_is_told(
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=re.escape(says)):
         attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_whoever_started_the_workers_has_the_say_over_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="--workers 2: Open MPI has started 6"):
+        prepare_training({"workload": "synthetic/quadratic", "workers": 2})
 
 
 # --- what is listened on ----------------------------------------------------------------------------------------
