@@ -1,4 +1,7 @@
-"""Long-lived worker processes for tests that need real replicas: started once, given one job after another."""
+"""Long-lived worker processes for tests that need real replicas: started once, given one job after another.
+
+They are forks of one process that has imported torch, and do not share what the tests' own process has made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 from unittest import mock
 
@@ -28,7 +31,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._size, self._jobs = size, 0
         self._links: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._start()
 
     def run(self, size: int, function: str, **arguments: Any) -> list[Any]:
@@ -58,7 +61,8 @@ class Pool:
                 process.kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
         self._links, self._processes = [], []
         for _ in range(self._size):
             ours, theirs = context.Pipe()

@@ -35,15 +35,17 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
-    run.create()
-    with pytest.raises(KeyboardInterrupt):
+    with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
 
 
 def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None:
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
-    run.create()
-    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as job, socket.socket() as events:
+    with (
+        run.begun(),
+        subprocess.Popen(["true"], stdin=subprocess.PIPE) as job,
+        socket.socket() as events,
+    ):
         watch = launching._Watch(job, 2, events, lambda event: None, run.files)
         for event in (
             {"event": "refused", "rank": 1, "t": 1.0, "messages": 0, "connections": 5},

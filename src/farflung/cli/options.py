@@ -14,7 +14,7 @@ from rich.console import Console
 
 from farflung.cli.settings import option_types, read_settings
 from farflung.report import partition_picture, partition_table
-from farflung.runs import Prepared, Run, RunConfig
+from farflung.runs import Filed, Prepared, Run, RunConfig
 from farflung.types import Json
 
 __all__ = ["RunOptions", "finish", "with_settings"]
@@ -54,7 +54,7 @@ class RunOptions:
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
         missing = {name: value for name, value in others.items() if not getattr(self, name)}
-        return replace(self, **missing).start(of_the_run)  # type: ignore[arg-type]
+        return replace(self, **missing).start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""

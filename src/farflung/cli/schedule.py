@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,9 +85,9 @@ class Schedule:
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be {least} or more")
         for name in ("bandwidth", "compute", "mbytes"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} {getattr(self, name):g}: must be above 0")
-        if not self.latency >= 0:
+        if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency:g}: must be 0 or more")
 
     def _simulate(self, chosen: Recipe) -> list[list[Event]]:

@@ -28,7 +28,6 @@ class Simulate(RunOptions):
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
-        run.create()
         self.show(run)
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress, asked_to_stop() as stop:
             ended = simulate_prepared(run, progress, stop_asked=stop.is_set)

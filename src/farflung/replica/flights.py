@@ -47,6 +47,7 @@ class Flight:
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
       unused: places in its buckets that no replica had a gradient for; noted when it is merged.
+      never: places that none has ever had one for.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Flight:
     ended_s: float | None = None
     times: Pending[Decision] | None = None
     unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    never: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

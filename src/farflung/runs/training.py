@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from farflung.comm import collective_named
@@ -121,11 +122,10 @@ def train_prepared(
                 f"leave {seat.started_by} out, or use farflung lab"
             )
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
-        if seat.rank == 0:
-            run.create()
         sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
-        return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
+        with run.begun() if seat.rank == 0 else nullcontext():
+            return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
@@ -139,8 +139,8 @@ def train_prepared(
                 f"--network: the backend's own collectives (--collective {config.recipe.collective}) cannot be paced: "
                 "choose another one"
             )
-    run.create()
-    return launch(run, show, device=device, pace=pace or "", network=network or "")
+    with run.begun():
+        return launch(run, show, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:
