@@ -18,6 +18,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--codec", default="error_feedback(topk(0.1))", help="or a reducer")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--folder", default="trained", help="for what the trainer writes")
+parser.add_argument("--resume", help="a checkpoint in that folder")
 options = parser.parse_args()
 
 
@@ -59,11 +60,11 @@ trainer = Trainer(
         optim="sgd",
         use_cpu=True,
         report_to="none",
-        save_strategy="no",
+        save_steps=10,
         disable_tqdm=True,
     ),
     train_dataset=Sums(),
 )
 callback = FarflungCallback(trainer, options.codec)
 trainer.add_callback(callback)
-trainer.train()
+trainer.train(resume_from_checkpoint=options.resume)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.ddp import HookState, ddp_hook
-from farflung.errors import Unsupported
+from farflung.errors import CheckpointError, Unsupported
 from farflung.extras import need
+from farflung.replica import load_tree, save_tree
 from farflung.types import Codec, Reducer
 
 need("farflung.integrations.transformers", "transformers", extra="transformers")
@@ -24,7 +29,8 @@ class FarflungCallback(TrainerCallback):
 
     >>> trainer.add_callback(FarflungCallback(trainer, "error_feedback(topk(0.01))"))  # doctest: +SKIP
 
-    With a single process there is no wrapper, and nothing to do.
+    With a single process there is no wrapper, and nothing to do. Each rank keeps what its codec remembers in the
+    trainer's checkpoints, as ``farflung-<rank>-of-<size>.safetensors``, and a resumed training goes on from there.
 
     Args:
       trainer: whose ``model_wrapped`` is looked at when training begins.
@@ -39,7 +45,7 @@ class FarflungCallback(TrainerCallback):
         self._trainer, self._how, self._options = trainer, how, options
         self._hooked: DistributedDataParallel | None = None
         self.state: HookState | None = None
-        """What the codec remembers, once training has begun; goes into checkpoints of one's own."""
+        """What the codec remembers, once training has begun."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -48,8 +54,9 @@ class FarflungCallback(TrainerCallback):
 
         Raises:
           Unsupported: the trainer wraps its model in something else.
+          CheckpointError: a rank's file of the checkpoint is damaged, or absent while others have theirs.
         """
-        del args, state, control, kwargs
+        del control, kwargs
         wrapped = self._trainer.model_wrapped
         if wrapped is self._hooked:
             return
@@ -57,8 +64,36 @@ class FarflungCallback(TrainerCallback):
             self.state, hook = ddp_hook(self._how, **self._options)
             wrapped.register_comm_hook(self.state, hook)
             self._hooked = wrapped
+            if state.global_step:
+                self._restore(_own_file(args, state), next(wrapped.parameters()).device)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise Unsupported(
                 f"FarflungCallback: the trainer wraps its model in {type(wrapped).__name__}; it has to be "
                 "DistributedDataParallel: leave out fsdp and deepspeed"
             )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Adds this rank's file to the trainer's checkpoint."""
+        del control, kwargs
+        if self.state is not None:
+            own = _own_file(args, state)
+            own.parent.mkdir(parents=True, exist_ok=True)
+            save_tree(own, self.state.state_dict())
+
+    def _restore(self, own: Path, device: torch.device) -> None:
+        assert self.state is not None
+        there = torch.tensor([float(own.exists())], device=device)
+        dist.all_reduce(there)
+        if there.item() == dist.get_world_size():
+            self.state.load_state_dict(load_tree(own))
+        elif there.item():
+            raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
+        elif dist.get_rank() == 0:
+            warnings.warn(f"no {own}: what the codec remembers begins anew", stacklevel=2)
+
+
+def _own_file(args: TrainingArguments, state: TrainerState) -> Path:
+    name = f"farflung-{dist.get_rank()}-of-{dist.get_world_size()}.safetensors"
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}", name)
