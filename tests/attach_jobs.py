@@ -363,6 +363,20 @@ USED = [[[0], [0]], [[0, 1], [0]], [[0], [0, 1]], [[1], [1]], [[0, 1], [0, 1]], 
 """At each step, on each of two ranks; nobody ever uses the last branch."""
 
 
+def states_of_others(rank: int, size: int, store: dist.Store) -> list[str]:
+    """What a handle says to states that are not its own."""
+    said = []
+    with attached(rank, size, store) as handle:
+        own = handle.state_dict()
+        handle.load_state_dict(own)
+        for other in ({**own, "rank": 1 - rank}, {**own, "buckets": [3]}, {"model": {}}):
+            try:
+                handle.load_state_dict(other)
+            except farflung.errors.CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
 def unused(
     rank: int, size: int, store: dist.Store, *, how: str = "", optimizer: str = "sgd"
 ) -> dict[str, Any]:

@@ -38,6 +38,7 @@ POOLED = (
     "tests/integrations/",
     "tests/test_attach.py",
     "tests/test_ddp.py",
+    "tests/test_unlike.py",
     "tests/worlds/",
 )
 """These share the pool too, so they all run in one process."""
@@ -76,13 +77,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests marked lab with the others, without them, or alone: they measure links, so company disturbs them",
     )
 
+    parser.addoption(
+        "--slow", action="store_true", help="tests marked slow too, which are left out unless -m names them"
+    )
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     which = config.getoption("lab")
-    if which != "with":
-        lab = [item for item in items if item.get_closest_marker("lab") is not None]
-        others = [item for item in items if item.get_closest_marker("lab") is None]
-        items[:], left_out = (lab, others) if which == "alone" else (others, lab)
+    slow = config.getoption("slow") or "slow" in config.getoption("markexpr")
+
+    def runs(item: pytest.Item) -> bool:
+        of_the_lab, is_slow = (item.get_closest_marker(mark) is not None for mark in ("lab", "slow"))
+        return (which == "with" or of_the_lab == (which == "alone")) and (slow or not is_slow)
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        items[:] = [item for item in items if runs(item)]
         config.hook.pytest_deselected(items=left_out)
 
 

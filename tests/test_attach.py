@@ -125,6 +125,14 @@ def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Pa
             assert same_tree(whole[what], parts[what])
 
 
+def test_a_state_that_is_not_ones_own_is_refused(pool: Pool) -> None:
+    for rank, said in enumerate(pool.run(2, "tests.attach_jobs.states_of_others")):
+        another, model, none = said
+        assert f"that of rank {1 - rank} of 2, and this is rank {rank} of 2" in another
+        assert "another model" in model
+        assert "lacks buckets, exchanges, rank, size, step" in none
+
+
 # --- what is refused, and what is said ---------------------------------------------------------------------------
 
 
@@ -210,9 +218,8 @@ def test_buffers_of_any_kind(pool: Pool) -> None:
         assert torch.equal(end["own"], torch.full((3,), complex(rank, 2 * rank)))
 
 
-@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
-def test_a_compiled_step_of_the_optimizer(pool: Pool, how: str) -> None:
-    for ends in pool.run(2, "tests.attach_jobs.compiled_step", how=how):
+def test_a_compiled_step_of_the_optimizer(pool: Pool) -> None:
+    for ends in pool.run(2, "tests.attach_jobs.compiled_step", how="delayed(2)"):
         assert ends["plain"] == ends["compiled"]
 
 

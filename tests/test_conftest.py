@@ -89,6 +89,15 @@ def test_the_lab_is_with_the_others_left_out_or_alone(project: Path, lab: str, r
     assert f"{runs}/2" in said or f"{runs} tests" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "there"),
+    [([], False), (["--slow"], True), (["-m", "slow"], True), (["-m", "not slow"], False)],
+)
+def test_what_is_slow_is_left_out_unless_asked_for(project: Path, options: list[str], there: bool) -> None:
+    (project / "test_probe.py").write_text("import pytest\n@pytest.mark.slow\ndef test_long(): pass\n")
+    assert ("::test_long" in run(project, *options, "--collect-only", "-q").stdout) == there
+
+
 def test_what_shares_the_pool_runs_in_one_process() -> None:
     root = Path(__file__).parent.parent
     sharing = [

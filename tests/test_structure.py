@@ -34,6 +34,7 @@ ORDER: list[set[str]] = [
         "optimizers",
         "rates",
         "config",
+        "files",
         "telemetry",
     },
     {"network", "devices"},

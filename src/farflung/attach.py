@@ -25,7 +25,7 @@ from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Exchanges, GradientBuckets, Vote
+from farflung.replica import Exchanges, GradientBuckets, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
     check_optimizer,
@@ -148,6 +148,8 @@ def attach(
             "network": None if profile is None else profile.name,
             "nonfinite": nonfinite,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
+            "model": fingerprint(model),
+            **optimizer_settings(optimizer),
         },
         deadline_s=deadline_s,
         native=collective_named(chosen.collective).by_backend,
@@ -340,8 +342,10 @@ class Handle:
         """Continues from :meth:`state_dict`; model and optimizer may be loaded before :func:`attach` or after it.
 
         Raises:
-          CheckpointError: of another model, another rank, or so many replicas as there are not.
+          CheckpointError: of another model, another rank, another number of replicas, or none at all.
         """
+        if lacking := {"step", "rank", "size", "buckets", "model", "exchanges"} - state.keys():
+            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
         if (state["rank"], state["size"]) != (self.rank, self.size):
             raise CheckpointError(
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "

@@ -23,6 +23,7 @@ __all__ = [
     "PeerLost",
     "ProtocolError",
     "RunLost",
+    "StorageError",
     "UnknownName",
     "Unsupported",
 ]
@@ -68,6 +69,19 @@ class DataError(BadInput):
 
 class CheckpointError(BadInput):
     """A checkpoint is absent, cut short, or belongs to another model or recipe."""
+
+
+class StorageError(BadInput):
+    """A file or folder cannot be written: no room, no permission, or something else is in its place.
+
+    Args:
+      path: which.
+      reason: as the system gives it.
+    """
+
+    def __init__(self, path: object, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: cannot be written ({reason})")
 
 
 class MissingExtra(BadInput):

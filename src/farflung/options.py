@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from farflung.errors import ConfigError
 
 __all__ = ["number_option", "share_option", "whole_option"]
@@ -18,12 +20,12 @@ def share_option(name: str, option: str, share: object) -> None:
 
 
 def number_option(name: str, option: str, value: object, low: float) -> None:
-    """A number that is not too small.
+    """A finite number that is not too small.
 
     Raises:
-      ConfigError: below ``low``, or not a number.
+      ConfigError: below ``low``, infinite, or not a number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
         raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
 
 

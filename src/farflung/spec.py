@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _MARK = ".__imported__."
 """Stands for the colon while Python's own grammar reads a text."""
+_SHOWN = 200
+"""Characters of a text that cannot be read."""
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
 
@@ -68,8 +70,9 @@ def parse(kind: str, text: str) -> ast.expr:
     marked = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
     try:
         return ast.parse(marked.strip(), mode="eval").body
-    except SyntaxError:
-        raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        raise ConfigError(f"{kind} {shown!r}: write it as name or name(option=value)") from None
 
 
 def unparse(node: ast.expr) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from farflung.errors import ConfigError
+from farflung.files import toml_of
 
 __all__ = ["Table", "open_toml"]
 
@@ -21,10 +21,7 @@ def open_toml(path: Path) -> Table:
     Raises:
       ConfigError: absent, or no TOML.
     """
-    try:
-        return Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:  # TOML's and Unicode's own errors are ValueErrors
-        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    return Table(str(path), toml_of(path))
 
 
 class Table:
@@ -130,6 +127,9 @@ class Table:
         return default
 
     def _as_number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise self.error(key, value, "must be a number")
-        return float(value)
+        try:
+            if not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value):
+                return float(value)
+        except OverflowError:
+            raise ConfigError(f"{self.where}: {key}: is too large a number") from None
+        raise self.error(key, value, "must be a number")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from farflung.errors import DataError
+from farflung.errors import DataError, StorageError
+from farflung.files import drop_cut_line, json_lines, writing
 from farflung.types import Json
 
 __all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
@@ -46,18 +47,29 @@ class Telemetry:
 
 
 class JsonLines:
-    """A sink that appends to a file, written at least every second."""
+    """A sink that appends to a file, written at least every second.
+
+    Args:
+      path: the file; its folder is made, and a last line in it that was cut short is left out.
+
+    Raises:
+      StorageError: when it is made or called: the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drop_cut_line(path)
+            self._file = path.open("a", encoding="utf-8")
         self._flushed = time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
-        if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed = time.monotonic()
+        with writing(self._path):
+            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+            if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+                self._file.flush()
+                self._flushed = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -65,23 +77,26 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            with writing(self._path):
+                self._file.close()
+        except StorageError:
+            if error is None:  # otherwise what went wrong before is what counts
+                raise
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> list[Event]:
     """The events of a file; a last line that was cut short is left out.
 
     Raises:
-      DataError: a line in the middle is no JSON object.
+      DataError: it cannot be read, or a line is no event; names file and line.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                return
-            raise DataError(f"{path}, line {number}: not JSON; the file is damaged") from None
-        yield event
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        if not isinstance(event["event"], str) or type(event["rank"]) is not int:
+            raise TypeError("no name of an event, or no rank")
+        events.append(event)
+
+    json_lines(path, "not an event; the file is damaged", take, DataError)
+    return events

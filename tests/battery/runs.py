@@ -46,7 +46,6 @@ def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
         config = SimulatedConfig.resolve({**case.whole, "network": case.network, "steps": steps})
         folder = RunFolder(path, resumed=resumed)
         run = Prepared(config, folder)
-        run.create()
         simulate_prepared(run)
 
 
@@ -62,7 +61,7 @@ def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
             config = RunConfig.resolve({**case.whole, "steps": until})
         timed = replay.exists() and any(decision.timing for decision in read_decisions(replay))
         again = replay if timed and not resumed else None
-        Prepared(config, RunFolder(path, resumed=resumed), replay=again).create()
+        RunFolder(path, resumed=resumed).create(config.to_json(), again)
         pool.run(
             config.workers,
             "tests.battery.runs.wall_half",
@@ -116,10 +115,17 @@ def _times(path: Path) -> list[dict[str, Any]]:
         {
             "steps": [event["t"] for event in own if event["event"] == "step"],
             "ends": [event["t"] for event in own if event["event"] == "end"],
-            "durations": [event["duration_s"] for event in own if event["event"] == "end"],
+            "durations": [_leg(event)["duration_s"] for event in own if event["event"] == "end"],
         }
         for own in _events(path)
     ]
+
+
+def _leg(end: Event) -> Event:
+    """What was done since the run was resumed, or all of one in one piece."""
+    leg = end.get("last_leg", end)
+    assert isinstance(leg, dict)
+    return leg
 
 
 def _events(path: Path) -> list[list[Event]]:

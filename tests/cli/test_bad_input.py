@@ -110,6 +110,8 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--bucket-nbytes", "0"], "bucket_nbytes 0 must be at least 1"),
         (["--device", "abacus"], "--device abacus: must be cpu, cuda "),
         (["--pace", "abacus"], "unknown device 'abacus'; known: "),
+        (["--optimizer", "adam(eps=1e999)"], "adam: eps inf must be a number of at least 0"),
+        (["--deadline", "nan"], "--deadline nan: must be a number of seconds above 0"),
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
         (["--data", "elsewhere"], "elsewhere"),
         (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),

@@ -130,6 +130,9 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
         (["--networks", "wifi"], "unknown network profile 'wifi'"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
         (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--target", "nan"], "--target nan: must be a finite number"),
+        (["--target", "inf"], "--target inf: must be a finite number"),
+        (["--deadline", "inf"], "--deadline inf: must be a number of seconds above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -46,6 +46,8 @@ def test_every_recipe_has_a_grid_and_a_picture(
         (["dga", "--schedule", "delayed(delay=-1)"], "delay -1 must be at least 0"),
         (["dga", "--bandwidth", "0"], "--bandwidth 0: must be above 0"),
         (["dga", "--latency", "-1"], "--latency -1: must be 0 or more"),
+        (["dga", "--latency", "inf"], "--latency inf: must be 0 or more"),
+        (["dga", "--compute", "nan"], "--compute nan: must be above 0"),
         (["dga", "--network", "moon"], "moon"),
     ],
 )

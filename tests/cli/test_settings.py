@@ -132,7 +132,7 @@ def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
         ("out = 1", "out must be a path, in quotes, not 1"),
         ("quiet = 1", "quiet must be true or false, not 1"),
         ("batch-size = 3\nbatch_size = 3", "'batch_size' is there twice, with - and with _"),
-        ("steps = ", "not TOML: "),
+        ("steps = ", "not TOML ("),
     ],
 )
 def test_one_line_names_file_and_key(
@@ -151,8 +151,8 @@ def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for path, says in [
         (tmp_path / "absent.toml", "cannot be read (No such file or directory)"),
         (tmp_path, "cannot be read (Is a directory)"),
-        (tmp_path / "binary.toml", "not TOML: "),
-        (Path(written(tmp_path, '{"steps": ', "cut.json")), "not JSON: "),
+        (tmp_path / "binary.toml", "not TOML ("),
+        (Path(written(tmp_path, '{"steps": ', "cut.json")), "not JSON ("),
         (Path(written(tmp_path, "[1, 2]", "list.json")), "expected keys and values, found list"),
     ]:
         assert main(["train", "--config", str(path)]) == 2
@@ -164,8 +164,9 @@ def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_what_is_out_of_range_is_said_as_for_options(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["train", "--config", written(tmp_path, "steps = 0")]) == 2
-    assert capsys.readouterr().err == "farflung: --steps 0: must be 1 or more\n"
+    path = written(tmp_path, "steps = 0")
+    assert main(["train", "--config", path]) == 2
+    assert capsys.readouterr().err == f"farflung: {path}: --steps 0: must be 1 or more\n"
 
 
 def test_the_documented_example_has_every_key_and_can_be_read(tmp_path: Path) -> None:

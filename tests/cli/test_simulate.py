@@ -215,9 +215,9 @@ def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path)
     ("options", "says"),
     [
         (["--network", "wifi-11mbps"], "unknown network profile 'wifi-11mbps'; known: "),
-        (["--network", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (["--network", "absent.toml"], "absent.toml: cannot be read ("),
         (["--device", "abacus"], "unknown device 'abacus'; known: "),
-        (["--faults", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (["--faults", "absent.toml"], "absent.toml: cannot be read ("),
         (
             ["--network", "10gbe-4", "--workers", "5"],
             "10gbe-4: nodes: it describes 4 nodes, and 5 are to run",

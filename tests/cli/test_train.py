@@ -152,17 +152,23 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Path, dict[str, Any]
         assert torch.equal(value, resumed[name]), name
 
 
-def test_ctrl_c_keeps_the_checkpoint(tmp_path: Path) -> None:
-    out = tmp_path / "run"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
+def test_a_signal_to_stop_keeps_the_checkpoint(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     with training(*ENDLESS, "--workers", "2", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = finished(process)
     assert process.returncode == 130, err
     assert "Traceback" not in "\n".join(err)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["stopped"]
     assert (out / "checkpoints" / f"step-{summary['steps']:08d}" / "shared.safetensors").exists()
+    assert not list(scratch.glob("farflung-*"))
 
 
 def test_a_non_finite_loss_stops_all_and_names_the_replica(tmp_path: Path) -> None:

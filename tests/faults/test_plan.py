@@ -107,7 +107,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('[[fault]]\nkind = "crash"\nrank = 1\nat_s = 1\nwhen = 2', ": fault 1: unknown key 'when'; known: "),
         ("[fault]\nrank = 1", ": fault = "),
         ("fautl = 1", ": unknown key 'fautl'; known: fault"),
-        ("[[fault", ": cannot be read as TOML: "),
+        ("[[fault", ": not TOML ("),
     ],
 )
 def test_one_line_names_file_and_key(tmp_path: Path, text: str, says: str) -> None:

@@ -16,7 +16,7 @@ from tests.lab.netns import Machine, two_machines
 STEPS = 4
 LIMIT_S = 150.0
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 @pytest.fixture

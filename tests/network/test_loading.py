@@ -146,10 +146,10 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
         ("times_s = [0, 60]", "times_s = 5", "trace evening: times_s = 5: must be a list"),
         ("[20e6, 5e6]", "[20e6, -5e6]", "trace evening: bandwidth_bps = -5000000.0: must be"),
         ('"repeat"', '"stop"', "trace evening: after = 'stop': must be one of error, hold, repeat"),
-        ("times_s = [0, 60]", "file = 'none.csv'", "trace evening: file = .*: must hold lines"),
+        ("times_s = [0, 60]", "file = 'none.csv'", "trace evening: .*none.csv: cannot be read"),
         ('name = "office and field"', "name = 3", "name = 3: must be a string"),
         ('name = "office and field"', "colour = 3", "unknown key 'colour'"),
-        ('name = "office and field"', "name = ", "cannot be read as TOML"),
+        ('name = "office and field"', "name = ", "not TOML"),
     ],
 )
 def test_one_line_with_file_and_key(tmp_path: Path, old: str, new: str, what: str) -> None:
@@ -171,7 +171,7 @@ def test_a_pair_that_cannot_reach_each_other(tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.toml: cannot be read as TOML: .*No such file"):
+    with pytest.raises(ConfigError, match=r"none.toml: cannot be read .No such file"):
         network_profile(str(tmp_path / "none.toml"))
 
 

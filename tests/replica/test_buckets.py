@@ -308,6 +308,8 @@ def test_no_gradient_is_kept_for_what_nobody_used_unless_the_mean_has_something(
     buckets.load(0, mean, unused={0, 1})
     assert bias.grad is None
     assert weight.grad is not None
+    buckets.load(0, mean, unused={0, 1}, never={1})
+    assert weight.grad is None
     buckets.load(0, torch.zeros_like(mean))
     assert bias.grad is not None
 

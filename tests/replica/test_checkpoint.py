@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from farflung.config import Training
-from farflung.errors import CheckpointError
+from farflung.errors import CheckpointError, StorageError
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, checkpoint, load_tree, save_tree
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state
@@ -113,7 +113,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 ) -> None:
     save_tree(tmp_path / "tree", TREE)
     fails_halfway(monkeypatch, moment)
-    with pytest.raises(OSError, match=r"no space|interrupted"):
+    with pytest.raises(StorageError, match=r"cannot be written .(no space|interrupted)"):
         save_tree(tmp_path / "tree", {"step": 13})
     monkeypatch.undo()
     assert same_tree(load_tree(tmp_path / "tree"), TREE)
@@ -129,7 +129,7 @@ def test_a_checkpoint_with_a_part_unfinished_does_not_count(
         ranks[1 - rank].save(step, TREE, {"step": step})
     ranks[rank].save(1, TREE, {"step": 1})
     fails_halfway(monkeypatch, moment)
-    with pytest.raises(OSError, match=r"no space|interrupted"):
+    with pytest.raises(StorageError, match=r"cannot be written .(no space|interrupted)"):
         ranks[rank].save(2, TREE, {"step": 2})
     monkeypatch.undo()
     for checkpoints in ranks:
@@ -157,11 +157,40 @@ def test_another_kind_of_file_is_refused(content: bytes, tmp_path: Path) -> None
         load_tree(tmp_path / "tree")
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"farflung": "{"}])
-def test_tensors_written_by_something_else_are_refused(metadata: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (None, "not written by farflung"),
+        ({"format": "pt"}, "not written by farflung"),
+        ({"farflung": "{"}, "cut short or damaged"),
+        ({"farflung": '{"format": 2, "values": {}}'}, "cut short or damaged.*no checksum"),
+        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 2: use"),
+        ({"farflung": '{"format": 3, "values": {}}'}, "a file of format 3, and this version"),
+    ],
+)
+def test_what_was_written_by_something_else_is_refused(metadata: Any, says: str, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "tree", metadata)
-    with pytest.raises(CheckpointError, match="cut short or damaged"):
+    with pytest.raises(CheckpointError, match=says):
         load_tree(tmp_path / "tree")
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """In values and tensors too, where a file remains one that can be read."""
+    path = tmp_path / "tree"
+    save_tree(path, TREE)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"^{path}: "):
+            load_tree(path)
+    path.write_bytes(whole)
+    assert same_tree(load_tree(path), TREE)
+
+
+def test_the_same_tree_is_the_same_file(tmp_path: Path) -> None:
+    for name in "ab":
+        save_tree(tmp_path / name, TREE)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_what_is_absent_is_named(tmp_path: Path) -> None:

@@ -32,6 +32,5 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
-    run.create()
-    with pytest.raises(KeyboardInterrupt):
+    with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)

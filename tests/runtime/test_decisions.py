@@ -93,6 +93,8 @@ def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> Non
         ('{"name":"a","step":1,"value":0,"timing":true,"rank":"0"}\n{}\n', ", line 1: not a decision"),
         ('[1]\n"two"\n', ", line 1: not a decision"),
         ("\n{}\n\n", ", line 2: not a decision"),
+        ("rubbish", ", line 1: not a decision"),
+        ('{"name":"a","step":1,"value":0,"timing":true}\nnull', ", line 2: not a decision"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused_on_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -103,5 +105,5 @@ def test_a_file_that_is_no_log_is_refused_on_one_line(tmp_path: Path, text: str,
     assert str(caught.value).startswith(f"{path}{says}")
     assert "\n" not in str(caught.value)
     for absent in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read as a decision log"):
+        with pytest.raises(ConfigError, match="cannot be read"):
             read_decisions(absent)

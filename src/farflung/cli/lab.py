@@ -20,9 +20,10 @@ import tyro
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
+from farflung.files import write_json
 from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.network import network_profile
-from farflung.runs import EVENTS, listener, write_json
+from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
 
 __all__ = ["RunInLab", "with_dashes"]

@@ -19,7 +19,7 @@ from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
 from farflung.report import TensorBoard, partition_picture, partition_table
-from farflung.runs import Prepared, Run, RunConfig
+from farflung.runs import Filed, Prepared, Run, RunConfig
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -62,7 +62,7 @@ class RunOptions:
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
         missing = {name: value for name, value in others.items() if not getattr(self, name)}
-        return replace(self, **missing)._start(of_the_run)  # type: ignore[arg-type]
+        return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
 
     def _start(self, filed: Mapping[str, Json]) -> int:
         if self.tensorboard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,9 +89,9 @@ class Schedule:
         if self.steps > MOST_STEPS:
             raise ConfigError(f"--steps {self.steps}: a grid shows at most {MOST_STEPS}")
         for name in ("bandwidth", "compute", "mbytes"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} {getattr(self, name):g}: must be above 0")
-        if not self.latency >= 0:
+        if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency:g}: must be 0 or more")
 
     def _simulate(self, chosen: Recipe) -> list[list[Event]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias, get_args, get_type_hints
 
 from farflung.errors import ConfigError
+from farflung.files import json_of, read_text, reading, toml_of
 
 __all__ = ["Setting", "option_types", "read_settings"]
 
@@ -49,6 +48,11 @@ def read_settings(path: Path, known: Mapping[str, type], ignored: Collection[str
       ConfigError: the file cannot be read, or has a key or a value that it should not have; names file and key, and
         what should be there.
     """
+    with reading(path, "holds no settings"):
+        return _settings(path, known, ignored)
+
+
+def _settings(path: Path, known: Mapping[str, type], ignored: Collection[str]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for key, value in _parse(path).items():
         name = key.replace("-", "_")
@@ -76,14 +80,10 @@ def _checked(path: Path, key: str, value: object, kind: type) -> Setting:
 
 
 def _parse(path: Path) -> dict[str, object]:
-    language = "JSON" if path.suffix == ".json" else "TOML"
-    try:
-        text = path.read_text(encoding="utf-8")
-        content: object = json.loads(text) if language == "JSON" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # of the encoding or of either language
-        raise ConfigError(f"{path}: not {language}: {error}") from None
+    if path.suffix != ".json":
+        return toml_of(path)
+    with reading(path, "not JSON"):
+        content = json_of(read_text(path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(content).__name__}")
-    return content
+    return dict(content)

@@ -49,17 +49,17 @@ class Train(RunOptions):
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepare_training(filed, self.given(), **self.where)
         leads = os.environ.get("RANK", "0") == "0"
-        begin = ready_to_train(
+        with ready_to_train(
             run,
             interface=self.interface,
             keys=self.keys,
             network=self.network,
             device=self.device,
             pace=self.pace,
-        )
-        self.show(run)
-        with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
-            ended = begin(events)
+        ) as begin:
+            self.show(run)
+            with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+                ended = begin(events)
         if leads:
             finish(ended, as_json=self.json)
         return 130 if ended.summary.get("interrupted") else 0

@@ -31,6 +31,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -178,13 +179,13 @@ def _varying(table: Table) -> Varying:
 def _scheduled(table: Table) -> Scheduled:
     begin, end, factor = table.number("begin_s"), table.number("end_s"), table.number("factor")
     ranks = table.numbers("ranks") if "ranks" in table else ()
-    if any(rank != int(rank) or rank < 0 for rank in ranks):
+    if not all(0 <= rank < math.inf and rank == int(rank) for rank in ranks):
         raise table.error("ranks", list(ranks), "must be a list of whole numbers")
     return table.make(lambda: Scheduled(begin, end, factor, tuple(int(rank) for rank in ranks)))
 
 
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:
-    if not flops_per_s > 0:
+    if not 0 < flops_per_s < math.inf:
         raise ConfigError(f"{where}: flops_per_s = {flops_per_s}: must be above 0")
     if forward_flops is None:
         raise ConfigError(f"{where}: known by its operations per second: give the model's forward_flops too")

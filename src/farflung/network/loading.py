@@ -52,6 +52,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from farflung.files import naming, read_text, reading
 from farflung.network.link import Link
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
 from farflung.network.trace import Capacity, Trace
@@ -121,13 +122,9 @@ def _trace(table: Table, folder: Path) -> Trace:
 
 
 def _steps(table: Table, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    try:
-        rows = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row]
+    with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
+        rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
         return tuple(float(row[0]) for row in rows), tuple(float(row[1]) for row in rows)
-    except (OSError, ValueError, IndexError) as error:
-        raise table.error(
-            "file", str(path), f"must hold lines of seconds,bits per second ({error})"
-        ) from None
 
 
 def _capacity(table: Table, key: str, traces: Mapping[str, Trace], *, needed: bool = False) -> Capacity:

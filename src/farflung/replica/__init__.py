@@ -4,6 +4,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import (
     Checkpoints,
     check_model,
+    check_optimizer_kind,
     check_share,
     fingerprint,
     load_tree,
@@ -14,14 +15,16 @@ from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.lockstep import Lockstep, keep_once
 from farflung.replica.loop import Parts, Replica
+from farflung.replica.optimizers import optimizer_settings
 from farflung.replica.placement import place
-from farflung.replica.summary import Summary, TimeSplit
+from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 
 __all__ = [
     "Checkpoints",
     "Exchanges",
     "GradientBuckets",
+    "Leg",
     "Lockstep",
     "Parts",
     "Replica",
@@ -31,11 +34,13 @@ __all__ = [
     "TimeSplit",
     "Vote",
     "check_model",
+    "check_optimizer_kind",
     "check_share",
     "evaluate",
     "fingerprint",
     "keep_once",
     "load_tree",
+    "optimizer_settings",
     "place",
     "save_tree",
     "share_name",

@@ -142,19 +142,24 @@ class GradientBuckets:
         """The places in a bucket that had no gradient when the last backward pass was through."""
         return self._fillings[index].absent
 
-    def load(self, index: int, mean: Tensor, unused: Collection[int] = ()) -> None:
+    def load(
+        self, index: int, mean: Tensor, unused: Collection[int] = (), never: Collection[int] = ()
+    ) -> None:
         """Makes ``mean`` the gradient of a bucket's parameters.
 
         Args:
           index: of the bucket.
           mean: as flat as the bucket.
-          unused: places that no replica had a gradient for; they get none, unless the mean has something for them.
+          unused: places that no replica had a gradient for; they get none, unless the mean has something for them,
+            which a codec had held back from earlier steps.
+          never: places that none has ever had one for; they get none.
         """
         filling = self._fillings[index]
         if mean.data_ptr() != filling.flat.data_ptr():
             filling.flat.copy_(mean)
         for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
-            parameter.grad = None if place in unused and not view.any() else view
+            none = place in never or (place in unused and not view.any())
+            parameter.grad = None if none else view
 
     def weights(self, index: int) -> Tensor:
         """A copy of a bucket's parameters, flat and in its order."""

@@ -1,7 +1,9 @@
-"""Checkpoints: trees of tensors and JSON values in safetensors files, written atomically.
+"""Checkpoints: trees of tensors and JSON values in safetensors files, written atomically, with a checksum.
 
 A checkpoint of step ``n`` is the folder ``step-<n>`` with ``shared.safetensors``, which all replicas have alike, and
 one ``rank-<r>-of-<size>.safetensors`` for each. It counts once all of these are there; each file appears by a rename.
+
+A file's header names its format and holds the SHA-256 of the file as it is with zeros in the place of the digest.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,54 +23,123 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from farflung.errors import CheckpointError
+from farflung.files import json_of, reading, write_whole, writing
+from farflung.replica.optimizers import kind_of
 from farflung.types import Json, SampleIds, State
 
-__all__ = ["Checkpoints", "check_model", "check_share", "fingerprint", "load_tree", "save_tree", "share_name"]
+__all__ = [
+    "Checkpoints",
+    "check_model",
+    "check_optimizer_kind",
+    "check_share",
+    "fingerprint",
+    "load_tree",
+    "save_tree",
+    "share_name",
+]
 
 _META = "farflung"
+FORMAT = 2
+"""Of the files that are written and read here; 1 had neither a name nor a checksum. To be raised with every change of
+what a checkpoint holds that older ones cannot be read with."""
+_NO_DIGEST = "0" * 64
+_DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
+"""The first such place in a header, which holds JSON as a text inside JSON."""
+_BLOCK = 1 << 20
 
 
 def save_tree(path: Path, tree: State) -> None:
-    """Writes nested dicts whose leaves are tensors or JSON values; the file appears whole or not at all."""
+    """Writes nested dicts whose leaves are tensors or JSON values; the file appears whole or not at all.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    save_file(
-        {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()},
-        partial,
-        {_META: json.dumps(values)},
-    )
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    about = {_META: json.dumps({"format": FORMAT, "sha256": _NO_DIGEST, "values": values})}
+    flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+
+    def write(partial: Path) -> None:
+        try:
+            save_file(flat, partial, about)
+        except SafetensorError as error:  # it has the system's own words in it
+            raise OSError(str(error)) from None
+        with partial.open("r+b") as file:
+            _, place, digest = _digest(file)
+            file.seek(place)
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)
 
 
 def load_tree(path: Path) -> State:
     """Reads what :func:`save_tree` wrote.
 
     Raises:
-      CheckpointError: absent, cut short, or written by something else.
+      CheckpointError: absent, damaged, or written by something else or by another version.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            values = json.loads((file.metadata() or {})[_META])
-            flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{path}: cut short or damaged ({error}); remove it to use an older one"
-        ) from None
-    tree: State = {}
-    for name, leaf in {**flat, **values}.items():
-        *folders, last = name.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(_unescape(folder), {})
-        node[_unescape(last)] = leaf
+    with reading(path, "cut short or damaged; remove it to use an older one", CheckpointError):
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = _about(path, file.metadata() or {})
+                with path.open("rb") as content:
+                    stored, _, digest = _digest(content)
+                if stored != digest:
+                    raise CheckpointError(
+                        f"{path}: damaged (the bytes are not those of its checksum); remove it to use an older one"
+                    )
+                flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(str(error)) from None
+        tree: State = {}
+        for name, leaf in {**flat, **about["values"]}.items():
+            *folders, last = name.split("/")
+            node = tree
+            for folder in folders:
+                node = node.setdefault(_unescape(folder), {})
+            node[_unescape(last)] = leaf
     return tree
+
+
+def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What :func:`save_tree` has put beside the tensors."""
+    if _META not in metadata:
+        raise CheckpointError(f"{path}: not written by farflung")
+    about: Any = json_of(metadata[_META])
+    found = about["format"] if "values" in about else 1
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path}: a file of format {found}, and this version of farflung reads format {FORMAT}: "
+            "use the version that wrote it, or start the run anew"
+        )
+    return dict(about)
+
+
+def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
+    """Of a file of :func:`save_tree`: the digest in it, where that begins, and what it should be, in hexadecimal.
+
+    Raises:
+      ValueError: there is no digest in it.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(min(length, size))
+    found = _DIGEST.search(header)
+    if found is None:
+        raise ValueError("no checksum")
+    whole = hashlib.sha256(length.to_bytes(8, "little"))
+    whole.update(header[: found.start(1)] + _NO_DIGEST.encode() + header[found.end(1) :])
+    while block := file.read(_BLOCK):
+        whole.update(block)
+    return found[1], 8 + found.start(1), whole.hexdigest().encode()
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -87,6 +158,20 @@ def check_model(shared: State, model: nn.Module, where: str) -> None:
         raise CheckpointError(
             f"{where}: the checkpoint is of another model, trained as {shared.get('workload')}; "
             "resume with the workload it was made with"
+        )
+
+
+def check_optimizer_kind(own: State, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Whether what a replica's tree of a checkpoint holds was gathered by an optimizer of the same kind.
+
+    Raises:
+      CheckpointError: by another.
+    """
+    kind = kind_of(optimizer)
+    if own["optimizer"]["kind"] != kind:
+        raise CheckpointError(
+            f"{where}: its optimizer is {own['optimizer']['kind']}, not {kind}; resume with the --optimizer that the "
+            "run was started with"
         )
 
 

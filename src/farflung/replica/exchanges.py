@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import NonFinite, Unsupported
+from farflung.files import deciding
 from farflung.replica.averaging import average, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight, joined
@@ -499,7 +500,9 @@ class Exchanges:
             with self._times.waiting():
                 await self._unused.tell(self._runtime, channel, flight.number, flight.absent)
             self.sent_nbytes += channel.sent_nbytes
-        flight.unused = places_in(buckets_of(flight.transfer.part), self._unused.of(flight.number))
+        buckets = buckets_of(flight.transfer.part)
+        unused, never = self._unused.merged(flight.number)
+        flight.unused, flight.never = places_in(buckets, unused), places_in(buckets, never)
         return flight, reduced, tally
 
     async def _arrival(self, flight: Flight) -> Reduced:
@@ -532,8 +535,8 @@ class Exchanges:
         if flight.times is not None:
             with self._times.waiting():
                 decision = await flight.times
-            assert isinstance(decision.value, dict)
-            stats = replace(stats, **decision.value)  # type: ignore[arg-type]
+            with deciding(decision.name, decision.step):
+                stats = replace(stats, **Times.from_json(decision.value))
         self._settled.stats = stats
         self._state = self._schedule.observe(self._state, stats)
 

@@ -48,6 +48,7 @@ class Flight:
       times: what the decider has measured, where the schedule asked.
       again: whether it started before the run was resumed.
       unused: places in its buckets that no replica had a gradient for; noted when it is merged.
+      never: places that none has ever had one for.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Flight:
     times: Pending[Decision] | None = None
     again: bool = False
     unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    never: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

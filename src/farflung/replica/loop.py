@@ -13,17 +13,25 @@ from torch import Tensor, nn
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import NoSharing, Subset
-from farflung.errors import ConfigError
+from farflung.errors import CheckpointError, ConfigError
+from farflung.files import reading
 from farflung.replica.averaging import averaged, barrier
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints, check_model, check_share, fingerprint, share_name
+from farflung.replica.checkpoint import (
+    Checkpoints,
+    check_model,
+    check_optimizer_kind,
+    check_share,
+    fingerprint,
+    share_name,
+)
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
 from farflung.replica.placement import HOST, batch_on, state_on, wait_for
-from farflung.replica.summary import Summary, TimeSplit
+from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending, done
@@ -148,6 +156,12 @@ class Replica:
     _rate: float | None = field(init=False, default=None)
     """The learning rate of this step, where it changes."""
     _samples: int = field(init=False, default=0)
+    _begin: float = field(init=False, default=0.0)
+    """When this leg of the run began."""
+    _from_step: int = field(init=False, default=0)
+    """The steps that had been done by then."""
+    _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
+    """What earlier legs took up to the checkpoint that this one goes on from."""
     _shared_nbytes: int = field(init=False, default=0)
     _even: bool = field(init=False)
     """Whether all replicas take as many samples as each other, in every step."""
@@ -230,7 +244,8 @@ class Replica:
             self.parts.stream.close()
 
     async def _run(self) -> Summary:
-        begin = self.runtime.now()
+        begin = self._begin = self.runtime.now()
+        self._from_step = self.step_done
         stopped, scored = False, None
         placed = {} if self.device == HOST else {"device": str(self.device)}
         self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **placed)
@@ -249,8 +264,8 @@ class Replica:
         for each in self._aside:
             await each
         score = None if scored is None else scored.result()
-        duration, split = end - begin, self.time_s
-        split.other += duration - split.total
+        leg = self._leg(end)
+        whole = leg.after(self._before)
         summary = Summary(
             steps=self.step_done,
             samples=self._samples,
@@ -258,12 +273,19 @@ class Replica:
             final_loss=None if score is None else score.loss,
             bytes_sent=self.sent_nbytes,
             schedule_nbytes=self._exchanges.most_nbytes,
-            duration_s=duration,
-            time_s=split,
+            duration_s=whole.duration_s,
+            time_s=whole.time_s,
             stopped=stopped,
+            last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
         return summary
+
+    def _leg(self, until: float) -> Leg:
+        """What this leg of the run has taken up to a time."""
+        duration, split = until - self._begin, self.time_s
+        split.other += duration - split.total
+        return Leg(self._from_step, duration, split)
 
     async def step(self) -> Settled:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
@@ -512,6 +534,7 @@ class Replica:
             "exchanges": exchanges["own"],
             "samples": self._samples,
             "shared_nbytes": self._shared_nbytes,
+            "time": self._leg(self.runtime.now()).after(self._before).to_json(),
             "share": share_name(self.share),
         }
         step, checkpoints = self.step_done, self.checkpoints
@@ -538,6 +561,11 @@ class Replica:
         where = f"{self.checkpoints.folder}, step {step}"
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
+        check_optimizer_kind(own, self.optimizer, where)
+        with reading(where, "not of this recipe; resume with the one it was made with", CheckpointError):
+            self._load(shared, own)
+
+    def _load(self, shared: State, own: State) -> None:
         self.model.load_state_dict({**shared["model"], **own["buffers"], **own["parameters"]})
         load_optimizer_state(self.optimizer, own["optimizer"])
         self._random.load_state_dict(own["random"])
@@ -548,6 +576,7 @@ class Replica:
         self._exchanges.load_state_dict(state_on(exchanges, self.device))
         self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
         self.step_done = shared["step"]
+        self._before = Leg.from_state(own["time"])
 
     def _tell(self, flight: Flight) -> None:
         end = self.runtime.now() if flight.ended_s is None else flight.ended_s

@@ -6,9 +6,10 @@ import torch
 
 from farflung.config import Training
 from farflung.rates import Constant
-from farflung.types import RateSchedule, State
+from farflung.spec import text_of
+from farflung.types import Json, RateSchedule, State
 
-__all__ = ["load_optimizer_state", "optimizer_state", "set_rate"]
+__all__ = ["kind_of", "load_optimizer_state", "optimizer_settings", "optimizer_state", "set_rate"]
 
 
 def set_rate(
@@ -45,9 +46,42 @@ def set_rate(
     return rate
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """What a checkpoint calls an optimizer: the name of its class."""
+    return type(optimizer).__name__
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:
+    """The class and the settings of an optimizer by name, a list with one for each group, for comparing ranks.
+
+    What says how it computes and not what (``fused`` and the like) is left out: it may differ between machines.
+    """
+    groups = optimizer.param_groups
+    names = sorted({name for group in groups for name in group} - {"params", *_WAYS})
+    told: dict[str, Json] = {
+        f"optimizer's {name}": [_plain(group.get(name)) for group in groups] for name in names
+    }
+    return {"optimizer": kind_of(optimizer), **told}
+
+
+_WAYS = frozenset({"capturable", "differentiable", "foreach", "fused", "param_names"})
+
+
+def _plain(value: object) -> Json:
+    """A setting as JSON; a number in a tensor is that number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else text_of(value)
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     """What it has gathered for each parameter, by number; its settings are those of the training."""
-    return {"state": {str(index): dict(entry) for index, entry in optimizer.state_dict()["state"].items()}}
+    return {
+        "kind": kind_of(optimizer),
+        "state": {str(index): dict(entry) for index, entry in optimizer.state_dict()["state"].items()},
+    }
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: State) -> None:

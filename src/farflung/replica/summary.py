@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from farflung.types import Json
+from farflung.types import Json, State
 
-__all__ = ["Summary", "TimeSplit"]
+__all__ = ["Leg", "Summary", "TimeSplit"]
 
 
 @dataclass(slots=True)
@@ -35,10 +35,48 @@ class TimeSplit:
             "other": self.other,
         }
 
+    def __add__(self, other: TimeSplit) -> TimeSplit:
+        return TimeSplit(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of a run between its beginning or a resume and its end or a checkpoint, or several of them in a row.
+
+    Args:
+      from_step: the steps that had been done when it began.
+      duration_s: seconds on the run's clock.
+      time_s: where they went.
+    """
+
+    from_step: int
+    duration_s: float
+    time_s: TimeSplit
+
+    def after(self, earlier: Leg) -> Leg:
+        """Both together."""
+        return Leg(earlier.from_step, earlier.duration_s + self.duration_s, earlier.time_s + self.time_s)
+
+    def to_json(self) -> dict[str, Json]:
+        """For summaries and checkpoints."""
+        return {
+            "from_step": self.from_step,
+            "duration_s": self.duration_s,
+            "time_s": self.time_s.to_json(),
+        }
+
+    @staticmethod
+    def from_state(state: State) -> Leg:
+        """From what :meth:`to_json` gave a checkpoint."""
+        return Leg(state["from_step"], state["duration_s"], TimeSplit(**state["time_s"]))
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a run ended."""
+    """How a run ended: all figures are of the whole run, over every leg of one that was resumed.
+
+    What was done after the checkpoint that a run goes on from is done again, and counts once.
+    """
 
     steps: int
     samples: int
@@ -51,6 +89,8 @@ class Summary:
     stopped: bool
     schedule_nbytes: int = 0
     """The most memory that the schedule took up beside model, gradient and optimizer."""
+    last_leg: Leg | None = None
+    """What was done since the run was resumed; ``None`` for a run in one piece."""
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry and ``--json``."""
@@ -64,4 +104,5 @@ class Summary:
             "duration_s": self.duration_s,
             "time_s": self.time_s.to_json(),
             "stopped": self.stopped,
+            **({} if self.last_leg is None else {"last_leg": self.last_leg.to_json()}),
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from farflung.replica.flights import Flight
 from farflung.types import Json
@@ -63,6 +65,19 @@ class Times:
             self._exchanges.append(ended - began)
             began, ended = flight.began_s, end
         self._open = flight.step, min(began, flight.began_s), max(ended, end)
+
+    @staticmethod
+    def from_json(told: Any) -> dict[str, Any]:
+        """What :meth:`to_json` gave, from whatever was read.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        elapsed, step, exchange = (told[name] for name in ("elapsed_s", "step_s", "exchange_s"))
+        for seconds in (elapsed, step or 0.0, exchange or 0.0):
+            if isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+                raise ValueError(f"{seconds!r} seconds")
+        return {"elapsed_s": elapsed, "step_s": step, "exchange_s": exchange}
 
     def to_json(self) -> Json:
         """The clock and the medians, by the names of :class:`farflung.types.SharedStats`."""

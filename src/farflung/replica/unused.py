@@ -34,6 +34,8 @@ class Unused:
         """What this replica lacked when the last exchange of a part began; nothing where there is no entry."""
         self._by_all: dict[int, Places] = {}
         """What all lacked when they last told."""
+        self._never: dict[int, Places] = {}
+        """What all have lacked in every exchange of a part that was merged."""
 
     def changes(self, number: int, absent: Places) -> bool:
         """An exchange of a part begins: whether this replica lacks other gradients than at the last one."""
@@ -41,9 +43,16 @@ class Unused:
         self._own[number] = absent
         return before != absent
 
-    def of(self, number: int) -> Places:
-        """What no replica had a gradient for, in the exchange of a part that is merged."""
-        return self._by_all.get(number, ())
+    def merged(self, number: int) -> tuple[Places, Places]:
+        """An exchange of a part is merged.
+
+        Returns:
+          What no replica had a gradient for in it, and what none has ever had one for.
+        """
+        unused = self._by_all.get(number, ())
+        never = self._never.get(number, unused)
+        self._never[number] = tuple(place for place in never if place in unused)
+        return unused, self._never[number]
 
     async def tell(self, runtime: Runtime, channel: ExchangeChannel, number: int, absent: Places) -> None:
         """All tell what they lacked in an exchange of a part, since a vote that came with it has asked.
@@ -66,11 +75,12 @@ class Unused:
 
     def state_dict(self) -> tuple[State, State]:
         """What all have agreed about, and what is this replica's own."""
-        return _kept(self._by_all), _kept(self._own)
+        return {"now": _kept(self._by_all), "never": _kept(self._never)}, _kept(self._own)
 
     def load_state_dict(self, shared: State, own: State) -> None:
         """Continues from :meth:`state_dict`."""
-        self._by_all, self._own = _loaded(shared), _loaded(own)
+        self._by_all, self._never = _loaded(shared["now"]), _loaded(shared["never"])
+        self._own = _loaded(own)
 
 
 def joined_places(found: Iterable[tuple[Bucket, Collection[int]]]) -> Places:

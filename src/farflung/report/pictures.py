@@ -193,7 +193,8 @@ def _read(rank: int, events: Iterable[Event]) -> _Replica:
             at = session.before + t - session.begin
             replica.scores.append((int(_number(rank, event, "step")), at, _number(rank, event, "accuracy")))
         elif kind == "end":
-            split = event.get("time_s")
+            leg = event.get("last_leg")
+            split = (leg if isinstance(leg, dict) else event).get("time_s")
             if not isinstance(split, dict):
                 raise DataError(f"rank {rank}: no time_s in an event (end); the events are damaged")
             session.split = {name: _number(rank, split, name) for name in PARTS_OF_TIME}

@@ -25,6 +25,10 @@ PARTS_OF_TIME = {
 """The parts that a replica's time is split into, and what people call them."""
 
 
+_LONGEST_S = 1e13
+"""Of what can be written in hours and days."""
+
+
 def score_words(score: float) -> tuple[str, str]:
     """What a metric is called and its value: an accuracy in percent where it can be one (0 to 1), else a score.
 
@@ -63,6 +67,12 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
         table.add_row(f"test {name}", score, style="bold")
         table.add_row("test loss", f"{_number(summary, 'final_loss'):.4g}")
     table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
+    leg = summary.get("last_leg")
+    if leg is not None:
+        if not isinstance(leg, dict):
+            raise DataError("the summary of the run has a damaged last_leg")
+        since = duration_words(_number(leg, "duration_s"))
+        table.add_row("resumed", f"at step {_number(leg, 'from_step'):,.0f}, {since} of the duration")
     table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))
     held = _number(summary, "schedule_bytes_per_replica")
@@ -82,7 +92,8 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
 
 def duration_words(seconds: float) -> str:
     """Seconds up to 100 of them, else hours, minutes and seconds."""
-    return f"{seconds:.3g} s" if seconds < 99.95 else str(timedelta(seconds=round(seconds)))
+    counted = 99.95 <= seconds < _LONGEST_S
+    return str(timedelta(seconds=round(seconds))) if counted else f"{seconds:.3g} s"
 
 
 def _number(values: Mapping[str, Json], name: str) -> float:

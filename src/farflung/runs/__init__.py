@@ -3,12 +3,13 @@
 from farflung.runs.comparison import COMPARED, Comparison, Contest, Row, Watch, compare, contest
 from farflung.runs.config import DEVICE, NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.events import EVENTS, listener
-from farflung.runs.folder import RunFolder, write_json
-from farflung.runs.preparing import Prepared, prepared, run_folder
+from farflung.runs.folder import RunFolder
+from farflung.runs.preparing import Filed, Prepared, prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.settings import Setting, settings_of
-from farflung.runs.simulation import asked_to_stop, retime, retime_prepared, simulate, simulate_prepared
+from farflung.runs.simulation import retime, retime_prepared, simulate, simulate_prepared
+from farflung.runs.stopping import asked_to_stop
 from farflung.runs.training import prepare_training, ready_to_train, train, train_prepared
 from farflung.runs.variants import variant
 
@@ -19,6 +20,7 @@ __all__ = [
     "NETWORK",
     "Comparison",
     "Contest",
+    "Filed",
     "Prepared",
     "Row",
     "Run",
@@ -45,5 +47,4 @@ __all__ = [
     "train",
     "train_prepared",
     "variant",
-    "write_json",
 ]

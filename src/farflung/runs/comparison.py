@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
+from farflung.files import held, naming, writing
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.runs.config import DEVICE, SimulatedConfig
@@ -142,12 +143,32 @@ class Contest:
           target: the score to reach; when not given, the best that every run reached.
           watch: follows it.
           stop_asked: whether somebody asked to stop; a run that is cut short is removed.
-        """
-        from farflung.report import Course
 
+        Raises:
+          BadInput: a target that is no number, a folder that cannot be written or that another command uses.
+        """
+        if target is not None and not math.isfinite(target):
+            raise ConfigError(f"--target {target}: must be a finite number")
         scratch = Scratch() if out is None else None
         folder = Path(str(out)) if scratch is None else scratch.path
-        runs, courses = [], []
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with held(folder, "compares"):
+            made = self._made(folder, watch, stop_asked)
+        if made is None:
+            return None
+        runs, courses = made
+        best = min(course.best for course in courses)
+        return Comparison(runs, courses, best if target is None else target, self.title, scratch)
+
+    def _made(
+        self, folder: Path, watch: Watch | None, stop_asked: Callable[[], bool]
+    ) -> tuple[list[Run], list[Course]] | None:
+        """All runs in a folder that nobody else uses; ``None`` where somebody asked to stop."""
+        from farflung.report import Course
+
+        runs: list[Run] = []
+        courses: list[Course] = []
         for row in self.rows:
             if watch is not None:
                 watch.begin(f"{row.recipe}, seed {row.configs[0].seed}", row.configs[0].steps)
@@ -157,7 +178,6 @@ class Contest:
                 run = Prepared(config, files, config.split())
                 if not _is_there(run):
                     if first is None or timing_decisions(first):
-                        run.create()
                         simulate_prepared(run, watch or nowhere, stop_asked=stop_asked, checkpointed=False)
                         if stop_asked():
                             shutil.rmtree(files.path)
@@ -166,14 +186,20 @@ class Contest:
                 if stop_asked():
                     return None
                 first = first or files
-                ended = run.ended(json.loads(files.summary.read_text(encoding="utf-8")))
-                events = read_events(files.telemetry(0))
+                ended = run.ended(files.stored_summary())
+                with naming(files.telemetry(0)):
+                    course = Course.of(
+                        row.recipe,
+                        config.network_name,
+                        config.seed,
+                        read_events(files.telemetry(0)),
+                        ended.summary,
+                    )
                 runs.append(ended)
-                courses.append(Course.of(row.recipe, config.network_name, config.seed, events, ended.summary))
+                courses.append(course)
             if watch is not None:
                 watch.end()
-        best = min(course.best for course in courses)
-        return Comparison(runs, courses, best if target is None else target, self.title, scratch)
+        return runs, courses
 
 
 def compare(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,13 +16,15 @@ from farflung.data import PARTITIONS, Partition, Share, describe
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
+from farflung.files import naming
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import MEMBERS, Recipe, recipe
-from farflung.replica import check_model, check_share
+from farflung.replica import check_model, check_optimizer_kind, check_share, fingerprint
 from farflung.runs.folder import RunFolder
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.variants import variant
 from farflung.runtime import DecisionLog, VirtualWorld
+from farflung.runtime.stage import CARRIED
 from farflung.seeding import generator
 from farflung.spec import build, is_carried, text_of
 from farflung.timing import forward_flops
@@ -78,7 +82,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
-        if not self.deadline > 0:
+        if not (self.deadline > 0 and math.isfinite(self.deadline)):
             raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
 
     @property
@@ -171,6 +175,10 @@ class RunConfig:
 
     # --- what it makes ----------------------------------------------------------------------------------------
 
+    def model_layout(self) -> str:
+        """A short hash of the names, shapes and dtypes of the model, for comparing ranks."""
+        return fingerprint(self.task.model(generator(self.seed, "model")))
+
     def make_shares(self) -> list[SampleIds] | None:
         """The training samples for each replica; ``None`` where all draw from the whole set.
 
@@ -251,7 +259,9 @@ class RunConfig:
             shared, own = checkpoints.load(step)
             where = f"{checkpoints.folder}, step {step}"
             if rank == 0:
-                check_model(shared, self.task.model(generator(self.seed, "model")), where)
+                model = self.task.model(generator(self.seed, "model"))
+                check_model(shared, model, where)
+                check_optimizer_kind(own, self.training.make_optimizer(model.parameters()), where)
             check_share(own, None if shares is None else shares[rank], where)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
@@ -271,9 +281,12 @@ class RunConfig:
         Raises:
           CheckpointError: there is none, it is damaged, or of another kind.
         """
-        stored = folder.stored_config()
-        if not set(stored) <= set(cls.settings()) or cls.lacks(stored):
+        stored, known = folder.stored_config(), cls.settings()
+        if not set(stored) <= set(known) or cls.lacks(stored):
             raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
+        for name, value in stored.items():
+            if known[name].kind is str and not isinstance(value, str):
+                raise CheckpointError(f"{folder.config}: {name} must be text, not {value!r}")
         return stored
 
 
@@ -324,13 +337,19 @@ class SimulatedConfig(RunConfig):
 
     def make_network(self) -> NetworkProfile:
         """The network between the replicas."""
-        return _profile(self.network).for_nodes(self.workers)
+        with naming(self.network) if isinstance(self.network, str) else nullcontext():
+            return _profile(self.network).for_nodes(self.workers)
 
     def make_faults(self) -> FaultPlan:
         """What goes wrong."""
         if isinstance(self.faults, FaultPlan):
             return self.faults
-        return load_faults(Path(self.faults)) if self.faults else FaultPlan()
+        if not self.faults:
+            return FaultPlan()
+        plan = load_faults(Path(self.faults))
+        with naming(self.faults):
+            plan.check(self.workers, CARRIED, "virtual time")
+        return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """The clock, the network and the devices."""

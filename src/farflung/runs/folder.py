@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from farflung.errors import CheckpointError, ConfigError
+from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.files import held, json_of, read_text, reading, write_json, write_text, writing
 from farflung.replica import Checkpoints
 from farflung.runtime import DecisionLog, decision_json, read_decisions
 from farflung.telemetry import Event, read_events
 from farflung.types import Decision, Json
 
-__all__ = ["RunFolder", "Scratch", "write_json", "write_text"]
+__all__ = ["RunFolder", "Scratch"]
 
 
 class RunFolder:
@@ -40,21 +40,52 @@ class RunFolder:
         self.replay = path / "replay.jsonl"
         self.traffic = path / "traffic.jsonl"
 
+    def check(self) -> None:
+        """Finds out whether a run can be kept here, before anything is done for it.
+
+        Raises:
+          ConfigError: another run is in it, or it is no folder.
+        """
+        with writing(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(f"{self.path}: a file: a run is kept in a folder")
+            if self.config.exists() and not self.resumed:
+                raise ConfigError(
+                    f"{self.path} holds a run already: choose another --out, or continue it with --resume"
+                )
+
+    @contextmanager
+    def begun(self, config: Mapping[str, Json], replay: Path | None = None) -> Iterator[None]:
+        """Inside, no other process makes a run here; see :meth:`create` for what is made first.
+
+        Raises:
+          BadInput: another process makes a run here, another run is in it, it cannot be written, or ``replay`` is no
+            decision log.
+        """
+        self._make()
+        with held(self.path, "makes a run"):
+            self.create(config, replay)
+            yield
+
     def create(self, config: Mapping[str, Json], replay: Path | None = None) -> None:
         """Makes the folder and stores the configuration, and the decisions of another run that this one makes again.
 
         Raises:
           ConfigError: another run is in it, or ``replay`` is no decision log.
+          StorageError: it cannot be written.
         """
         again = None if replay is None else read_decisions(replay)
-        if self.config.exists() and not self.resumed:
-            raise ConfigError(
-                f"{self.path} holds a run already: choose another --out, or continue it with --resume"
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
+        if again == []:
+            raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
+        self._make()
         if again is not None:
             write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
         write_json(self.config, dict(config))
+
+    def _make(self) -> None:
+        self.check()
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
 
     def decision_log(self) -> DecisionLog:
         """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
@@ -71,24 +102,40 @@ class RunFolder:
         Raises:
           CheckpointError: there is none, or it is damaged.
         """
-        try:
-            stored = json.loads(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)") from None
-        except ValueError:
-            stored = None
-        if not isinstance(stored, dict):
-            raise CheckpointError(f"{self.config}: damaged; start the run anew")
-        return stored
+        if not self.config.exists():
+            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)")
+        return self._object(self.config)
+
+    def stored_summary(self) -> dict[str, Json]:
+        """How the run in it ended.
+
+        Raises:
+          CheckpointError: it has not, or the file is damaged.
+        """
+        return self._object(self.summary)
+
+    def _object(self, path: Path) -> dict[str, Json]:
+        with reading(path, "damaged; start the run anew", CheckpointError):
+            found = json_of(read_text(path))
+            if not isinstance(found, dict):
+                raise TypeError(f"keys and values were due, not {type(found).__name__}")
+            return found
 
     def telemetry(self, rank: int) -> Path:
         """The events of one rank."""
         return self.path / "telemetry" / f"rank-{rank}.jsonl"
 
     def events(self) -> dict[int, list[Event]]:
-        """All events, by rank."""
-        files = (self.path / "telemetry").glob("rank-*.jsonl")
-        return {int(file.stem.removeprefix("rank-")): list(read_events(file)) for file in sorted(files)}
+        """All events, by rank.
+
+        Raises:
+          DataError: they cannot be read; names file and line.
+        """
+        found = {}
+        for file in sorted((self.path / "telemetry").glob("rank-*.jsonl")):
+            with reading(file, "damaged", DataError):
+                found[int(file.stem.removeprefix("rank-"))] = read_events(file)
+        return found
 
     def checkpoints(self, rank: int, size: int, *, leader: bool) -> Checkpoints:
         """The run's checkpoints as one replica sees them."""
@@ -99,17 +146,6 @@ class Scratch:
     """A folder that is gone once nothing knows this object any more, at the latest with the process."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="farflung-"))
+        with writing(Path(tempfile.gettempdir())):
+            self.path = Path(tempfile.mkdtemp(prefix="farflung-"))
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-
-def write_json(path: Path, value: Json) -> None:
-    """Writes a file that appears whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,14 +18,15 @@ from farflung.comm import collective_named
 from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.devices import device_profile
+from farflung.files import write_json
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
-from farflung.runs.folder import write_json
 from farflung.runs.preparing import Prepared
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import one_thread, whole
+from farflung.runs.stopping import on_stop
 from farflung.runtime import WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
@@ -135,14 +133,15 @@ def join(
     placed = place(device, local_rank=seat.local_rank, local_size=seat.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
-    with one_thread(), _asked_to_stop() as asked, JsonLines(files.telemetry(rank)) as file:
+    asked = threading.Event()
+    with one_thread(), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
         telemetry.emit("hello", pid=os.getpid())
         runtime = WallRuntime(
             rank,
             size,
             seat.store(),
-            settings=config.to_json(),
+            settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
@@ -191,20 +190,3 @@ def join(
     if rank == 0:
         write_json(files.summary, summary)
     return run.ended(summary)
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Inside, every signal to stop sets the event."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {
-        number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

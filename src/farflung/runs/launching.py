@@ -10,15 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from farflung.comm import NetworkModel
 from farflung.errors import BadInput, RunLost
+from farflung.files import writing
 from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import listener
@@ -26,6 +25,7 @@ from farflung.runs.folder import RunFolder
 from farflung.runs.job import Job
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
+from farflung.runs.stopping import on_stop
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -60,8 +60,9 @@ def launch(
     """
     config, folder = run.config, run.files
     with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
-        events = stack.enter_context(listener(Path(scratch)))
+        with writing(Path(tempfile.gettempdir())):
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
+            events = stack.enter_context(listener(Path(scratch)))
         if network:
             profile = network_profile(network).for_nodes(config.workers)
             stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
@@ -69,7 +70,7 @@ def launch(
             str(folder.path), folder.resumed, config.workers, events.getsockname(), f"{scratch}/meeting",
             device=device, pace=pace, network=network, model=scratch if network else "",
         )  # fmt: skip
-        with folder.log.open("ab") as log:
+        with writing(folder.log), folder.log.open("ab") as log:
             job = subprocess.Popen(
                 [sys.executable, "-m", "farflung.runs.workers", json.dumps(told.to_json())],
                 stdin=subprocess.PIPE,
@@ -101,22 +102,18 @@ class _Watch:
         self._end_by: float | None = None
 
     def run(self) -> Mapping[str, Json]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        here = threading.current_thread() is threading.main_thread()  # signals come to no other
-        before = {s: signal.signal(s, self._interrupt) for s in numbers if here}
-        try:
-            while self._job.poll() is None:
-                self._listen()
-                if self._end_by is not None and time.monotonic() > self._end_by:
-                    break
-            with contextlib.suppress(BlockingIOError):
-                self._events.setblocking(False)
-                while True:
-                    self._hear(self._events.recv(1 << 20))
-        finally:
-            self._end()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with on_stop(self._interrupt):
+            try:
+                while self._job.poll() is None:
+                    self._listen()
+                    if self._end_by is not None and time.monotonic() > self._end_by:
+                        break
+                with contextlib.suppress(BlockingIOError):
+                    self._events.setblocking(False)
+                    while True:
+                        self._hear(self._events.recv(1 << 20))
+            finally:
+                self._end()
         return self._outcome()
 
     def _listen(self) -> None:
@@ -137,8 +134,7 @@ class _Watch:
             self._summary = {**self._summary, "pace": {k: event[k] for k in ("device", "steps", "overran")}}
         self._show(event)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _interrupt(self) -> None:
         self._interrupts += 1
         at_work = len(self._pids) == self._workers
         self._end_by = time.monotonic() + (STOP_S if at_work and self._interrupts == 1 else 0.0)
@@ -162,8 +158,8 @@ class _Watch:
             raise kind(str(told["message"]))
         if self._summary is not None:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
-            kept = self._folder.summary
-            summary = {**(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}), **told}
+            kept = self._folder.stored_summary() if self._folder.summary.exists() else {}
+            summary = {**kept, **told}
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt

@@ -5,21 +5,36 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from farflung.data import Share
 from farflung.errors import ConfigError
+from farflung.files import naming
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.result import Run
 from farflung.types import Json
 
-__all__ = ["Prepared", "prepared", "run_folder"]
+__all__ = ["Filed", "Prepared", "prepared", "run_folder"]
 
 C = TypeVar("C", bound=RunConfig)
+
+
+class Filed(dict[str, Json]):
+    """Settings by name that come from a file, for messages.
+
+    Args:
+      path: of the file.
+      said: the settings.
+    """
+
+    def __init__(self, path: Path, said: Mapping[str, Json]) -> None:
+        super().__init__(said)
+        self.path = path
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +55,14 @@ class Prepared(Generic[C]):
     replay: Path | None = None
     scratch: Scratch | None = field(default=None, repr=False)
 
-    def create(self) -> None:
-        """Makes the folder.
+    def begun(self) -> AbstractContextManager[None]:
+        """Makes the folder; inside, no other process makes a run there.
 
         Raises:
-          ConfigError: another run is in it, or ``replay`` is no decision log.
+          BadInput: another process makes a run there, another run is in it, it cannot be written, or ``replay`` is no
+            decision log.
         """
-        self.files.create(self.config.to_json(), self.replay)
+        return self.files.begun(self.config.to_json(), self.replay)
 
     def ended(self, summary: dict[str, Json]) -> Run:
         """The run, once it has been made."""
@@ -78,24 +94,33 @@ def prepared(
       BadInput: says what and what to do.
     """
     stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
-    config = kind.resolve(stored, *layers)
     kept: Scratch | None = None
-    if resume is not None:
-        if out is not None and Path(out) != Path(resume):
-            raise ConfigError("--out and --resume name different folders: a run resumes in its own folder")
-        files = RunFolder(Path(resume), resumed=True)
-    elif out is not None:
-        files = RunFolder(Path(out))
-    elif scratch:
-        kept = Scratch()
-        files = RunFolder(kept.path / "run")
-    else:
-        files = RunFolder(run_folder(config.title))
     shares: list[Share] = []
-    if check:
-        shares = config.check()
-        if files.resumed:
-            config.check_resumable(files)
+    with ExitStack() as sources:  # what is wrong may be what they say
+        if resume is not None:
+            sources.enter_context(naming(f"--resume {resume}"))
+        for layer in layers:
+            if isinstance(layer, Filed):
+                sources.enter_context(naming(layer.path))
+        config = kind.resolve(stored, *layers)
+        if resume is not None:
+            if out is not None and Path(out) != Path(resume):
+                raise ConfigError(
+                    "--out and --resume name different folders: a run resumes in its own folder"
+                )
+            files = RunFolder(Path(resume), resumed=True)
+        elif out is not None:
+            files = RunFolder(Path(out))
+        elif scratch:
+            kept = Scratch()
+            files = RunFolder(kept.path / "run")
+        else:
+            files = RunFolder(run_folder(config.title))
+        if check:
+            files.check()
+            shares = config.check()
+            if files.resumed:
+                config.check_resumable(files)
     return Prepared(config, files, shares, None if replay is None else Path(replay), kept)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from farflung.data import Share
+from farflung.files import naming
 from farflung.replica import load_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
@@ -69,7 +70,8 @@ class Run:
         """The summary for people."""
         from farflung.report import summary_table
 
-        return summary_table(self.summary, simulated=self.simulated)
+        with naming(self.files.summary):
+            return summary_table(self.summary, simulated=self.simulated)
 
     def picture(self, path: Path | str | None = None) -> Path:
         """Draws loss, score and time; to ``run.png`` in the run's folder when no path is given.
@@ -80,7 +82,8 @@ class Run:
         from farflung.report import run_picture
 
         path = Path(path or self.files.picture)
-        run_picture(self.events, path, title=self.config.title, simulated=self.simulated)
+        with naming(self.files.path):
+            run_picture(self.events, path, title=self.config.title, simulated=self.simulated)
         return path
 
     def keep(self, folder: Path | str) -> Path:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from farflung.devices import DeviceProfile
-from farflung.errors import CheckpointError, ConfigError
+from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.files import naming, reading, write_json, write_whole
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.replica import Replica, Summary, keep_once, save_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
-from farflung.runs.folder import RunFolder, Scratch, write_json
+from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
@@ -33,7 +31,6 @@ from farflung.timing import RecordedReplica, Retimed, Traffic, TrafficRecorder, 
 from farflung.types import Decision, Json, State, Workload
 
 __all__ = [
-    "asked_to_stop",
     "never",
     "nowhere",
     "one_thread",
@@ -95,7 +92,6 @@ def simulate(
     """
     said = {"workload": workload, "recipe": recipe, **settings}
     run = prepared(SimulatedConfig, said, out=out, resume=resume, replay=replay, scratch=True)
-    run.create()
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
 
@@ -106,7 +102,7 @@ def simulate_prepared(
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
 ) -> Run:
-    """Trains in virtual time, in a folder that has been made.
+    """Makes the folder, and trains there in virtual time.
 
     Args:
       run: what and where.
@@ -115,8 +111,16 @@ def simulate_prepared(
       checkpointed: whether checkpoints are kept.
 
     Raises:
+      BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
+    with run.begun():
+        return _simulated(run, show, stop_asked, checkpointed)
+
+
+def _simulated(
+    run: Prepared[SimulatedConfig], show: Sink, stop_asked: Callable[[], bool], checkpointed: bool
+) -> Run:
     config, files = run.config, run.files
     world = config.make_world(files.decision_log())
     shares = config.make_shares()
@@ -187,7 +191,8 @@ def retime(
         if not isinstance(before, SimulatedConfig):
             raise ConfigError(f"{run.folder}: a run of real workers; only simulated ones can be retimed")
     else:
-        before = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
+        with naming(stored.config):
+            before = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
     config = replace(before, network=network or before.network, device=device or before.device)
     shares = config.check()
     scratch = Scratch() if out is None else None
@@ -206,11 +211,26 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
     Raises:
       BadInput: the run cannot be retimed; says why.
     """
-    config, files = run.config, run.files
+    config = run.config
     events, checkpointed = _retimable(stored, config)
     traffic = Traffic.read(stored.traffic)
     replay = stored.decisions if stored.decisions.exists() else None
-    replace(run, replay=replay).create()
+    with (
+        replace(run, replay=replay).begun(),
+        reading(stored.path, "its events and its traffic are damaged; simulate it anew", DataError),
+    ):
+        return _retimed(run, stored, show, events, traffic, checkpointed)
+
+
+def _retimed(
+    run: Prepared[SimulatedConfig],
+    stored: RunFolder,
+    show: Sink,
+    events: Mapping[int, Sequence[Event]],
+    traffic: Traffic,
+    checkpointed: bool,
+) -> Run:
+    config, files = run.config, run.files
     world = config.make_world(files.decision_log())
     shares = config.make_shares()
     with ExitStack() as open_files:
@@ -232,7 +252,7 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
         collective = settled_collective(settle, config.recipe, replicas[0])
         _run(world, replicas, Replica.run)
     if stored.model.exists():
-        shutil.copyfile(stored.model, files.model)
+        write_whole(files.model, partial(shutil.copyfile, stored.model))
     (end,) = (event for event in files.events()[0] if event["event"] == "end")
     told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
     return _kept(run, {**told, "collective": collective})
@@ -291,25 +311,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C sets the event, and the second interrupts."""
-    asked = threading.Event()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -112,10 +113,13 @@ def train_prepared(
     pace: str | None = None,
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
-    begin = ready_to_train(run, interface=interface, keys=keys, network=network, device=device, pace=pace)
-    return begin(show)
+    with ready_to_train(
+        run, interface=interface, keys=keys, network=network, device=device, pace=pace
+    ) as begin:
+        return begin(show)
 
 
+@contextmanager
 def ready_to_train(
     run: Prepared[RunConfig],
     *,
@@ -124,8 +128,8 @@ def ready_to_train(
     network: str | None,
     device: str,
     pace: str | None,
-) -> Callable[[Sink], Run]:
-    """Makes the folder; what comes back trains there, and tells a sink of the events. Arguments as for :func:`train`.
+) -> Iterator[Callable[[Sink], Run]]:
+    """Makes the folder; what it gives trains there, and tells a sink of the events. Arguments as for :func:`train`.
 
     Raises:
       BadInput: this machine cannot do it; says why, and nothing has been made.
@@ -137,17 +141,16 @@ def ready_to_train(
                 "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
             )
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
-        if os.environ["RANK"] == "0":
-            run.create()
         known = os.environ.get(NETWORK, "")
+        seat = Seat.under_torchrun()
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-            return join(
-                run, sink, Seat.under_torchrun(), reach, device=device, pace=pace or "", network=known
-            )
+            return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
 
-        return joined
+        with run.begun() if seat.rank == 0 else nullcontext():
+            yield joined
+        return
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
@@ -161,8 +164,8 @@ def ready_to_train(
                 f"--network: the backend's own collectives (--collective {config.recipe.collective}) cannot be paced: "
                 "choose another one"
             )
-    run.create()
-    return partial(launch, run, device=device, pace=pace or "", network=network or "")
+    with run.begun():
+        yield partial(launch, run, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:

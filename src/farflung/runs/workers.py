@@ -92,9 +92,9 @@ def _train(job: Job, rank: int) -> int:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        traceback.print_exc()
         what = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
         tell(_error_event(rank, what, 1, own=True))
+        traceback.print_exc()
         return 1
     return 0
 

@@ -7,11 +7,13 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from farflung.comm import Purpose, resolve_collective
+from farflung.comm import Purpose, collective_named, resolve_collective
 from farflung.errors import ConfigError
+from farflung.files import deciding, drop_cut_line, json_lines, writing
 from farflung.network import NetworkProfile
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
@@ -42,9 +44,16 @@ def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | N
 
 
 def adopt_collectives(comm: Communicator, decision: Decision) -> str:
-    """Has a communicator do as was decided; the names, that for the largest tensor first."""
-    assert isinstance(decision.value, dict)
-    comm.auto = {int(nbytes): str(name) for nbytes, name in decision.value.items()}
+    """Has a communicator do as was decided; the names, that for the largest tensor first.
+
+    Raises:
+      ConfigError: the decision comes from a log, and is not of such a run.
+    """
+    with deciding(decision.name, decision.step):
+        chosen: Any = decision.value
+        comm.auto = {int(nbytes): str(name) for nbytes, name in chosen.items()}
+        for name in comm.auto.values():
+            collective_named(name)
     return ", ".join(dict.fromkeys(comm.auto.values())) or "direct"
 
 
@@ -62,18 +71,28 @@ class DecisionLog:
         self.entries: list[Decision] = []
         """Those made so far."""
         self._path = path
+        self._begun: set[Path] = set()
+        """Files that end with a whole line."""
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
-        """Adds one."""
+        """Adds one.
+
+        Raises:
+          StorageError: it cannot be kept.
+        """
         self.entries.append(decision)
         if self._path is not None:
             path = self._path
             if decision.rank is not None:
                 path = path.with_suffix("") / f"rank-{decision.rank}.jsonl"
-                path.parent.mkdir(exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(decision_json(decision) + "\n")
+            with writing(path):
+                if path not in self._begun:
+                    path.parent.mkdir(exist_ok=True)
+                    drop_cut_line(path)
+                    self._begun.add(path)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(decision_json(decision) + "\n")
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """What is to be decided again; ``None`` where nothing was."""
@@ -128,23 +147,13 @@ def read_decisions(path: Path) -> list[Decision]:
 
 
 def _read(path: Path) -> list[Decision]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"{path}: cannot be read as a decision log ({reason})") from None
-    decisions = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            decisions.append(_decision(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise ConfigError(
-                f"{path}, line {number}: not a decision; give the decisions.jsonl of a run"
-            ) from None
+    decisions: list[Decision] = []
+    json_lines(
+        path,
+        "not a decision; give the decisions.jsonl of a run",
+        lambda content: decisions.append(_decision(content)),
+        ConfigError,
+    )
     return decisions
 
 
@@ -152,9 +161,9 @@ def _decision(content: dict[str, Json]) -> Decision:
     name, step, value, timing = (content[key] for key in ("name", "step", "value", "timing"))
     rank = content.get("rank")
     if not (isinstance(name, str) and type(step) is int and isinstance(timing, bool)):
-        raise ValueError
+        raise TypeError("a name, a step and whether it depends on time were due")
     if not (rank is None or type(rank) is int):
-        raise ValueError
+        raise TypeError("rank is no number")
     return Decision(name, step, value, timing, rank)
 
 

@@ -12,7 +12,8 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from farflung.errors import Unsupported
+from farflung.errors import StorageError, Unsupported
+from farflung.files import writing
 from farflung.replica import Replica
 from farflung.tasks import Pending
 from farflung.timing.traffic import Op
@@ -42,11 +43,15 @@ class TrafficRecorder:
     Args:
       path: the file; replaced.
       size: number of ranks.
+
+    Raises:
+      StorageError: when it is made or at any call: the file cannot be written.
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._size = size
-        self._file = path.open("w", encoding="utf-8")
+        self._size, self._path = size, path
+        with writing(path):
+            self._file = path.open("w", encoding="utf-8")
         self._journeys: dict[tuple[Op, ...], int] = {}
         self._open: dict[tuple[int, int], dict[int, int]] = {}
         self._begun: dict[int, tuple[int, int]] = {}
@@ -84,7 +89,8 @@ class TrafficRecorder:
             self._write({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
 
     def _write(self, row: dict[str, Json]) -> None:
-        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +98,12 @@ class TrafficRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            with writing(self._path):
+                self._file.close()
+        except StorageError:
+            if error is None:  # otherwise what went wrong before is what counts
+                raise
 
 
 @dataclass(slots=True)

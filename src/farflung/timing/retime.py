@@ -61,7 +61,10 @@ class Retimed(Replica):
         """Buckets fill in the order in which they did."""
         del loss
         rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
-        for index in self.traffic.fills.get((self.step_done, rank), every):
+        order = self.traffic.fills.get((self.step_done, rank), every)
+        if sorted(order) != [*every]:
+            raise DataError(f"the run's traffic has no order of {len(every)} buckets: simulate it again")
+        for index in order:
             ready(index)
 
     def update(self) -> None:
@@ -85,7 +88,7 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
 
     def sink(event: Event) -> None:
         left = expected.get(_named(event))
-        if not left:
+        if not left or not (TIMES | BYTES) & left[0].keys() <= event.keys():
             raise DataError(
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"

@@ -8,12 +8,12 @@ buckets of a backward pass filled, where that is not the order of their numbers.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from farflung.errors import DataError
+from farflung.files import json_lines
 from farflung.types import Json
 
 __all__ = ["Exchanged", "Op", "Traffic"]
@@ -61,23 +61,16 @@ class Traffic:
         Raises:
           DataError: absent or damaged; names it.
         """
+        if not path.exists():
+            raise DataError(f"{path}: there is none; only runs of farflung simulate record their traffic")
         traffic = Traffic()
-        try:
-            with path.open(encoding="utf-8") as file:
-                for line in file:
-                    traffic._take(json.loads(line))
-        except FileNotFoundError:
-            raise DataError(
-                f"{path}: there is none; only runs of farflung simulate record their traffic"
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+        json_lines(path, "damaged; simulate the run anew", traffic._take, DataError, whole=True)
         return traffic
 
     def _take(self, row: dict[str, Json]) -> None:
         if "journey" in row:
             ops = cast("list[list[str | int]]", row["ops"])
-            self.journeys[cast(int, row["journey"])] = tuple(tuple(op) for op in ops)
+            self.journeys[cast(int, row["journey"])] = tuple(_op(op) for op in ops)
         elif "fill" in row:
             self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
         else:
@@ -87,3 +80,21 @@ class Traffic:
                 tuple(cast("list[float]", row["rider"])),
                 cast(bool, row["learns"]),
             )
+
+
+def _op(op: list[str | int]) -> Op:
+    """One entry of a journey.
+
+    Raises:
+      ValueError: it is none.
+    """
+    kind, *numbers = op
+    words = 2 if kind == "whole" else 0
+    if len(numbers) != _NUMBERS[kind] or not all(type(one) is str for one in numbers[:words]):
+        raise ValueError(f"{op}: not an entry of a journey")
+    if not all(type(one) is int and 0 <= one < 1 << 62 for one in numbers[words:]):
+        raise ValueError(f"{op}: not an entry of a journey")
+    return tuple(op)
+
+
+_NUMBERS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "whole": 4}

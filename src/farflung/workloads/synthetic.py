@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,7 +68,7 @@ class Quadratic:
     )
 
     def __post_init__(self) -> None:
-        if self.dim < 1 or self.groups < 1 or self.samples < self.groups or not self.spread >= 1:
+        if self.dim < 1 or self.groups < 1 or self.samples < self.groups or not 1 <= self.spread < math.inf:
             raise ConfigError(
                 "synthetic/quadratic needs dim >= 1, groups >= 1, samples >= groups and spread >= 1, not "
                 f"dim={self.dim}, groups={self.groups}, samples={self.samples}, spread={self.spread}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from farflung.errors import ConfigError
+from farflung.files import deciding
 from farflung.seeding import Passes, derive
 from farflung.types import Arrivals, Batch, Dataset, Feed, Json, SampleIds, Samples, State
 
 __all__ = ["RateLimited"]
+
+_AHEAD = 1 << 24
+"""Arrivals that a run which is replayed may have been ahead of this one."""
 
 
 class RateLimited:
@@ -52,7 +57,7 @@ class RateLimited:
     ) -> None:
         self._rates = list(rate) if isinstance(rate, Sequence) else rate
         for each in self._rates if isinstance(self._rates, list) else [self._rates]:
-            if not each > 0:
+            if not 0 < each < math.inf:
                 raise ConfigError(
                     f"stream rate({rate}): rate: must be a number of samples per second above 0"
                 )
@@ -155,10 +160,23 @@ class RateLimited:
             if len(self._held) < self._fewest:
                 return self._fewest
             made = self._decide("arrivals", step, self._choice)
-            self._chosen = step, cast("dict[str, int]", made.value)
+            with deciding("arrivals", step):
+                self._chosen = step, self._possible(made.value)
             self._dropped = self._chosen[1]["oldest"]
             self._held = self._held[self._held >= self._dropped]
         return self._chosen[1]["count"]
+
+    def _possible(self, choice: Any) -> dict[str, int]:
+        """A choice as it was made or read.
+
+        Raises:
+          ValueError: it cannot have been made.
+        """
+        oldest, count = choice["oldest"], choice["count"]
+        whole = type(oldest) is int and type(count) is int
+        if not (whole and 0 <= oldest <= self._next + _AHEAD and self._fewest <= count <= self._largest):
+            raise ValueError(f"oldest {oldest!r}, count {count!r}")
+        return {"oldest": oldest, "count": count}
 
     def _choice(self) -> Json:
         kept = self._held if self._backlog is None else self._held[-self._backlog :]

@@ -71,7 +71,7 @@ class Replacing(Merger):
         if "at" in flight.kept[index]:
             moved = self._buckets.weights(index).sub_(flight.kept[index]["at"])
             mean = mean + flight.transfer.merge.correction * mean * mean * moved
-        self._buckets.load(index, mean, flight.unused.get(index, ()))
+        self._buckets.load(index, mean, flight.unused.get(index, ()), flight.never.get(index, ()))
 
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """On what was merged."""

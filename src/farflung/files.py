@@ -1,0 +1,289 @@
+"""Files: read behind one door that names them, written whole or not at all, appended to in whole lines."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import fcntl
+import json
+import os
+import re
+import struct
+import tomllib
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from farflung.errors import BadInput, ConfigError, FarflungError, StorageError
+from farflung.types import Json
+
+__all__ = [
+    "deciding",
+    "drop_cut_line",
+    "held",
+    "json_lines",
+    "json_of",
+    "naming",
+    "read_text",
+    "reading",
+    "toml_of",
+    "write_json",
+    "write_text",
+    "write_whole",
+    "writing",
+]
+
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    csv.Error,
+    struct.error,
+    zlib.error,
+)
+"""What content that is not what it should be makes a reader raise; RuntimeError is recursion's, and torch's, too."""
+_BLOCK = 1 << 16
+_TOO_LONG = re.compile(r"\d{309}")
+"""No float is as large."""
+_UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) -> Iterator[None]:
+    """The door of every reader: whatever goes wrong inside, of what a file holds, is one error that names the file.
+
+    Args:
+      path: the file, or words that name it.
+      wrong: what to say of it, as in ``"not a decision"``.
+      kind: of the error.
+
+    Raises:
+      BadInput: of ``kind``; one that was raised inside stays what it is, and names the file.
+    """
+    with naming(path):
+        try:
+            yield
+        except OSError as error:
+            raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
+        except _DAMAGE as error:
+            raise kind(f"{path}: {wrong} ({_reason(error)})") from None
+
+
+@contextmanager
+def naming(where: Path | str) -> Iterator[None]:
+    """Puts ``where`` in front of every :class:`FarflungError` from inside that does not name it."""
+    try:
+        yield
+    except FarflungError as error:
+        if str(where) not in str(error):
+            error.args = (f"{where}: {error}",)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """One line, and no longer than is good for anybody."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def deciding(name: str, step: int) -> AbstractContextManager[None]:
+    """Inside, the value of a decision is looked through: one that was read from a log may be anything.
+
+    Raises:
+      ConfigError: it is not what such a run decides.
+    """
+    return reading(
+        f"--replay: decision {name!r} at step {step}",
+        "not what this run decides; give the log of one like it",
+    )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; to be called inside :func:`reading`."""
+    return path.read_text(encoding="utf-8")
+
+
+def json_of(text: str) -> Json:
+    """The value of a JSON text; to be called inside :func:`reading`.
+
+    Raises:
+      ValueError: it is none, or holds a number or text that nothing can be done with.
+    """
+    if _TOO_LONG.search(text):
+        raise ValueError("a number of more than 308 digits")
+    value: Json = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can be read, but nowhere be shown
+    return value
+
+
+def toml_of(path: Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+      ConfigError: absent, or no TOML; names it.
+    """
+    with reading(path, "not TOML"):
+        return tomllib.loads(read_text(path))
+
+
+def json_lines(
+    path: Path, wrong: str, take: Callable[[Any], object], kind: type[BadInput], *, whole: bool = False
+) -> None:
+    """Hands each line of a file of JSON lines to ``take``; a last line that was cut short is left out.
+
+    Args:
+      path: the file.
+      wrong: what to say of a line that is not what it should be.
+      take: gets the value of each; it may refuse it with any error that :func:`reading` knows.
+      kind: of the error.
+      whole: refuses a last line that was cut short too.
+
+    Raises:
+      BadInput: of ``kind``: the file cannot be read, or a line is not what it should be; names file and line.
+    """
+    with reading(path, "not text", kind):
+        *lines, last = read_text(path).split("\n")
+    if last and (whole or not _is_cut(last)):
+        lines.append(last)
+    for number, line in enumerate(lines, start=1):
+        if line:
+            with reading(f"{path}, line {number}", wrong, kind):
+                take(json_of(line))
+
+
+def _is_cut(line: str) -> bool:
+    """Whether a line without an end is the beginning of an object that somebody was about to write."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith('{"'[: len(line)])
+    return False
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever goes wrong inside, of writing a file or making a folder, is one error that names it.
+
+    Raises:
+      StorageError: no room, no permission, or something else is in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(path, error.strerror or str(error)) from None
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that appears whole or not at all: ``write`` gets another name, which then becomes that of the file.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    with writing(path):
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            write(partial)
+            partial.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text that appears whole or not at all; see :func:`write_whole`."""
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Writes a value that appears whole or not at all; see :func:`write_whole`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def drop_cut_line(path: Path) -> None:
+    """Makes a file of JSON lines end with a whole line before more are added; warns where one was cut short.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    if not path.exists():
+        return
+    with writing(path), path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while end > 0 and b"\n" not in tail:
+            begin = max(0, end - _BLOCK)
+            file.seek(begin)
+            tail = file.read(end - begin) + tail
+            end = begin
+        cut = tail.rpartition(b"\n")[2]
+        if not cut:
+            return
+        try:
+            json.loads(cut)
+        except (ValueError, RecursionError):
+            file.truncate(file.seek(-len(cut), os.SEEK_END))
+            warnings.warn(
+                f"{path}: its last line was cut short, by a full disk or a loss of power, and is left out",
+                stacklevel=2,
+            )
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+# --- one at a time ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held(folder: Path, what: str) -> Iterator[None]:
+    """Inside, no other process holds a folder; the kernel lets go of it when this one ends, however that is.
+
+    Args:
+      folder: is there; the file that is locked stays in it as ``.lock``.
+      what: others would do there, for the message.
+
+    Raises:
+      ConfigError: another process holds it; names that one.
+      StorageError: the folder cannot be written.
+    """
+    path = folder / ".lock"
+    with writing(path):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
+            who = f" (process {holder})" if holder else ""
+            raise ConfigError(
+                f"{folder}: another command{who} {what} there: wait until it has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNLOCKABLE:  # a file system that has no locks
+                raise StorageError(path, error.strerror or str(error)) from None
+        with writing(path):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        yield
+        with contextlib.suppress(OSError):
+            os.ftruncate(lock, 0)
+    finally:
+        os.close(lock)

@@ -1,0 +1,72 @@
+"""Parameters that no loss ever reaches stay as they are, whatever carries the others, and cost next to nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import farflung
+from farflung.codecs import CODECS
+from farflung.recipes import Recipe
+from farflung.reducers import REDUCERS
+
+PARTS = [
+    *({"codec": codec} for codec in sorted(CODECS)),
+    {"codec": "error_feedback(sign())"},
+    *({"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})),
+    {"schedule": "pipelined(2)"},
+    {"schedule": "delayed(2)"},
+]
+
+
+class Spare(nn.Module):
+    """Two layers of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.used(x)
+        return y
+
+
+def task(model: type[nn.Module]) -> farflung.TorchWorkload:
+    points = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(points, (points.sum(dim=1) > 0).long())
+    return farflung.TorchWorkload(model, data, data, nn.functional.cross_entropy)
+
+
+def trained(model: type[nn.Module], steps: int, **parts: str) -> farflung.Run:
+    return farflung.simulate(
+        lambda: task(model),
+        Recipe(**parts),  # type: ignore[arg-type]
+        network="wifi-10mbps",
+        workers=3,
+        steps=steps,
+        batch_size=8,
+        weight_decay=0.1,
+    )
+
+
+def sent(steps: int) -> int:
+    found = trained(Spare, steps).summary["bytes_sent_per_replica"]
+    assert isinstance(found, int)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.* had no part in the loss")
+@pytest.mark.parametrize("parts", PARTS, ids=lambda parts: " ".join(parts.values()))
+def test_a_spare_layer_stays_as_it_is(parts: dict[str, str]) -> None:
+    first, last = (trained(Spare, steps, **parts) for steps in (1, 4))
+    for name in ("spare.weight", "spare.bias"):
+        assert torch.equal(first.state_dict()[name], last.state_dict()[name])
+    assert not torch.equal(first.state_dict()["used.weight"], last.state_dict()["used.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:.* had no part in the loss")
+def test_what_is_lacked_is_told_once() -> None:
+    one, two, three = (sent(steps) for steps in (1, 2, 3))
+    assert one > two - one == three - two > 0
