@@ -223,7 +223,7 @@ def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path)
             "10gbe-4: nodes: it describes 4 nodes, and 5 are to run",
         ),
         (["--recipe", "ddp"], "(--collective native) run on real machines alone"),
-        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read as a decision log"),
+        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read ("),
         (["--codec", "truncate15"], "unknown codec 'truncate15'"),
         (["--resume", "nowhere"], "nowhere: no run there"),
         (["--encrypt"], "--encrypt"),

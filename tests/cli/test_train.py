@@ -190,7 +190,7 @@ def test_the_summary_and_what_a_run_leaves_behind(whole: tuple[Path, dict[str, A
         "final_accuracy", "final_loss", "steps", "samples", "bytes_sent_per_replica",
         "schedule_bytes_per_replica", "duration_s", "time_s",
     } <= summary.keys()  # fmt: skip
-    assert set(summary["time_s"]) == {"compute", "exposed_communication", "data_wait", "other"}
+    assert set(summary["time_s"]) == {"compute", "exposed_communication", "data_wait", "evaluation", "other"}
     assert sum(summary["time_s"].values()) == pytest.approx(summary["duration_s"])
     assert summary["samples"] == 2 * 8 * 30
     assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
