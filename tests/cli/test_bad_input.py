@@ -155,7 +155,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
     )
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
-    folder.create(config.to_json())
+    with folder.begun(config.to_json()):
+        pass
     world = VirtualWorld(1)
     replica = make_replica(
         world.runtimes[0],

@@ -334,13 +334,19 @@ def test_a_terminal_that_goes_away_is_written_to_again_in_case_it_returns() -> N
 
 
 @pytest.mark.parametrize("stderr", [None, io.TextIOWrapper(io.BytesIO(), encoding="ascii")])
-def test_odd_streams_reach_nobody(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_streams_reach_nobody(
+    stderr: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     if stderr is not None:
         stderr.close()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Progress() as progress:
+    with Progress(clock=Clock()) as progress:
         for event in RUN:
             progress(event)
+        assert progress._live is None
+    assert sys.stderr is stderr
+    assert shown(progress)[0] == "done 1/1,000 0:00:00", "followed to the end all the same"
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])

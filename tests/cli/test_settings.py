@@ -93,7 +93,8 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
             "encrypt": True,
         }
     )
-    RunFolder(tmp_path / "one").create(config.to_json())
+    with RunFolder(tmp_path / "one").begun(config.to_json()):
+        pass
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
     assert {k: v for k, v in resolved.items() if k != "folder"} == config.to_json()
 

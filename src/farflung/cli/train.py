@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import ClassVar
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
 from farflung.runs import RunConfig, prepare_training, ready_to_train
+from farflung.runtime import Seat
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -23,6 +23,7 @@ class Train(RunOptions):
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
     torchrun --nproc-per-node 4 -m farflung train ...
+    Under srun and mpirun it does the same.
     """
 
     elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
@@ -48,15 +49,17 @@ class Train(RunOptions):
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepare_training(filed, self.given(), **self.where)
-        leads = os.environ.get("RANK", "0") == "0"
-        with ready_to_train(
+        seat = Seat.taken()
+        leads = seat is None or seat.rank == 0
+        ready = ready_to_train(
             run,
             interface=self.interface,
             keys=self.keys,
             network=self.network,
             device=self.device,
             pace=self.pace,
-        ) as begin:
+        )
+        with ready as begin:
             self.show(run)
             with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
                 ended = begin(events)

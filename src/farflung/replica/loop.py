@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -260,12 +260,11 @@ class Replica:
                 scored = await self._evaluated()
         if scored is None and not stopped:
             scored = await self._evaluated()
-        end = self.runtime.now()
+        end, leg = self.runtime.now(), self._leg()
+        whole = leg.after(self._before)
         for each in self._aside:
             await each
         score = None if scored is None else scored.result()
-        leg = self._leg(end)
-        whole = leg.after(self._before)
         summary = Summary(
             steps=self.step_done,
             samples=self._samples,
@@ -281,11 +280,11 @@ class Replica:
         self.telemetry.emit("end", t=end, **summary.to_json())
         return summary
 
-    def _leg(self, until: float) -> Leg:
-        """What this leg of the run has taken up to a time."""
-        duration, split = until - self._begin, self.time_s
-        split.other += duration - split.total
-        return Leg(self._from_step, duration, split)
+    def _leg(self) -> Leg:
+        """What this leg of the run has taken so far."""
+        duration, spent = self.runtime.now() - self._begin, self.time_s
+        known = spent.compute + spent.exposed_communication + spent.data_wait + spent.evaluation
+        return Leg(self._from_step, duration, replace(spent, other=duration - known))
 
     async def step(self) -> Settled:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
@@ -534,7 +533,7 @@ class Replica:
             "exchanges": exchanges["own"],
             "samples": self._samples,
             "shared_nbytes": self._shared_nbytes,
-            "time": self._leg(self.runtime.now()).after(self._before).to_json(),
+            "time": self._leg().after(self._before).to_json(),
             "share": share_name(self.share),
         }
         step, checkpoints = self.step_done, self.checkpoints

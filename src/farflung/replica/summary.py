@@ -20,11 +20,6 @@ class TimeSplit:
     """Evaluations and checkpoints; 0 in virtual time, unless they are counted there."""
     other: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.compute + self.exposed_communication + self.data_wait + self.evaluation + self.other
-
     def to_json(self) -> dict[str, Json]:
         """For telemetry."""
         return {

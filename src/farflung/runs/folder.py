@@ -56,36 +56,25 @@ class RunFolder:
 
     @contextmanager
     def begun(self, config: Mapping[str, Json], replay: Path | None = None) -> Iterator[None]:
-        """Inside, no other process makes a run here; see :meth:`create` for what is made first.
+        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again;
+        inside, no other process makes a run here.
 
         Raises:
           BadInput: another process makes a run here, another run is in it, it cannot be written, or ``replay`` is no
-            decision log.
-        """
-        self._make()
-        with held(self.path, "makes a run"):
-            self.create(config, replay)
-            yield
-
-    def create(self, config: Mapping[str, Json], replay: Path | None = None) -> None:
-        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again.
-
-        Raises:
-          ConfigError: another run is in it, or ``replay`` is no decision log.
-          StorageError: it cannot be written.
+            decision log; the folder has not been made then.
         """
         again = None if replay is None else read_decisions(replay)
         if again == []:
             raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
-        self._make()
-        if again is not None:
-            write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
-        write_json(self.config, dict(config))
-
-    def _make(self) -> None:
         self.check()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        with held(self.path, "makes a run"):
+            self.check()  # another process may have made one since
+            if again is not None:
+                write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
+            write_json(self.config, dict(config))
+            yield
 
     def decision_log(self) -> DecisionLog:
         """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
