@@ -84,7 +84,7 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Puts ``where`` in front of a :class:`FarflungError` from inside that does not name it, but not an extra's absence."""
+    """Puts ``where`` in front of errors from inside that do not name it, but for an extra's absence."""
     try:
         yield
     except FarflungError as error:
