@@ -133,7 +133,7 @@ def python(script: Path, *, several: bool) -> None:
 @pytest.mark.timeout(LIMIT_S * 6)
 def test_the_page_on_python_runs(tmp_path: Path) -> None:
     blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
-    assert len(blocks) == len(FENCE.findall(PAGE)) == 5
+    assert len(blocks) == len(FENCE.findall(PAGE)) == 6
     for number, block in enumerate(blocks):
         if block.language == "sh":
             for command in block.commands():

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from farflung.errors import BadInput, ConfigError, FarflungError, StorageError
+from farflung.errors import BadInput, ConfigError, FarflungError, MissingExtra, StorageError
 from farflung.types import Json
 
 __all__ = [
@@ -84,11 +84,11 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Puts ``where`` in front of every :class:`FarflungError` from inside that does not name it."""
+    """Puts ``where`` in front of errors from inside that do not name it, but for an extra's absence."""
     try:
         yield
     except FarflungError as error:
-        if str(where) not in str(error):
+        if str(where) not in str(error) and not isinstance(error, MissingExtra):
             error.args = (f"{where}: {error}",)
         raise
 

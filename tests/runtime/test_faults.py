@@ -185,7 +185,7 @@ def test_a_hang_is_noticed_by_the_deadline_and_named(rank: int) -> None:
     with pytest.raises(DeadlinePassed) as caught:
         trained(FaultPlan().hang(rank, at_step=3))
     assert caught.value.rank == rank
-    assert str(caught.value).startswith(f"lost rank {rank}: waited 30.0 s for exchange 3, ")
+    assert str(caught.value).startswith(f"lost rank {rank}: waited 30.0 s for the exchange at step 3, ")
 
 
 def test_a_cut_that_lasts_is_noticed_by_the_deadline() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
 from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop, prepared, simulate_prepared
+from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
 __all__ = ["Simulate"]
@@ -28,9 +30,16 @@ class Simulate(RunOptions):
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
-        self.show(run)
         progress = Progress(quiet=self.quiet or self.json, simulated=True)
-        with self.shown(run, progress) as events, asked_to_stop() as stop:
-            ended = simulate_prepared(run, events, stop_asked=stop.is_set)
+        with asked_to_stop() as stop, ExitStack() as stack:
+            opened: list[Sink] = []
+
+            def tell(event: Event) -> None:
+                if not opened:  # only now nothing is refused any more
+                    self.show(run)
+                    opened.append(stack.enter_context(self.shown(run, progress)))
+                opened[0](event)
+
+            ended = simulate_prepared(run, tell, stop_asked=stop.is_set)
         finish(ended, as_json=self.json)
         return 130 if stop.is_set() else 0
