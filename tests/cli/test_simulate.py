@@ -190,15 +190,15 @@ def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path)
     ("options", "says"),
     [
         (["--network", "wifi-11mbps"], "unknown network profile 'wifi-11mbps'; known: "),
-        (["--network", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (["--network", "absent.toml"], "absent.toml: cannot be read ("),
         (["--device", "abacus"], "unknown device 'abacus'; known: "),
-        (["--faults", "absent.toml"], "absent.toml: cannot be read as TOML: "),
+        (["--faults", "absent.toml"], "absent.toml: cannot be read ("),
         (
             ["--network", "10gbe-4", "--workers", "5"],
             "10gbe-4: nodes: it describes 4 nodes, and 5 are to run",
         ),
         (["--recipe", "ddp"], "(--collective native) run on real machines alone"),
-        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read as a decision log"),
+        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read ("),
         (["--codec", "truncate15"], "unknown codec 'truncate15'"),
         (["--resume", "nowhere"], "nowhere: no run there"),
         (["--encrypt"], "--encrypt"),
