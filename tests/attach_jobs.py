@@ -369,7 +369,8 @@ def states_of_others(rank: int, size: int, store: dist.Store) -> list[str]:
     with attached(rank, size, store) as handle:
         own = handle.state_dict()
         handle.load_state_dict(own)
-        for other in ({**own, "rank": 1 - rank}, {**own, "buckets": [3]}, {"model": {}}):
+        others: list[dict[str, Any]] = [{**own, "rank": 1 - rank}, {**own, "buckets": [3]}, {"model": {}}]
+        for other in others:
             try:
                 handle.load_state_dict(other)
             except farflung.errors.CheckpointError as error:

@@ -251,10 +251,16 @@ class Group:
         ]
         self._open = list(self.comms)
 
+    @property
+    def peers(self) -> list[Peer]:
+        """As the store would name them."""
+        return [Peer.from_json(comm.me.to_json()) for comm in self.comms]
+
     def meet(self) -> Group:
-        peers = [Peer.from_json(comm.me.to_json()) for comm in self.comms]
+        """Connects all that have not been connected yet, and waits for them to greet each other."""
         for comm in self.comms:
-            comm.connect(peers)
+            if not comm._peers:
+                comm.connect(self.peers)
         self.until(lambda: all(comm.ready.done for comm in self.comms))
         return self
 

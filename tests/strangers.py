@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 import struct
 from collections.abc import Iterator
@@ -10,21 +11,26 @@ from contextlib import contextmanager, suppress
 import torch
 import zmq
 
-from farflung.comm import ZmqCommunicator
+from farflung.comm import Peer, ZmqCommunicator
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Kind, encode
 from farflung.types import Payload
-from tests.helpers import PATIENCE_S, tag
+from tests.helpers import PATIENCE_S, numbered, tag
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE_GREETING = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+PLAIN_GREETING = GREETING + b"PLAIN".ljust(20, b"\0") + bytes(32)
 NOISE = {
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
     "the protocol of before there was encryption": b"\x01\x00",
     "a mechanism that is none": GREETING + b"WHAT".ljust(20, b"\0") + bytes(32),
+    "no mechanism": GREETING + b"NULL".ljust(20, b"\0") + bytes(32),
     "a frame larger than any memory": CURVE_GREETING + b"\x06" + struct.pack(">Q", 1 << 62),
+    "the same to who does not encrypt": PLAIN_GREETING + b"\x06" + struct.pack(">Q", 1 << 62),
+    "a password that ends early": PLAIN_GREETING + b"\x04\x08" + b"\x05HELLO\xff0",
     "a handshake of zeros": CURVE_GREETING + b"\x04\xc8" + b"\x05HELLO" + bytes(194),
     "a message instead of a handshake": CURVE_GREETING + b"\x00\x05HELLO",
+    "a message without a password": PLAIN_GREETING + b"\x00\x05HELLO",
 }
 
 
@@ -35,7 +41,7 @@ def knock(comm: ZmqCommunicator) -> socket.socket:
 
 
 def until_closed(link: socket.socket) -> None:
-    with suppress(ConnectionResetError):
+    with suppress(ConnectionError):
         while link.recv(1 << 16):
             pass
 
@@ -52,6 +58,18 @@ def with_keys(dealer: zmq.Socket[bytes], keys: Keys, server: str) -> None:
     dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     dealer.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+
+
+def with_password(dealer: zmq.Socket[bytes], of: Peer, to: Peer) -> None:
+    dealer.setsockopt(zmq.PLAIN_USERNAME, str(of.rank).encode())
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, hmac.digest(to.token, of.token, "sha256").hex().encode())
+
+
+FORGED = tag(99)
+
+
+def forged() -> list[bytes]:
+    return [bytes(frame) for frame in encode(Kind.DATA, 0, FORGED, numbered(666))]
 
 
 def abort() -> list[bytes]:

@@ -10,6 +10,7 @@ import torch
 
 import farflung
 from farflung.replica import load_tree
+from farflung.telemetry import Event
 from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
@@ -54,6 +55,24 @@ def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
     assert handle.step == attach_jobs.STEPS
     handle.finish()
+
+
+@pytest.mark.parametrize("how", ["synchronous", "dga"])
+def test_each_step_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[Event] = []
+    model = attach_jobs.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with farflung.attach(model, optimizer, how, show=told.append) as handle:
+        attach_jobs.plain(model, optimizer, handle.no_sync, 0)
+        now = handle._runtime.now()
+    assert [event["event"] for event in told] == ["begin", *["step"] * attach_jobs.STEPS]
+    steps = told[1:]
+    assert [event["step"] for event in steps] == list(range(attach_jobs.STEPS))
+    assert sum(event["duration_s"] for event in steps) == pytest.approx(steps[-1]["t"] - told[0]["t"])  # type: ignore[operator, misc]
+    assert told[0]["t"] <= steps[0]["t"] <= steps[-1]["t"] <= now  # type: ignore[operator]
+    assert {"rank", "exposed_s", "bytes_sent", "in_flight"} <= steps[0].keys()
 
 
 PIPELINED = ["pipelined(2)", "pipelined(3, warmup=2, correction=0.1)"]

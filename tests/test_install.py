@@ -25,6 +25,7 @@ USERS = (
     "lab",
     "lightning",
     "transformers",
+    "tensorboard",
 )  # the extras that are not for developers
 
 
@@ -72,7 +73,7 @@ def test_what_is_imported_is_installed_with_it(path: Path) -> None:
 
 def test_all_is_every_extra_of_users() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab"}
+    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab", "tensorboard"}
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm import Purpose, collective_named
-from farflung.comm.interface import LOOPBACK, route_to
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
@@ -37,10 +33,11 @@ from farflung.replica.fitness import (
     plain_optimizer,
 )
 from farflung.replica.merges import needs_the_loop
-from farflung.runtime import WallRuntime
+from farflung.runtime import Seat, WallRuntime, interface_to_master
+from farflung.telemetry import Sink, Telemetry
 from farflung.types import State
 
-__all__ = ["Handle", "attach", "carries", "interface_to_master"]
+__all__ = ["Handle", "attach", "carries"]
 
 T = TypeVar("T")
 
@@ -59,11 +56,6 @@ def carries(chosen: Recipe) -> str:
     return f"no: {reason}" if reason else "yes"
 
 
-def interface_to_master(size: int) -> str:
-    """The address of this machine on the route to torchrun's master; loopback for a single replica."""
-    return route_to(os.environ.get("MASTER_ADDR", LOOPBACK)) if size > 1 else LOOPBACK
-
-
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -76,8 +68,9 @@ def attach(
     encrypt: bool = False,
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
+    show: Sink | None = None,
 ) -> Handle:
-    """Lets the replicas that torchrun has started train ``model`` together.
+    """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
     Afterwards the loop is what it was: each ``loss.backward()`` exchanges gradients while autograd runs, and ends when
     ``p.grad`` holds what the optimizer is to step on, or nothing where the schedule has nothing for it. Parameters
@@ -98,7 +91,7 @@ def attach(
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
-      store: where the replicas meet; torchrun's when not given.
+      store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
@@ -106,12 +99,15 @@ def attach(
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
         waits for the device. ``None``: nobody looks, as under DistributedDataParallel; for loops with a ``GradScaler``.
+      show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
+        example :class:`farflung.report.TensorBoard`.
 
     Raises:
       UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
         FSDP, sparse gradients, complex parameters; an optimizer that needs a closure, with late results.
-      ConfigError: an optimizer that is not the model's, or a model that is attached already.
+      ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
+        not say where the replicas meet.
       RunLost: a replica did not come.
     """
     chosen = recipe(how) if isinstance(how, str) else how
@@ -128,11 +124,11 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already: finish() its handle first")
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    seat = Seat.taken() or Seat(0, 1, 0, 1)
+    rank, size = seat.rank, seat.size
     profile = network_profile(network) if isinstance(network, str) else network
-    if size > 1 and store is None:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
-        store = dist.PrefixStore(f"attach-{next(_numbers)}", store)
+    if store is None and (meeting := seat.store(_JOIN_S)) is not None:
+        store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
         rank,
@@ -154,6 +150,7 @@ def attach(
         encrypt=encrypt,
     )
     try:
+        runtime.expect(itertools.chain(model.parameters(), model.buffers()))
         exchanges = Exchanges(
             runtime,
             buckets,
@@ -170,7 +167,7 @@ def attach(
             )
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -189,7 +186,10 @@ class Handle:
         buckets: GradientBuckets,
         exchanges: Exchanges,
         collective: str,
+        show: Sink | None = None,
     ) -> None:
+        self._telemetry = Telemetry(runtime.comm.rank, *([] if show is None else [show]))
+        self._told_s, self._told_waited_s = 0.0, 0.0
         self.collective = collective
         """How all-reduces travel; never ``auto``, but what that stands for."""
         self.step = 0
@@ -251,6 +251,8 @@ class Handle:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._runtime.drive(broadcast(self._runtime, tensors, 0))
         self._exchanges.restart()
+        self._told_s = self._runtime.now()
+        self._telemetry.emit("begin", t=self._told_s, step=0)
 
     def weigh(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
@@ -472,6 +474,21 @@ class Handle:
         if self._open:
             self._open = False
             self._runtime.drive(self._exchanges.finish(updated=done))
+            self._tell()
+
+    def _tell(self) -> None:
+        """An event of the step that is through, which reaches from the one before to here."""
+        begin, waited = self._told_s, self._told_waited_s
+        self._told_s, self._told_waited_s = self._runtime.now(), self.waited_s
+        self._telemetry.emit(
+            "step",
+            t=self._told_s,
+            step=self.step - 1,
+            duration_s=self._told_s - begin,
+            exposed_s=self._told_waited_s - waited,
+            bytes_sent=self.sent_nbytes,
+            in_flight=self._exchanges.in_flight,
+        )
 
     def _answers(self) -> bool:
         """A step without data; whether any replica had some."""

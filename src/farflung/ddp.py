@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from farflung.attach import interface_to_master
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
@@ -21,7 +20,7 @@ from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
-from farflung.runtime import WallRuntime
+from farflung.runtime import WallRuntime, interface_to_master
 from farflung.spec import build, text_of
 from farflung.types import Codec, Contribution, Reducer, State
 
@@ -323,6 +322,7 @@ class HookState:
         DDP's first buckets have them in that order, the last bucket first.
         """
         parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
+        self._runtime.expect(parameters)
         named = [("", parameter) for parameter in parameters]
         for index, filling in enumerate(fillings(named, self._bucket_nbytes)):
             own = _Own(index, filling)

@@ -14,13 +14,14 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
 from farflung.errors import ConfigError, UnknownName
 
-__all__ = ["build", "imported", "is_carried", "name_of", "parse", "taken", "text_of", "unparse"]
+__all__ = ["build", "imported", "is_carried", "name_of", "options_of", "parse", "taken", "text_of", "unparse"]
 
 T = TypeVar("T")
 
@@ -203,7 +204,32 @@ def _make(
         return member(*positional, **{**given, **options})
     except TypeError as error:
         reason = str(error).rpartition("__init__() ")[2] or str(error)
-        raise ConfigError(f"{kind} {text!r}: {reason}") from None
+        raise ConfigError(f"{kind} {text!r}: {reason}; {_instead(name, member, options)}") from None
+
+
+def options_of(member: Callable[..., object]) -> str:
+    """The options that a member takes, with their defaults where these are literals; empty where it does not say.
+
+    >>> options_of(lambda codec, density=0.01: None)
+    'codec, density=0.01'
+    """
+    try:
+        known = inspect.signature(member).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    literal = (bool, int, float, str)
+    return ", ".join(
+        f"{one.name}={one.default!r}" if isinstance(one.default, literal) else f"{one}".partition(":")[0]
+        for one in known
+    )
+
+
+def _instead(name: str, member: Callable[..., object], given: Iterable[str]) -> str:
+    """What a member takes, for whoever has given it something else."""
+    takes = options_of(member)
+    known = [option.partition("=")[0] for option in takes.split(", ")]
+    close = [near for one in given if one not in known for near in get_close_matches(one, known, n=1)]
+    return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {takes or 'no options'}"
 
 
 def taken(member: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:

@@ -118,18 +118,27 @@ class Task(Pending[T]):
 
     Args:
       coroutine: what to run; its only suspensions are awaited :class:`Pending` results.
-      schedule: queues a callback on the driver's thread. The first step is scheduled too, never run in place.
+      schedule: queues a callback on the driver's thread.
+      at_once: whether to run up to the first suspension in place, by whoever is on the driver's thread; otherwise the
+        first step is scheduled too.
     """
 
     __slots__ = ("_coroutine", "_schedule")
 
     def __init__(
-        self, coroutine: Coroutine[Pending[Any], None, T], schedule: Callable[[Callable[[], None]], None]
+        self,
+        coroutine: Coroutine[Pending[Any], None, T],
+        schedule: Callable[[Callable[[], None]], None],
+        *,
+        at_once: bool = False,
     ) -> None:
         super().__init__()
         self._coroutine = coroutine
         self._schedule = schedule
-        schedule(self._step)
+        if at_once:
+            self._step()
+        else:
+            schedule(self._step)
 
     def _step(self) -> None:
         if self._done:

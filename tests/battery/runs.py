@@ -16,7 +16,7 @@ import torch.distributed as dist
 from farflung.comm.interface import LOOPBACK
 from farflung.replica import load_tree
 from farflung.runs import Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
-from farflung.runtime import read_decisions
+from farflung.runtime import Seat, read_decisions
 from farflung.telemetry import Event
 from tests.battery.cases import CASES, Case, known
 from tests.pool import Pool, digest
@@ -61,7 +61,8 @@ def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
             config = RunConfig.resolve({**case.whole, "steps": until})
         timed = replay.exists() and any(decision.timing for decision in read_decisions(replay))
         again = replay if timed and not resumed else None
-        RunFolder(path, resumed=resumed).create(config.to_json(), again)
+        with RunFolder(path, resumed=resumed).begun(config.to_json(), again):
+            pass
         pool.run(
             config.workers,
             "tests.battery.runs.wall_half",
@@ -85,7 +86,7 @@ def wall_half(
 ) -> None:
     """One replica's half."""
     del store  # they meet in a file, as the workers of a command do
-    seat = joining.Seat(rank, size, rank, size, Path(path, f"meeting-{steps}"))
+    seat = Seat(rank, size, rank, size, Path(path, f"meeting-{steps}"))
     with known():
         config = RunConfig.resolve({**CASES[name].whole, "steps": steps})
         run = Prepared(config, RunFolder(Path(path), resumed=resumed))

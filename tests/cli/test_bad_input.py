@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflung.cli.main import main
+from farflung.cli.main import COMMANDS, main
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.runtime import VirtualWorld
 
@@ -27,10 +27,58 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["train", "--pace", "nowhere"], "unknown device 'nowhere'"),
+        (["train", "--network", "nowhere"], "unknown network profile 'nowhere'"),
+        (["train", "--keys", "here"], "--interface and --keys are for several machines"),
+        (["train", "--device", "cuda"], "--device cuda: "),
+        (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),
+    ],
+)
+def test_nothing_is_said_before_a_refusal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], says: str
+) -> None:
+    given = [
+        "--workload",
+        "synthetic/quadratic",
+        "--partition",
+        "labels(k=5)",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    said = refused(capsys, *args, *given)
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_is_refused_before_its_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown network profile" in refused(capsys, "schedule", "ring", "--network", "nowhere")
+    assert "--steps 100000: a grid shows at most 200" in refused(
+        capsys, "schedule", "ring", "--steps", "100000"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert "None" not in said
+    assert ":mod:" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
         (["--workload", "fashion-mnist/ccn"], "unknown workload 'fashion-mnist/ccn'; known: "),
         (["--recipe", "sinchronous"], "unknown recipe 'sinchronous'; known: "),
         (["--codec", "truncate15"], "unknown codec 'truncate15'; known: "),
         (["--codec", "truncate16(bits=3)"], "codec 'truncate16(bits=3)': "),
+        (["--codec", "topk(densty=0.1)"], "'densty'; did you mean density? topk takes density=0.01\n"),
+        (
+            ["--codec", "dgc(0.1, 2, 3, 4, 5)"],
+            "dgc takes density=0.001, momentum=0.9, nesterov=False, warmup_steps=500\n",
+        ),
         (["--codec", "truncate16("], "write it as name or name(option=value)"),
         (["--collective", "star"], "unknown collective 'star'; known: "),
         (["--schedule", "sometimes"], "unknown schedule 'sometimes'; known: "),
@@ -107,7 +155,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
     )
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
-    folder.create(config.to_json())
+    with folder.begun(config.to_json()):
+        pass
     world = VirtualWorld(1)
     replica = make_replica(
         world.runtimes[0],

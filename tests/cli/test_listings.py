@@ -10,6 +10,7 @@ import pytest
 
 from farflung.attach import carries
 from farflung.cli.main import main
+from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
 from farflung.network import NETWORKS
@@ -63,7 +64,25 @@ def test_networks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert rows["v100"]["what"] == "device"
     assert all(row["source"] for row in rows.values())
-    assert "wifi-10mbps network any 10 Mbit/s" in table
+    assert "wifi-10mbps network any 10 Mbit/s wifi-50mbps" in table
+    assert "Zeng et al. 2021" not in table
+    assert main(["networks", "--sources"]) == 0
+    assert "Zeng et al. 2021" in capsys.readouterr().out
+
+
+def test_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "half", lambda: TopK(density=0.5))
+    rows, table = listed(capsys, "codecs")
+    assert list(rows) == list(CODECS)
+    found = {name: (row["bytes_per_value"], row["error_feedback"]) for name, row in rows.items()}
+    assert found["identity"] == (4.0, "needs none")
+    assert found["truncate16"] == (2.0, "needs none")
+    assert found["half"] == (4.0, "wants it")
+    assert found["error_feedback"] == (pytest.approx(0.08, rel=1e-3), "keeps its own")
+    assert found["qsgd"][1] == "needs none"
+    assert found["sign"] == (pytest.approx(1 / 8, rel=1e-3), "wants it")
+    assert rows["topk"]["options"] == "density=0.01"
+    assert "identity Sends the dense tensor. 4 0.0% needs none" in table
 
 
 def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def end(*, stopped: bool = False) -> Event:
 def test_the_bar_says_how_far_how_well_how_fast_and_how_long() -> None:
     clock = Clock()
     progress = Progress(console=console(), clock=clock)
-    assert shown(progress) == ["starting", ""]
+    assert shown(progress) == ["starting: torch is imported 0:00:00", ""]
     progress(begin())
     assert shown(progress) == ["training 0/1,000 0:00:00", ""]
     clock.now += 30  # the first step warms up: it says nothing about the pace
@@ -142,10 +142,24 @@ def test_the_last_loss_there_was_stays() -> None:
     assert shown(progress)[1] == "loss 0.7500 128 samples/s sent 20.0 kB"
 
 
+def test_starting_up_is_shown_as_it_goes() -> None:
+    clock = Clock()
+    progress = Progress(console=console(), clock=clock)
+    clock.now += 3.0
+    assert shown(progress)[0] == "starting: torch is imported 0:00:03"
+    for rank in (1, 0):
+        progress({"event": "hello", "rank": rank, "pid": 7})
+    assert shown(progress)[0] == "starting: 2 up, they meet 0:00:03"
+    progress(begin())
+    assert shown(progress)[0].startswith("training")
+    progress({"event": "hello", "rank": 2, "pid": 7})
+    assert shown(progress)[0].startswith("training")
+
+
 def test_other_ranks_are_counted_and_not_shown() -> None:
     progress = Progress(console=console(), clock=Clock())
     progress(begin(rank=2, step=7))
-    assert shown(progress) == ["starting", ""]
+    assert shown(progress) == ["starting: torch is imported 0:00:00", ""]
     progress(begin(rank=0))
     progress(step(0))
     before = shown(progress)
@@ -320,13 +334,19 @@ def test_a_terminal_that_goes_away_is_written_to_again_in_case_it_returns() -> N
 
 
 @pytest.mark.parametrize("stderr", [None, io.TextIOWrapper(io.BytesIO(), encoding="ascii")])
-def test_odd_streams_reach_nobody(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_streams_reach_nobody(
+    stderr: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     if stderr is not None:
         stderr.close()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Progress() as progress:
+    with Progress(clock=Clock()) as progress:
         for event in RUN:
             progress(event)
+        assert progress._live is None
+    assert sys.stderr is stderr
+    assert shown(progress)[0] == "done 1/1,000 0:00:00", "followed to the end all the same"
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])

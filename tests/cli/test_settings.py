@@ -28,11 +28,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(run: Prepared[RunConfig], show: object, **how: object) -> None:
+    def instead(run: Prepared[RunConfig], **how: object) -> None:
         seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.cli.train.train_prepared", instead)
+    monkeypatch.setattr("farflung.cli.train.ready_to_train", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -93,7 +93,8 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
             "encrypt": True,
         }
     )
-    RunFolder(tmp_path / "one").create(config.to_json())
+    with RunFolder(tmp_path / "one").begun(config.to_json()):
+        pass
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
     assert {k: v for k, v in resolved.items() if k != "folder"} == config.to_json()
 

@@ -143,6 +143,31 @@ def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path, schedule: str) -
     assert RunFolder(again).decisions.read_bytes() == folder.decisions.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"codec": "error_feedback(topk(density=0.1))"},
+        {"schedule": "pipelined(width=3)"},
+        {"schedule": "delayed(delay=3, period=2)", "momentum": 0.9},
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_a_run_that_was_stopped_goes_on_from_where_it_was(tmp_path: Path, settings: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "workload": "synthetic/quadratic", "batch_size": 4, "network": "4g", "workers": 3,
+        "checkpoint_every": 4, **settings,
+    }  # fmt: skip
+    simulate(**given, steps=20, out=tmp_path / "whole")
+    asked = iter([False] * 20 + [True] * 100)
+    stopped = simulate(**given, steps=30, out=tmp_path / "stopped", stop_asked=lambda: next(asked))
+    at = stopped.files.checkpoints(0, 3, leader=True).newest()
+    assert stopped.summary["stopped"]
+    assert at == stopped.summary["steps"]
+    assert at % 4
+    simulate(resume=tmp_path / "stopped", steps=20)
+    assert same_parameters(tmp_path / "whole", tmp_path / "stopped", 20)
+
+
 def test_decisions_by_time_are_made_again_on_another_network(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -190,15 +215,15 @@ def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path)
     ("options", "says"),
     [
         (["--network", "wifi-11mbps"], "unknown network profile 'wifi-11mbps'; known: "),
-        (["--network", "absent.toml"], "absent.toml: cannot be read ("),
+        (["--network", "absent.toml"], "absent.toml: cannot be read (No such file"),
         (["--device", "abacus"], "unknown device 'abacus'; known: "),
-        (["--faults", "absent.toml"], "absent.toml: cannot be read ("),
+        (["--faults", "absent.toml"], "absent.toml: cannot be read (No such file"),
         (
             ["--network", "10gbe-4", "--workers", "5"],
             "10gbe-4: nodes: it describes 4 nodes, and 5 are to run",
         ),
         (["--recipe", "ddp"], "(--collective native) run on real machines alone"),
-        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read ("),
+        (["--replay", "absent.jsonl"], "absent.jsonl: cannot be read"),
         (["--codec", "truncate15"], "unknown codec 'truncate15'"),
         (["--resume", "nowhere"], "nowhere: no run there"),
         (["--encrypt"], "--encrypt"),

@@ -19,6 +19,7 @@ import torch
 
 from farflung.replica import load_tree
 from farflung.telemetry import read_events
+from tests.listening import listening
 
 TRAIN = [sys.executable, "-m", "farflung", "train", "--data", "packaged"]
 SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
@@ -117,11 +118,13 @@ def test_the_only_worker_is_named(tmp_path: Path) -> None:
     assert "rank 0 was ended by SIGKILL (see " in err[-1]
 
 
-def test_a_killed_command_leaves_no_worker(tmp_path: Path) -> None:
+def test_a_killed_command_leaves_no_worker_and_none_could_be_reached(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with training(*ENDLESS, "--workers", "2", "--out", str(out)) as process:
+    with training(*ENDLESS, "--workers", "2", "--collective", "native", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(2)]
+        addresses = {address for pid in (process.pid, *pids) for address, _ in listening(pid)}
+        assert addresses == {"127.0.0.1"}, "what others can reach"
         ends = [os.pidfd_open(pid) for pid in pids]
         process.kill()
         for end in ends:

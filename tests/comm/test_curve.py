@@ -5,24 +5,20 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import zmq
 
-from farflung.comm import ExchangeChannel, Peer, gate
+from farflung.comm import ExchangeChannel, Peer
 from farflung.comm.keys import Keys, load_keys, make_keys
-from farflung.comm.wire import Kind, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
 from farflung.runtime import WallRuntime
 from farflung.types import Payload
-from tests.helpers import PATIENCE_S, in_threads, joined, numbered, parted, tag
+from tests.helpers import PATIENCE_S, in_threads, joined, parted, tag
 from tests.proxy import Detour
-from tests.strangers import CURVE_GREETING, NOISE, abort, dealing, knock, until_closed, with_keys
 
 SIZE = 3
 
@@ -51,14 +47,6 @@ class Run:
 
         for pending in [runtime.launch(one(runtime)) for runtime in self.runtimes]:
             assert torch.equal(pending.wait(), torch.full((3000,), 3.0 * number + 3))
-
-    def all_reduce_until(self, condition: Callable[[], bool]) -> None:
-        until = self.runtimes[0].now() + PATIENCE_S
-        while self.runtimes[0].now() < until:
-            self.all_reduce()
-            if condition():
-                return
-        raise AssertionError("it never happened")
 
 
 @pytest.fixture
@@ -148,9 +136,6 @@ def test_a_connection_that_is_cut_is_a_lost_member_at_once(
     store = detour(0)
     members = run(store)
     members.all_reduce()
-    with knock(members.comms[0]) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        members.all_reduce_until(lambda: members.comms[0].refused == 1)
     waiting = members.runtimes[0].launch(_receive(members.runtimes[0]))
     store.proxies[0].cut()
     # Nothing but the loss itself can end it before its deadline.
@@ -162,96 +147,6 @@ def test_a_connection_that_is_cut_is_a_lost_member_at_once(
 
 async def _receive(runtime: WallRuntime) -> Payload:
     return await runtime.comm.recv(1, tag(99))
-
-
-# --- strangers --------------------------------------------------------------------------------------------------
-
-Stranger = Callable[["zmq.Socket[bytes]", Peer], None]
-
-
-def _no_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
-    del dealer, peer
-
-
-def _password(dealer: zmq.Socket[bytes], peer: Peer) -> None:
-    del peer
-    dealer.setsockopt(zmq.PLAIN_USERNAME, b"rank 1")
-    dealer.setsockopt(zmq.PLAIN_PASSWORD, b"rank 1")
-
-
-def _own_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
-    with_keys(dealer, Keys.fresh(), str(peer.key))
-
-
-def _wrong_server_key(dealer: zmq.Socket[bytes], peer: Peer) -> None:
-    del peer
-    with_keys(dealer, Keys.fresh(), Keys.fresh().public)
-
-
-@pytest.fixture
-def dealer() -> Iterator[zmq.Socket[bytes]]:
-    with dealing() as one:
-        yield one
-
-
-@pytest.mark.parametrize("arm", [_no_key, _password, _own_key, _wrong_server_key])
-def test_a_stranger_gets_nothing_in(
-    arm: Stranger, run: Callable[..., Run], dealer: zmq.Socket[bytes]
-) -> None:
-    members = run()
-    me, victim = members.comms[0].me, members.comms[1].me
-    dealer.setsockopt(zmq.ROUTING_ID, victim.token)  # even who knows a member's name
-    arm(dealer, me)
-    dealer.connect(me.address)
-    dealer.send_multipart([bytes(frame) for frame in encode(Kind.DATA, 0, tag(99), numbered(666))])
-    dealer.send_multipart(abort())
-    wanted = members.runtimes[0].launch(_receive(members.runtimes[0]))
-    members.all_reduce_until(lambda: members.comms[0].refused >= 1)
-    dealer.close(linger=0)
-    members.all_reduce()
-    assert not wanted.done
-    assert [comm.lost for comm in members.comms] == [None] * SIZE
-    wanted.fail(RuntimeError("not waited for any longer"))
-
-
-@pytest.mark.parametrize("what", NOISE)
-def test_noise_is_cut_off(what: str, run: Callable[..., Run]) -> None:
-    members = run()
-    with knock(members.comms[0]) as stranger:
-        stranger.sendall(NOISE[what])
-        until_closed(stranger)
-    members.all_reduce_until(lambda: members.comms[0].refused == 1)
-    assert [comm.lost for comm in members.comms] == [None] * SIZE
-
-
-def test_who_says_nothing_is_cut_off(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
-    members = run()
-    begun = CURVE_GREETING[:40]
-    links = [knock(comm) for comm in members.comms for _ in range(5)]
-    for link in links[::2]:
-        link.sendall(begun)
-    members.all_reduce()
-    for link in links:
-        with closing(link):
-            until_closed(link)
-    members.all_reduce_until(lambda: all(comm.refused >= 5 for comm in members.comms))
-
-
-def test_a_recording_played_again_gets_nothing_in(
-    run: Callable[..., Run], detour: Callable[..., Detour]
-) -> None:
-    store = detour(0)
-    members = run(store)
-    members.all_reduce()
-    recorded = [bytes(kept) for kept in store.proxies[0].to_target]
-    assert len(recorded) == SIZE - 1
-    for known, recording in enumerate(recorded, start=1):
-        with knock(members.comms[0]) as stranger:
-            stranger.sendall(recording)
-            until_closed(stranger)
-        members.all_reduce_until(lambda known=known: members.comms[0].refused == known)  # type: ignore[misc]
-    assert [comm.lost for comm in members.comms] == [None] * SIZE
 
 
 # --- what the store may say -------------------------------------------------------------------------------------

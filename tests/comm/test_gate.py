@@ -1,8 +1,9 @@
-"""Encryption driven by hand: who is bound to which rank, what the store cannot do, what is listened on."""
+"""Connections driven by hand: who gets in, who is bound to which rank, what the store cannot do, what is bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -10,12 +11,25 @@ import pytest
 import torch.distributed as dist
 import zmq
 
-from farflung.comm import ZmqCommunicator
+from farflung.comm import ZmqCommunicator, door
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError, ProtocolError
 from farflung.runtime import WallRuntime
 from tests.helpers import PATIENCE_S, Group
-from tests.strangers import NOISE, abort, dealing, greeting, knock, until_closed, with_keys
+from tests.proxy import Proxy
+from tests.strangers import (
+    CURVE_GREETING,
+    FORGED,
+    NOISE,
+    abort,
+    dealing,
+    forged,
+    greeting,
+    knock,
+    until_closed,
+    with_keys,
+    with_password,
+)
 
 SIZE = 3
 
@@ -40,7 +54,6 @@ class Sealed(Group):
             for rank, keys in enumerate(self.keys)
         ]
         self._open = list(self.comms)
-        self.peers = [comm.me for comm in self.comms]
 
 
 @pytest.fixture
@@ -55,7 +68,7 @@ def test_who_answers_with_another_key_is_not_that_rank(sealed: Sealed) -> None:
     one.connect(sealed.peers)
     two.connect([replace(sealed.peers[0], key=Keys.fresh().public), *sealed.peers[1:]])
     assert two.greeting_of(0) == "its greeting"
-    sealed.until(lambda: "did not prove to be that rank" in two.greeting_of(0) and one.refused > 0)
+    sealed.until(lambda: "did not prove to be that rank" in two.greeting_of(0) and one.turned_away > 0)
     assert 0 in two.missing()
     assert 1 in one.missing()
 
@@ -64,7 +77,7 @@ def test_who_is_not_on_the_list_is_told_so(sealed: Sealed) -> None:
     one, two = sealed.comms[:2]
     one.connect([sealed.peers[0], replace(sealed.peers[1], key=Keys.fresh().public), sealed.peers[2]])
     two.connect(sealed.peers)
-    sealed.until(lambda: two.lost is not None and one.refused == 1)
+    sealed.until(lambda: two.lost is not None and one.turned_away == 1)
     assert isinstance(two.lost, ProtocolError)
     assert str(two.lost) == "rank 0 does not accept this replica's key: it was given another list"
     assert one.lost is None
@@ -129,24 +142,149 @@ def test_nobody_gets_in_before_the_list_is_known(sealed: Sealed) -> None:
     sealed.until(lambda: all(comm.ready.done for comm in sealed.comms))
 
 
-@pytest.mark.parametrize("kind", [Group, Sealed])
-def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(kind: type[Group]) -> None:
+@pytest.fixture(params=[Group, Sealed], ids=["plain", "sealed"])
+def members(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """Rank 0 lets others in already, who have not come yet."""
+    group = request.param(SIZE)
+    group.comms[0].connect(group.peers)
+    yield group
+    group.close()
+
+
+def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(members: Group) -> None:
     """Its closing is told after the greeting of a rank whose connection has got the same descriptor."""
-    members = kind(2)
-    first, second = members.comms
-    with closing(members):
+    first = members.comms[0]
+    for_the_door_of_rank_1 = os.open(os.devnull, os.O_RDONLY)
+    with knock(first) as stranger:
+        stranger.sendall(NOISE["a mechanism that is none"])
+        until_closed(stranger)
+    os.close(for_the_door_of_rank_1)
+    members.comms[1].connect(members.peers)
+    assert first._gate.questions.poll(int(PATIENCE_S * 1000))
+    first._gate.answer()
+    assert first._socket.poll(int(PATIENCE_S * 1000)), "the greeting of rank 1"
+    members.meet().exchange(1)
+    assert len(first._connections._latest) == SIZE - 1, "three connections, two descriptors"
+    assert first.lost is None
+
+
+# --- strangers --------------------------------------------------------------------------------------------------
+
+Arm = Callable[["zmq.Socket[bytes]", Group], None]
+
+
+def _nothing(dealer: zmq.Socket[bytes], members: Group) -> None:
+    del dealer, members
+
+
+def _a_guess(dealer: zmq.Socket[bytes], members: Group) -> None:
+    del members
+    dealer.setsockopt(zmq.PLAIN_USERNAME, b"1")
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, b"rank 1")
+
+
+def _what_is_good_elsewhere(dealer: zmq.Socket[bytes], members: Group) -> None:
+    """What rank 1 would say to somebody who has taken the place of rank 2."""
+    with_password(dealer, members.peers[1], members.peers[2])
+
+
+def _nobody(dealer: zmq.Socket[bytes], members: Group) -> None:
+    with_password(dealer, replace(members.peers[1], rank=7), members.peers[0])
+
+
+def _own_key(dealer: zmq.Socket[bytes], members: Group) -> None:
+    with_keys(dealer, Keys.fresh(), members.peers[0].key or Keys.fresh().public)
+
+
+def _wrong_server_key(dealer: zmq.Socket[bytes], members: Group) -> None:
+    del members
+    with_keys(dealer, Keys.fresh(), Keys.fresh().public)
+
+
+@pytest.mark.parametrize(
+    "arm", [_nothing, _a_guess, _what_is_good_elsewhere, _nobody, _own_key, _wrong_server_key]
+)
+def test_a_stranger_gets_nothing_in(arm: Arm, members: Group, dealer: zmq.Socket[bytes]) -> None:
+    first = members.comms[0]
+    dealer.setsockopt(zmq.ROUTING_ID, members.peers[1].token)  # even who knows a member's name
+    arm(dealer, members)
+    dealer.connect(first.me.address)
+    for message in (greeting(1), forged(), abort()):
+        dealer.send_multipart(message)
+    members.until(lambda: first.turned_away >= 1)
+    dealer.close(linger=0)
+    assert (first.refused, first.missing()) == (0, [1, 2])
+    wanted = first.recv(None, FORGED)
+    members.meet().exchange(1)
+    assert first.lost is None
+    assert not wanted.done
+
+
+def test_a_member_has_no_other_name(dealer: zmq.Socket[bytes]) -> None:
+    with closing(Group(SIZE)) as members:
+        first = members.comms[0]
+        first.connect(members.peers)
+        with_password(dealer, members.peers[1], members.peers[0])
+        dealer.setsockopt(zmq.ROUTING_ID, b"nobody")
+        dealer.connect(first.me.address)
+        for count, message in enumerate((greeting(1), forged(), abort()), start=1):
+            dealer.send_multipart(message)
+            members.until(lambda count=count: first.refused == count)  # type: ignore[misc]
+        dealer.close(linger=0)
+        members.meet().exchange(1)
+        assert first.lost is None
+
+
+def test_who_is_refused_is_said_once(members: Group, caplog: pytest.LogCaptureFixture) -> None:
+    first = members.comms[0]
+    for known in range(1, 4):
         with knock(first) as stranger:
-            stranger.sendall(NOISE["a mechanism that is none"])
+            stranger.sendall(NOISE["another protocol"])
             until_closed(stranger)
-        for comm in members.comms:
-            comm.connect([comm.me for comm in members.comms])
-        if first._gate:
-            assert first._gate.questions.poll(int(PATIENCE_S * 1000))
-            first._gate.answer()
-        assert first._socket.poll(int(PATIENCE_S * 1000)), "the greeting of rank 1"
-        members.until(lambda: first.ready.done and second.ready.done)
-        members.exchange(1)
-        assert len(first._connections._latest) == 1, "two connections, one descriptor"
+        members.until(lambda known=known: first.turned_away == known)  # type: ignore[misc]
+    (said,) = caplog.messages
+    assert f"rank 0 at {first.me.address}: refused a connection" in said
+
+
+@pytest.mark.parametrize("what", NOISE)
+def test_noise_is_cut_off(what: str, members: Group) -> None:
+    first = members.comms[0]
+    with knock(first) as stranger:
+        stranger.sendall(NOISE[what])
+        until_closed(stranger)
+    members.until(lambda: first.turned_away == 1)
+    members.meet().exchange(1)
+    assert first.lost is None
+
+
+@pytest.mark.parametrize("kind", [Group, Sealed])
+def test_who_says_nothing_is_cut_off(kind: type[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
+    with closing(kind(SIZE)) as members:
+        first = members.comms[0]
+        first.connect(members.peers)
+        links = [knock(first) for _ in range(5)]
+        for link in links[::2]:
+            link.sendall(CURVE_GREETING[:40])
+        for link in links:
+            with closing(link):
+                until_closed(link)
+        members.until(lambda: first.turned_away == 5)
+        members.meet().exchange(1)
+
+
+def test_a_recording_played_again_gets_nothing_in(sealed: Sealed) -> None:
+    first, second = sealed.comms[:2]
+    first.connect(sealed.peers)
+    with closing(Proxy(first.me.address)) as proxy:
+        second.connect([replace(sealed.peers[0], address=proxy.address), *sealed.peers[1:]])
+        sealed.until(lambda: first.missing() == [2] and second.missing() == [2])
+        (recorded,) = map(bytes, proxy.to_target)
+        with knock(first) as stranger:
+            stranger.sendall(recorded)
+            until_closed(stranger)
+        sealed.until(lambda: first.turned_away == 1)
+        sealed.meet().exchange(1)
         assert first.lost is None
 
 

@@ -107,15 +107,15 @@ def test_small_tensors_ride_in_the_header_and_large_ones_are_not_copied() -> Non
 def test_large_tensors_may_come_in_pieces(more: int) -> None:
     big, little = filled([2 * PIECE + more], torch.uint8), filled([3], torch.float64)
     payload = Payload((big, little, Payload((big,))))
-    frames = encode(Kind.DATA, 0, TAG, payload, in_pieces=True)
+    frames = encode(Kind.DATA, 0, TAG, payload, piece=PIECE)
     assert len(frames) == 1 + 2 * -(-big.nbytes // PIECE)
     assert max(map(len, frames[1:])) == PIECE
-    assert same_payload(decode(received(frames), max_nbytes=2 * ROOM).payload, payload)
+    assert same_payload(decode(received(frames), max_nbytes=2 * ROOM, piece=PIECE).payload, payload)
 
 
 def test_pieces_of_other_sizes_are_refused() -> None:
     head, *pieces = received(
-        encode(Kind.DATA, 0, TAG, Payload((filled([3 * PIECE], torch.uint8),)), in_pieces=True)
+        encode(Kind.DATA, 0, TAG, Payload((filled([3 * PIECE], torch.uint8),)), piece=PIECE)
     )
     whole = bytearray().join(pieces)
     at = 2 * PIECE - 1
@@ -128,7 +128,17 @@ def test_pieces_of_other_sizes_are_refused() -> None:
         [pieces[0], whole[PIECE:]],
     ):
         with pytest.raises(WireError):
-            decode([head, *frames], max_nbytes=ROOM)
+            decode([head, *frames], max_nbytes=ROOM, piece=PIECE)
+
+
+def test_no_frame_is_larger_than_a_piece() -> None:
+    little = filled([INLINE // 8 - 1], torch.float64)
+    payload = Payload((filled([3 * PIECE], torch.uint8), *[little] * 100, filled([0, 7], torch.int8)))
+    frames = encode(Kind.DATA, 0, TAG, payload, piece=PIECE)
+    assert max(map(len, frames)) <= PIECE
+    assert len(frames) > 1 + 3
+    back = decode(received(frames), max_nbytes=ROOM, piece=PIECE).payload
+    assert same_payload(back, payload)
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -218,6 +228,20 @@ def test_absurd_shapes_are_harmless(code: int, shape: list[int]) -> None:
     head = headed(struct.pack(f"<4B{len(shape)}Q", 0xFF, 1, code, len(shape), *shape))
     harmless([head + bytes(64)])
     harmless([head, bytearray(8192)])
+
+
+@pytest.mark.parametrize("shape", [(0, 2**49), (2**25, 0, 2**24), (2**48, 0, 2)])
+def test_empty_tensors_of_absurd_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    head = headed(struct.pack(f"<4B{len(shape)}Q", 0xFF, 1, 0, len(shape), *shape))
+    with pytest.raises(WireError, match="an empty tensor of absurd dimensions"):
+        decode([head], max_nbytes=ROOM)
+
+
+def test_empty_tensors_may_be_long_the_other_way() -> None:
+    shape = (2**24, 0, 2**24)
+    head = headed(struct.pack("<4B3Q", 0xFF, 1, 0, len(shape), *shape))
+    (tensor,) = decode([head], max_nbytes=0).payload.tensors()
+    assert tensor.shape == shape
 
 
 @pytest.mark.parametrize(

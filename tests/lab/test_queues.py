@@ -160,3 +160,15 @@ def test_a_way_may_get_less_bandwidth_for_a_while() -> None:
     queues.change(0, 1, Condition())
     queues.arrive(1.0, 0, 1, FULL, b"")
     assert [t for t, _, _ in arrivals(queues)] == pytest.approx([1.0 + FULL_S])
+
+
+@pytest.mark.parametrize(("bps", "last"), [(0.125e6, 17), (0.5e6, 11), (math.inf, 9)])
+def test_another_bandwidth_counts_from_the_next_packet_on(bps: float, last: int) -> None:
+    queues = queues_of(Site("all", None, Link(0.0, 1e6)))
+    queues.change(0, 1, Condition(bandwidth_bps=0.25e6))
+    for _ in range(3):
+        queues.arrive(0.0, 0, 1, FULL, b"")
+    assert len(list(queues.leave(6 * FULL_S))) == 1
+    queues.change(0, 1, Condition(bandwidth_bps=bps))
+    seen = [t for t, _, _ in arrivals(queues)]
+    assert seen == pytest.approx([FULL_S * 9, FULL_S * last])

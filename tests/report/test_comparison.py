@@ -12,7 +12,7 @@ from rich.console import Console
 from farflung.errors import DataError
 from farflung.report import Course, compare_courses, comparison_picture, comparison_table
 
-SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "other": 0.0}
+SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "evaluation": 0.0, "other": 0.0}
 
 
 def course(
@@ -33,9 +33,9 @@ def test_a_course_is_read_from_events() -> None:
     events: list[dict[str, Any]] = [
         {"event": "begin", "rank": 0, "t": 2.0, "step": 0, "steps": 2},
         {"event": "step", "rank": 0, "t": 3.0, "step": 0, "bytes_sent": 10},
-        {"event": "evaluation", "rank": 0, "t": 3.5, "step": 1, "accuracy": 0.25},
+        {"event": "evaluation", "rank": 0, "t": 3.5, "step": 1, "accuracy": 0.25, "bytes_sent": 10},
         {"event": "step", "rank": 0, "t": 4.0, "step": 1, "bytes_sent": 20},
-        {"event": "evaluation", "rank": 0, "t": 4.5, "step": 2, "accuracy": 0.75},
+        {"event": "evaluation", "rank": 0, "t": 4.5, "step": 2, "accuracy": 0.75, "bytes_sent": 20},
         {"event": "end", "rank": 0, "t": 4.5},
     ]
     read = Course.of("a", "wifi", 0, events, {})

@@ -39,7 +39,7 @@ def session(
             t += EVALUATION_S
             yield {
                 "event": "evaluation", "rank": rank, "t": t, "step": step + 1,
-                "accuracy": (step + 1) / 100, "loss": 1.0,
+                "accuracy": (step + 1) / 100, "loss": 1.0, "duration_s": EVALUATION_S,
             }  # fmt: skip
     if end:
         count = steps - first
@@ -47,7 +47,7 @@ def session(
             "event": "end", "rank": rank, "t": t,
             "time_s": {
                 "compute": COMPUTE_S * count, "exposed_communication": EXPOSED_S * count,
-                "data_wait": DATA_S * count, "other": 77.0,
+                "data_wait": DATA_S * count, "evaluation": EVALUATION_S * len(evaluate), "other": 77.0,
             },
         }  # fmt: skip
 
@@ -123,7 +123,15 @@ def test_every_rank_has_its_bar(ranks: int, tmp_path: Path, drawn: list[Figure])
 
 
 def test_an_evaluation_without_steps_makes_a_picture(tmp_path: Path, drawn: list[Figure]) -> None:
-    event: Event = {"event": "evaluation", "rank": 0, "t": 3.0, "step": 0, "accuracy": 0.5, "loss": 1.0}
+    event: Event = {
+        "event": "evaluation",
+        "rank": 0,
+        "t": 3.0,
+        "step": 0,
+        "accuracy": 0.5,
+        "loss": 1.0,
+        "duration_s": 0.0,
+    }
     run_picture({0: [event], 1: []}, tmp_path / "run.png", title="", simulated=False)
     assert "no losses yet" in texts(drawn[0])
     assert "50.0 %" in texts(drawn[0])
@@ -177,6 +185,7 @@ def test_time_of_a_run_that_ended_is_what_it_said(tmp_path: Path, drawn: list[Fi
         "compute": [8 * COMPUTE_S],
         "exposed communication": [8 * EXPOSED_S],
         "data wait": [8 * DATA_S],
+        "evaluation, checkpoints": [EVALUATION_S],
         "other": [77.0],
     }
 
@@ -191,7 +200,8 @@ def test_time_of_a_run_cut_short_is_summed_from_its_steps(tmp_path: Path, drawn:
         "compute": [8 * COMPUTE_S, 2 * COMPUTE_S],
         "exposed communication": [8 * EXPOSED_S, 2 * EXPOSED_S],
         "data wait": [8 * DATA_S, 2 * DATA_S],
-        "other": [2 * EVALUATION_S, 0.0],
+        "evaluation, checkpoints": [2 * EVALUATION_S, 0.0],
+        "other": [0.0, 0.0],
     }
     assert [label.get_text() for label in drawn[0].axes[2].get_yticklabels()] == ["0", "3"]
 
@@ -218,7 +228,7 @@ def test_a_resumed_run_goes_on_in_time_and_repeats_no_step(tmp_path: Path, drawn
         before + 2 * STEP_S + EVALUATION_S,
     ]
     assert bars(times)["compute"] == [12 * COMPUTE_S]
-    assert bars(times)["other"] == [3 * EVALUATION_S]
+    assert bars(times)["evaluation, checkpoints"] == [3 * EVALUATION_S]
 
 
 @pytest.mark.parametrize("simulated", [True, False])

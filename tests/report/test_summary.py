@@ -46,6 +46,7 @@ def test_every_figure_has_its_row() -> None:
         ["compute", "0:33:20   40.0 %"],
         ["exposed communication", "0:48:20   58.0 %"],
         ["data wait", "0 s    0.0 %"],
+        ["evaluation, checkpoints", "0 s    0.0 %"],
         ["other", "0:01:40    2.0 %"],
     ]
 

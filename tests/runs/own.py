@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 import farflung
 from farflung.sampling import Uniform
 from farflung.schedules import Synchronous
-from farflung.types import CodecState, Part, Payload, Replace, State, Transfer
+from farflung.types import CodecState, Draw, Part, Payload, PoolView, Replace, State, Transfer
 
-__all__ = ["Coarse", "Late", "OwnOrder", "halves"]
+__all__ = ["Coarse", "Epochs", "Late", "OwnOrder", "halves"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ class OwnOrder(Uniform):
 
     def __init__(self, seed: int, turn: int = 0) -> None:
         super().__init__(seed + turn)
+
+
+class Epochs(Uniform):
+    """Passes of their own batches: the last one of a pass is smaller, as a ``DataLoader`` has it."""
+
+    def next(self, view: PoolView) -> Draw:
+        assert isinstance(view.pool, int)
+        begin = self._cursor % view.pool
+        each = min(view.batch_size, (view.pool - begin) // view.size)
+        drawn = self._at(self._cursor + view.rank * each, each, view.pool)
+        last = begin + (each + view.batch_size) * view.size > view.pool and each < view.batch_size
+        self._cursor += view.pool - begin if last else each * view.size
+        return Draw(drawn, None)
 
 
 def halves(side: int = 8) -> farflung.TorchWorkload:

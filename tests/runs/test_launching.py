@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from farflung.runs import launching, prepare_training
+from farflung.comm import ZmqCommunicator
+from farflung.runs import launching, prepare_training, train
 
 
 class Interrupted(subprocess.Popen[bytes]):
@@ -34,3 +37,35 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
+
+
+def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None:
+    run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
+    with (
+        run.begun(),
+        subprocess.Popen(["true"], stdin=subprocess.PIPE) as job,
+        socket.socket() as events,
+    ):
+        watch = launching._Watch(job, 2, events, lambda event: None, run.files)
+        for event in (
+            {"event": "refused", "rank": 1, "t": 1.0, "messages": 0, "connections": 5},
+            {"event": "end", "rank": 0, "t": 1.0, "steps": 3},
+            {"event": "refused", "rank": 0, "t": 1.0, "messages": 2, "connections": 1},
+        ):
+            watch._hear(json.dumps(event).encode())
+        summary = watch._outcome()
+    assert summary == {"steps": 3, "refused": {"messages": 2, "connections": 6}}
+    assert json.loads(run.files.summary.read_text(encoding="utf-8")) == summary
+
+
+def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"messages": 0, "connections": 1234}
+    monkeypatch.setattr(ZmqCommunicator, "refusals", refused)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    ended = train("synthetic/quadratic", steps=2, out=tmp_path / "run")
+    assert ended.summary["refused"] == refused
+    (told,) = (event for event in ended.events[0] if event["event"] == "refused")
+    assert told == {"event": "refused", "rank": 0, "t": told["t"], **refused}
+    assert "1,234 connections" in str(ended)
+    assert "messages" not in str(ended)

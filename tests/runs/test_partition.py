@@ -157,7 +157,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, how: str) -> None
 def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> None:
     folder = RunFolder(tmp_path)
     config = configured(workers=2, partition="labels(k=5)", steps=1)
-    folder.create(config.to_json())
+    with folder.begun(config.to_json()):
+        pass
     world, made = replicas(config, folder)
     world.run([replica.run() for replica in made])
     configured(workers=2, partition="labels(k=5)").check_resumable(folder)

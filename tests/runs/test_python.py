@@ -254,7 +254,8 @@ def test_a_field_of_the_training_is_a_setting_everywhere() -> None:
 def test_a_stored_configuration_is_the_run(tmp_path: Path) -> None:
     run = prepared(SimulatedConfig, {"workload": "synthetic/quadratic", "recipe": "dga", "partition": "iid"})
     folder = RunFolder(tmp_path)
-    folder.create(run.config.to_json())
+    with folder.begun(run.config.to_json()):
+        pass
     assert SimulatedConfig.resolve(SimulatedConfig.stored_in(folder)).to_json() == run.config.to_json()
 
 

@@ -56,6 +56,7 @@ PARTS: list[dict[str, Any]] = [
     {"collective": "direct"},
     {"reducer": "powersgd(rank=1)"},
     {"stream": "rate(200, backlog=9)"},
+    {"schedule": "delayed(delay=2)", "count_evaluation": True},
     *({"schedule": schedule} for schedule in SCHEDULES),
     {
         "workload": "fashion-mnist/mlp",
@@ -91,6 +92,23 @@ def test_on_other_devices(tmp_path: Path) -> None:
     retimed = again(tmp_path / "again", stored, device=str(slow))
     assert told(retimed) == told(fresh)
     assert told(retimed) != told(stored)
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=2)"])
+def test_the_last_batch_of_a_pass_is_smaller_there_too(tmp_path: Path, schedule: str) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text("forward_s = 0.004\n")
+    parts: dict[str, Any] = {
+        "workload": "tests.runs.own:halves", "sampler": "tests.runs.own:Epochs", "schedule": schedule, "batch_size": 25,
+    }  # fmt: skip
+    _, stored = made(tmp_path / "base", network="wifi-10mbps", device=str(slow), **parts)
+    samples = [event["samples"] for event in stored.events()[0] if event["event"] == "step"]
+    assert samples == [100, 200, 256, 356, 456]
+    _, fresh = made(tmp_path / "fresh", network="4g", device=str(slow), **parts)
+    retimed = again(tmp_path / "again", stored, network="4g")
+    assert told(retimed) == told(fresh)
+    compute = [event["compute_s"] for event in retimed.events()[0] if event["event"] == "step"]
+    assert compute == pytest.approx([3 * 0.004 * count for count in (25, 25, 14, 25, 25)])
 
 
 def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

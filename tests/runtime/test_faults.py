@@ -76,11 +76,34 @@ def test_a_cut_link_holds_messages_up_for_exactly_as_long(plan: FaultPlan, times
         (FaultPlan().throttle(0, bandwidth_bps=8.0, at_s=0.5), [3.0, 7.0, 11.0]),
         (FaultPlan().throttle(1, 0, bandwidth_bps=8.0, at_s=0.5).restore(0, 1, at_s=2.5), [3.0, 4.0, 6.5]),
         (FaultPlan().throttle(0, bandwidth_bps=64.0, at_s=0.5), [1.5, 2.5, 6.5]),
+        # At 1.5 a quarter of the first is left.
+        (
+            FaultPlan()
+            .throttle(0, 1, bandwidth_bps=8.0, at_s=0.5)
+            .throttle(0, 1, bandwidth_bps=2.0, at_s=1.5),
+            [6.0, 22.0, 38.0],
+        ),
+        (
+            FaultPlan()
+            .throttle(0, 1, bandwidth_bps=8.0, at_s=0.5)
+            .throttle(1, 0, bandwidth_bps=16.0, at_s=1.5),
+            [2.5, 4.5, 7.5],
+        ),
+        (FaultPlan().throttle(0, 1, bandwidth_bps=8.0, at_s=0.5).restore(0, 1, at_s=1.5), [2.25, 3.25, 6.5]),
         # A lost half of the packets takes half of the bandwidth.
         (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5), [2.0, 4.0, 7.5]),
         (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5).restore(0, 1, at_s=3.5), [2.0, 4.0, 6.5]),
     ],
-    ids=["throttled", "for a while", "above what there is", "lossy", "lossy for a while"],
+    ids=[
+        "throttled",
+        "for a while",
+        "above what there is",
+        "then less",
+        "then more",
+        "then all",
+        "lossy",
+        "lossy for a while",
+    ],
 )
 def test_less_bandwidth_counts_from_the_middle_of_a_message(plan: FaultPlan, times: list[float]) -> None:
     came = driven(2, plan, passes)[1]
@@ -144,7 +167,7 @@ def trained(plan: FaultPlan, size: int = 3, steps: int = 6) -> tuple[list[Summar
     return world.run([replica.run() for replica in replicas]), events
 
 
-@pytest.mark.parametrize("plan", [FaultPlan().crash(2, at_step=3), FaultPlan().crash(2, at_s=0.5)])
+@pytest.mark.parametrize("plan", [FaultPlan().crash(2, at_step=3), FaultPlan().crash(2, at_s=0.2)])
 def test_a_crash_is_seen_as_a_closed_connection(plan: FaultPlan) -> None:
     with pytest.raises(PeerLost) as caught:
         trained(plan)

@@ -12,11 +12,13 @@ from typing import Protocol
 import tyro
 
 from farflung.cli.calibrate import Calibrate
+from farflung.cli.codecs import Codecs
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
 from farflung.cli.lab import RunInLab, with_dashes
 from farflung.cli.networks import Networks
+from farflung.cli.options import spoken
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
 from farflung.cli.schedule import Schedule
@@ -37,18 +39,19 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Callable[..., Command]] = {
-    "train": Train,
-    "simulate": Simulate,
-    "compare": Compare,
-    "retime": Retime,
-    "networks": Networks,
-    "lab": RunInLab,
-    "recipes": Recipes,
-    "schedule": Schedule,
-    "workloads": Workloads,
-    "data": Data,
-    "calibrate": Calibrate,
-    "keys": MakeKeys,
+    "train": spoken(Train),
+    "simulate": spoken(Simulate),
+    "compare": spoken(Compare),
+    "retime": spoken(Retime),
+    "networks": spoken(Networks),
+    "codecs": spoken(Codecs),
+    "lab": spoken(RunInLab),
+    "recipes": spoken(Recipes),
+    "schedule": spoken(Schedule),
+    "workloads": spoken(Workloads),
+    "data": spoken(Data),
+    "calibrate": spoken(Calibrate),
+    "keys": spoken(MakeKeys),
 }
 
 

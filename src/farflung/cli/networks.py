@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,6 +22,8 @@ __all__ = ["Networks"]
 class Networks:
     """List the networks and devices that farflung simulate and farflung compare know by name."""
 
+    sources: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Say in full where the figures of each come from."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print them as JSON."""
 
@@ -28,11 +32,19 @@ class Networks:
         if self.json:
             print_rows(_rows())
         else:
-            columns = ["name", "what", "nodes", "where its figures come from"]
-            print_table(
-                columns, (["" if cell is None else str(cell) for cell in row.values()] for row in _rows())
-            )
+            columns = ["name", "what", "nodes", "where its figures come from" if self.sources else "in short"]
+            print_table(columns, (self._cells(row) for row in _rows()))
         return 0
+
+    def _cells(self, row: dict[str, Json]) -> list[str]:
+        cells = ["" if cell is None else str(cell) for cell in row.values()]
+        return cells if self.sources else [*cells[:-1], _in_short(cells[-1])]
+
+
+def _in_short(source: str) -> str:
+    """The figures that a source begins with, up to where they are from."""
+    figures = re.split(r"(?<!al)\. |: ", source.removeprefix("Our choice: "), maxsplit=1)[0]
+    return textwrap.shorten(figures.rstrip("."), 90, placeholder=" ...")
 
 
 def _rows() -> Iterator[dict[str, Json]]:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 
+from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
-from farflung.report import partition_picture, partition_table
+from farflung.extras import need
+from farflung.report import TensorBoard, partition_picture, partition_table
 from farflung.runs import Filed, Prepared, Run, RunConfig
+from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
-__all__ = ["RunOptions", "finish", "with_settings"]
+__all__ = ["RunOptions", "finish", "spoken", "with_settings"]
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -40,6 +46,8 @@ class RunOptions:
     """Continue the run in this folder from its last checkpoint; other options change its settings."""
     replay: Path | None = None
     """Decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the summary as JSON on stdout and nothing else."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -48,13 +56,18 @@ class RunOptions:
     def run(self) -> int:
         """Carries it out; returns the exit code."""
         if self.config is None:
-            return self.start({})
+            return self._start({})
         known = option_types(type(self), without=("config", "resume"))
         said = read_settings(self.config, known, ignored=self.elsewhere)
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
         missing = {name: value for name, value in others.items() if not getattr(self, name)}
-        return replace(self, **missing).start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
+        return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
+
+    def _start(self, filed: Mapping[str, Json]) -> int:
+        if self.tensorboard:
+            need("--tensorboard", "tensorboard", extra="tensorboard")
+        return self.start(filed)
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -69,6 +82,21 @@ class RunOptions:
     def where(self) -> dict[str, Any]:
         """Where the run is kept, and what it goes on from."""
         return {"out": self.out, "resume": self.resume, "replay": self.replay}
+
+    @contextmanager
+    def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
+        """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
+        with ExitStack() as stack:
+            stack.enter_context(progress)
+            sinks: list[Sink] = [progress]
+            if self.tensorboard:
+                sinks.append(stack.enter_context(TensorBoard(run.files.curves)))
+
+            def tell(event: Event) -> None:
+                for sink in sinks:
+                    sink(event)
+
+            yield tell
 
     def show(self, run: Prepared[C]) -> None:
         """How the training set is split, where it is."""
@@ -88,7 +116,8 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
         own = command.__annotations__
         for name, setting in kind.settings().items():
             if name not in own and name not in without:
-                about = tyro.conf.arg(help=f"{setting.about.rstrip('.')}.")
+                words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
+                about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
                 if setting.kind is bool:
                     own[name] = Annotated[bool, tyro.conf.FlagCreatePairsOff, about]
                 else:
@@ -97,6 +126,17 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
         return command
 
     return give
+
+
+def spoken(command: type[T]) -> type[T]:
+    """A decorator: the help of a command names the kind of value of an option that may be left out, and no default."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        kinds = get_args(plain)
+        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
+            said = tyro.conf.arg(metavar=kinds[0].__name__.upper(), help_behavior_hint="")
+            command.__annotations__[name] = Annotated[hint, said]
+    return command
 
 
 def finish(run: Run, *, as_json: bool) -> None:
@@ -115,3 +155,5 @@ def finish(run: Run, *, as_json: bool) -> None:
     if run.shares:
         console.print(f"shares     {shares}", soft_wrap=True, highlight=False)
     console.print(f"telemetry  {run.files.telemetry(0)}", soft_wrap=True, highlight=False)
+    if run.files.curves.is_dir():
+        console.print(f"curves     tensorboard --logdir {run.files.curves}", soft_wrap=True, highlight=False)

@@ -56,10 +56,12 @@ class Progress:
         self._quiet, self._simulated, self._clock = quiet, simulated, clock
         self._console = console if console is not None else stderr_console()
         self._live: _Live | None = None
-        self._state = "starting"
+        self._state = "starting: the simulator" if simulated else "starting: torch is imported"
+        self._up: set[int] = set()
         self._began: set[int] = set()
         self._first = self._done = self._steps = 0
         self._begin_t = self._t = 0.0
+        self._made_at = clock()
         self._started_at: float | None = None
         self._ended_at: float | None = None
         self._first_step_at = self._last_step_at = 0.0
@@ -95,6 +97,10 @@ class Progress:
     def __call__(self, event: Event) -> None:
         """Takes in one event; those of other ranks than 0 only say that their replica has begun."""
         with suppress(Exception):
+            if event["event"] == "hello":
+                self._up.add(int(_number(event["rank"])))
+                if self._started_at is None:
+                    self._state = f"starting: {len(self._up)} up, they meet"
             if event["event"] == "begin":
                 self._began.add(int(_number(event["rank"])))
             if event["rank"] == 0:
@@ -172,7 +178,7 @@ class Progress:
 
     def _head(self) -> str:
         if self._started_at is None:
-            return ""
+            return clock_text(self._clock() - self._made_at)
         now = self._clock() if self._ended_at is None else self._ended_at
         words = [f"{self._done:,}/{self._steps:,}", clock_text(now - self._started_at)]
         left = self._seconds_left()

@@ -30,6 +30,8 @@ from farflung.workloads import Quadratic
 
 __all__ = ["Schedule"]
 
+MOST_STEPS = 200
+"""A grid has a column for each."""
 BEGINS, MOVES, ENDS, AT_ONCE = "o", "-", ">", "*"
 
 
@@ -50,7 +52,7 @@ class Schedule:
     collective: str | None = None
     """Instead of the recipe's."""
     steps: int = 12
-    """How many to show."""
+    """How many to show, at most 200."""
     workers: int = 4
     """Replicas in the picture."""
     network: str | None = None
@@ -71,9 +73,9 @@ class Schedule:
         self._check()
         chosen = recipe(self.recipe).but(schedule=self.schedule, codec=self.codec, collective=self.collective)
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
-        for line in grid(chosen, self.steps, self.compute):
+        lines, events = grid(chosen, self.steps, self.compute), self._simulate(chosen)
+        for line in lines:
             console.print(Text(line), soft_wrap=True)
-        events = self._simulate(chosen)
         where = self.network or f"{self.latency:g} s, {self.bandwidth:g} bit/s"
         title = f"{chosen.name}: {chosen.schedule} on {self.workers} replicas, {where}"
         gantt_picture(dict(enumerate(events)), self.out, title=title, simulated=True)
@@ -84,6 +86,8 @@ class Schedule:
         for name, least in (("steps", 1), ("workers", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be {least} or more")
+        if self.steps > MOST_STEPS:
+            raise ConfigError(f"--steps {self.steps}: a grid shows at most {MOST_STEPS}")
         for name in ("bandwidth", "compute", "mbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} {getattr(self, name):g}: must be above 0")

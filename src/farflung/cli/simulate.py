@@ -29,7 +29,8 @@ class Simulate(RunOptions):
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
         self.show(run)
-        with Progress(quiet=self.quiet or self.json, simulated=True) as progress, asked_to_stop() as stop:
-            ended = simulate_prepared(run, progress, stop_asked=stop.is_set)
+        progress = Progress(quiet=self.quiet or self.json, simulated=True)
+        with self.shown(run, progress) as events, asked_to_stop() as stop:
+            ended = simulate_prepared(run, events, stop_asked=stop.is_set)
         finish(ended, as_json=self.json)
         return 130 if stop.is_set() else 0

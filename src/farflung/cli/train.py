@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, prepare_training, train_prepared
+from farflung.runs import RunConfig, prepare_training, ready_to_train
+from farflung.runtime import Seat
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -23,9 +23,10 @@ class Train(RunOptions):
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
     torchrun --nproc-per-node 4 -m farflung train ...
+    Under srun and mpirun it does the same.
     """
 
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
 
     interface: str | None = None
     """Under torchrun on several machines: the address, or the name of the network interface, at which the others
@@ -48,18 +49,20 @@ class Train(RunOptions):
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepare_training(filed, self.given(), **self.where)
-        leads = os.environ.get("RANK", "0") == "0"
-        self.show(run)
-        with Progress(quiet=self.quiet or self.json or not leads) as progress:
-            ended = train_prepared(
-                run,
-                progress,
-                interface=self.interface,
-                keys=self.keys,
-                network=self.network,
-                device=self.device,
-                pace=self.pace,
-            )
+        seat = Seat.taken()
+        leads = seat is None or seat.rank == 0
+        ready = ready_to_train(
+            run,
+            interface=self.interface,
+            keys=self.keys,
+            network=self.network,
+            device=self.device,
+            pace=self.pace,
+        )
+        with ready as begin:
+            self.show(run)
+            with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+                ended = begin(events)
         if leads:
             finish(ended, as_json=self.json)
         return 130 if ended.summary.get("interrupted") else 0

@@ -87,6 +87,14 @@ class Connections:
                 self._closed.append(connection)
 
     @property
+    def waiting(self) -> int:
+        """How many have come here, are open, and have not greeted."""
+        return sum(
+            connection.accepted and connection.rank is None and not connection.closed
+            for connection in self._latest.values()
+        )
+
+    @property
     def any_closed(self) -> bool:
         """Whether :meth:`take_closed` has something to tell."""
         return bool(self._closed)

@@ -22,7 +22,7 @@ import zmq
 
 from farflung.comm.virtual.clock import VirtualClock
 from farflung.comm.virtual.flows import Flows
-from farflung.comm.wire import Kind, encode
+from farflung.comm.wire import Kind
 from farflung.comm.zeromq import ZmqCommunicator
 from farflung.errors import ConfigError, PeerLost, RunLost
 from farflung.network import NetworkProfile, Wiring
@@ -130,7 +130,7 @@ class PacedCommunicator(ZmqCommunicator):
         """Done when the last bit has left in the model."""
         self._count += 1
         left: Pending[None] = Pending()
-        self._held[self._count] = left, dst, encode(Kind.DATA, self.view, tag, payload)
+        self._held[self._count] = left, dst, self._frames(Kind.DATA, tag, payload)
         try:
             self._model.send(_SEND.pack(self._count, self.rank, dst, 8 * payload.nbytes))
         except OSError as error:

@@ -1,9 +1,9 @@
 """Messages as frames: a small fixed header, checked before anything is used, then the tensors' own bytes.
 
-A message is a header frame, which also carries tensors of up to :data:`INLINE` bytes, and for each larger tensor one
-frame, or several of :data:`PIECE` bytes: a frame is encrypted and decrypted as a whole, so in pieces a tensor is on the
-wire while the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is
-taken.
+A message is a header frame, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in
+:data:`PIECE` bytes, and for each other tensor one frame, or several of equal size: so every frame is bounded, whatever
+the tensors. An encrypted frame is encrypted and decrypted as a whole, so in small pieces a tensor is on the wire while
+the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is taken.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "MAGIC",
     "PIECE",
     "VERSION",
+    "WHOLE",
     "Buffer",
     "Frame",
     "Kind",
@@ -42,11 +43,13 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
 
 MAGIC = b"FF"
-VERSION = 1
+VERSION = 2
 INLINE = 4096
-"""Tensors up to this many bytes ride in the header frame."""
+"""Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
-"""Bytes of each frame but the last of a tensor in pieces; encrypting one takes less than half a millisecond."""
+"""Bytes of each frame but the last of a tensor that is encrypted, which takes less than half a millisecond."""
+WHOLE = 1 << 25
+"""The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
 
 _HEADER = struct.Struct("<2sBBIQIII")
 _ALIGNMENT = 8
@@ -100,8 +103,8 @@ class Message:
     payload: Payload
 
 
-def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, in_pieces: bool = False) -> list[Frame]:
-    """The frames of a message; large tensors are not copied, and come in pieces where that is asked for."""
+def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
+    """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
     tensors: list[Tensor] = []
     description = _description(_structure(payload, tensors))
     head: list[Frame] = [
@@ -109,25 +112,27 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, in_pieces: bool
         description,
     ]
     frames: list[Frame] = []
+    at = _HEADER.size + len(description)
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        if dense.nbytes > INLINE:
+        if not _rides(dense.nbytes, at):
             data = dense.reshape(-1).view(torch.uint8).numpy().data
-            step = PIECE if in_pieces else dense.nbytes
-            frames += [data[at : at + step] for at in range(0, dense.nbytes, step)]
+            frames += [data[start : start + piece] for start in range(0, dense.nbytes, piece)]
             continue
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
+        at += dense.nbytes + -dense.nbytes % _ALIGNMENT
     return [b"".join(head), *frames]
 
 
-def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
+def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
     """Reads a message.
 
     Args:
       frames: as :func:`encode` gave them; large tensors in the result share their memory, if not in pieces.
       max_nbytes: the largest payload accepted.
+      piece: bytes of each piece of a large tensor.
 
     Raises:
       WireError: anything that :func:`encode` would not have made.
@@ -147,11 +152,16 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int) -> Message:
         raise WireError("more or fewer bytes than described")
     small = bytearray(head) if layout.any_small else None
     large = iter(frames[1:])
-    tensors = [leaf.read(small, large) for leaf in layout.leaves]
+    tensors = [leaf.read(small, large, piece) for leaf in layout.leaves]
     if next(large, None) is not None:
         raise WireError("more frames than described")
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
     return Message(_KINDS[kind], view, Tag(exchange, part, hop), payload)
+
+
+def _rides(nbytes: int, at: int) -> bool:
+    """Whether a tensor rides in the header frame, which is ``at`` bytes long without it."""
+    return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= PIECE)
 
 
 # --- what a payload is made of --------------------------------------------------------------------------------------
@@ -200,27 +210,27 @@ class _Leaf:
     numel: int
     at: int | None
 
-    def read(self, small: bytearray | None, large: Iterator[Buffer]) -> Tensor:
+    def read(self, small: bytearray | None, large: Iterator[Buffer], piece: int) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.at is not None:
             assert small is not None
             tensor = torch.frombuffer(small, dtype=self.dtype, count=self.numel, offset=self.at)
         else:
-            data = _whole(large, self.numel * self.dtype.itemsize)
+            data = _whole(large, self.numel * self.dtype.itemsize, piece)
             tensor = torch.frombuffer(data, dtype=self.dtype)
             if tensor.data_ptr() % self.dtype.itemsize:
                 tensor = torch.frombuffer(bytearray(data), dtype=self.dtype)
         return tensor if len(self.shape) == 1 else tensor.reshape(self.shape)
 
 
-def _whole(frames: Iterator[Buffer], nbytes: int) -> Buffer:
+def _whole(frames: Iterator[Buffer], nbytes: int, piece: int) -> Buffer:
     """The bytes of one tensor, from the frame or the pieces that it came in."""
     data = next(frames, b"")
-    if len(data) == PIECE < nbytes:
-        others = (nbytes - 1) // PIECE
+    if len(data) == piece < nbytes:
+        others = (nbytes - 1) // piece
         pieces = [data, *islice(frames, others)]
-        if len(pieces) == 1 + others and all(len(piece) == PIECE for piece in pieces[:-1]):
+        if len(pieces) == 1 + others and all(len(one) == piece for one in pieces[:-1]):
             data = bytearray().join(pieces)
     if len(data) != nbytes:
         raise WireError(f"{len(data)} bytes where {nbytes} were described")
@@ -257,7 +267,7 @@ def _layout(description: bytes) -> _Layout:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         nbytes += size
-        if size > INLINE:
+        if not _rides(size, at):
             leaves.append(_Leaf(dtype, shape, numel, None))
             continue
         if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:

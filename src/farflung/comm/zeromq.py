@@ -4,8 +4,9 @@ One ROUTER socket per replica both listens and connects: of two replicas the hig
 one TCP connection and works where one side alone can be reached. A routing id is a random token that only the run's
 replicas learn, through the store; whatever comes from another id is refused and counted.
 
-Off loopback everything is encrypted, and both ends of a connection prove their keys before a message passes: see
-:mod:`farflung.comm.gate`. A rank is then bound to the key that was published with its routing id.
+Whoever connects proves first who it is, and a rank is bound to that: see :mod:`farflung.comm.gate`. Off loopback
+everything is encrypted too, and both ends prove themselves. Once all have come in the door is shut: see
+:mod:`farflung.comm.door`.
 
 There are no ZeroMQ heartbeats: on a missed one libzmq would close the connection and drop what it held, while TCP
 carries everything across a cut by itself. A healthy but slow or silent peer is therefore only ever put out by a
@@ -15,6 +16,7 @@ deadline, whereas a connection closed from the peer's end ends the view at once.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,13 +28,14 @@ from torch import Tensor
 from farflung.comm.blame import Blame
 from farflung.comm.collectives import collective_named
 from farflung.comm.connections import Connections
-from farflung.comm.gate import Gate, listen
+from farflung.comm.door import Door
+from farflung.comm.gate import Gate
 from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.staging import Stage, at_once, on_host
-from farflung.comm.wire import Kind, Message, WireError, decode, encode, json_of
+from farflung.comm.wire import PIECE, WHOLE, Kind, Message, WireError, decode, encode, json_of
 from farflung.errors import (
     ConfigError,
     DeadlinePassed,
@@ -48,6 +51,10 @@ __all__ = ["Peer", "ZmqCommunicator"]
 
 ZERO_COPY_NBYTES = 1 << 16
 """Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
+HEAD_NBYTES = 1 << 20
+"""The most that a header frame may take, and what a frame takes beside its piece of a tensor."""
+KNOCK_S = 5.0
+"""After how long a replica whose connection is not taken up knocks anew."""
 LINGER_S = 5
 PARTING_S = 1.0
 """How long a replica that leaves waits for the others to leave too."""
@@ -69,7 +76,7 @@ class ZmqCommunicator:
       keys: what to prove this replica with; everything is encrypted then. Off loopback there have to be some.
       view: the membership view; messages of other views are refused.
       settings: what must be equal on all ranks, by name; compared at the start.
-      max_nbytes: the largest payload accepted.
+      max_nbytes: the largest payload accepted, in bytes.
       now: the clock, in seconds.
       native: sums a tensor by the backend's collective, or ``None`` where there is none.
       stage: how a payload of another device comes to the host.
@@ -97,11 +104,16 @@ class ZmqCommunicator:
         self.auto: Mapping[int, str] = {}
         self.mailbox = Mailbox()
         self.refused = 0
+        """Messages that were none of this run's, or malformed."""
+        self.turned_away = 0
+        """Connections that closed before they had proved who they were from."""
         self.ready: Pending[None] = Pending()
         self.lost: BaseException | None = None
         self._now, self._native, self._stage = now, native, stage
         self._settings = {"number of replicas": size, **(settings or {})}
-        self._max_nbytes = max_nbytes
+        self.max_nbytes = max_nbytes
+        """The largest payload accepted, in bytes; to be lowered once the model is known."""
+        self._piece = PIECE if keys else WHOLE
         self._token = secrets.token_bytes(16)
         self._peers: dict[int, Peer] = {}
         self._rank_of: dict[bytes, int] = {}
@@ -119,7 +131,8 @@ class ZmqCommunicator:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.MAXMSGSIZE, max_nbytes + (1 << 16)),
+            (zmq.MAXMSGSIZE, self._piece + HEAD_NBYTES),
+            (zmq.CONNECT_TIMEOUT, int(KNOCK_S * 1000)),
             (zmq.LINGER, LINGER_S * 1000),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 30),
@@ -127,18 +140,20 @@ class ZmqCommunicator:
             self._socket.setsockopt(option, value)
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
-        self._gate = Gate(self._context, keys) if keys else None
+        self._gate = Gate(self._context, self._token, keys)
+        self._door: Door | None = None
         try:
-            address = listen(self._socket, interface, self._gate)
+            self._door = Door(self._socket, interface, self._gate, size)
         except ConfigError:
             self.close()
             raise
-        self.me = Peer(rank, address, self._token, keys.public if keys else None)
+        self.me = Peer(rank, self._door.address, self._token, keys.public if keys else None)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        for readable in (self._socket, self._monitor, self._gate.questions):
+            self._poller.register(readable, zmq.POLLIN)
         if size == 1:
             self.ready.set(None)
+            self._mind_the_door()
 
     def connect(self, peers: Iterable[Peer]) -> None:
         """Learns everybody's address and key; connects to the lower ranks and greets them.
@@ -148,17 +163,16 @@ class ZmqCommunicator:
           ProtocolError: the peers do not make up a run.
         """
         others = [peer for peer in peers if peer.rank != self.rank]
-        check_peers(self.me, others, self._gate.keys if self._gate else None)
+        check_peers(self.me, others, self._gate.keys)
         for peer in others:
             self._peers[peer.rank] = peer
             self._rank_of[peer.token] = peer.rank
-        if self._gate:
-            self._gate.admit(peer.key for peer in others if peer.key and peer.rank > self.rank)
-            self._poller.register(self._gate.questions, zmq.POLLIN)
+        self._gate.admit(peer for peer in others if peer.rank > self.rank)
+        assert self._door is not None
+        self._door.open()
         for peer in others:
             if peer.rank < self.rank:
-                if self._gate and peer.key:
-                    self._gate.approach(self._socket, peer.key)
+                self._gate.approach(self._socket, self.rank, peer)
                 self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token)
                 self._socket.connect(peer.address)
@@ -167,6 +181,12 @@ class ZmqCommunicator:
     def missing(self) -> list[int]:
         """The ranks that have not greeted yet."""
         return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+
+    @property
+    def refusals(self) -> dict[str, Json]:
+        """What has been refused so far, by kind; empty where nothing was."""
+        counts = {"messages": self.refused, "connections": self.turned_away}
+        return dict(counts) if any(counts.values()) else {}
 
     def greeting_of(self, rank: int) -> str:
         """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
@@ -183,8 +203,7 @@ class ZmqCommunicator:
             self._stage(payload, lambda host: self.send(host, dst, tag))
             return done(None)
         try:
-            in_pieces = self._gate is not None
-            self._send(dst, encode(Kind.DATA, self.view, tag, payload, in_pieces=in_pieces))
+            self._send(dst, self._frames(Kind.DATA, tag, payload))
         except PeerLost as error:
             return failed(error)
         return _SENT
@@ -216,7 +235,7 @@ class ZmqCommunicator:
     def poll(self, timeout_s: float | None) -> bool:
         """Waits for something to happen, and delivers all there is; whether a watched descriptor is readable."""
         events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
-        if self._gate and self._gate.questions in events:
+        if self._gate.questions in events:
             self._gate.answer()
         if self._socket in events:
             self._receive_all()
@@ -289,9 +308,10 @@ class ZmqCommunicator:
 
     def close(self) -> None:
         """Closes the sockets; what was sent to those still here leaves, for a few seconds at most."""
+        if self._door is not None:
+            self._door.close()
         self._connections.close()
-        if self._gate:
-            self._gate.close()
+        self._gate.close()
         self._socket.close(linger=LINGER_S * 1000 if self._present() else 0)
         self._context.term()
 
@@ -307,17 +327,18 @@ class ZmqCommunicator:
                 frames.append(receive(copy=False))
             try:
                 self._take(self._rank_of.get(sender), frames)
-            except WireError:
+            except WireError as error:
                 self.refused += 1
+                self._report(f"a message ({error})")
 
     def _take(self, rank: int | None, frames: list[zmq.Frame]) -> None:
         if rank is None:
             raise WireError("a message from nobody of this run")
-        message = decode([frame.buffer for frame in frames], max_nbytes=self._max_nbytes)
+        message = decode([frame.buffer for frame in frames], max_nbytes=self.max_nbytes, piece=self._piece)
         if message.view != self.view:
             raise WireError("a message of another view")
-        if self._gate and message.kind is not Kind.HELLO:
-            # A greeting is held against its key, and all else has to come over the same connection.
+        if message.kind is not Kind.HELLO:
+            # A greeting is held against what its connection has proved; all else has to come over the same one.
             if self._connections.rank_of(frames[0].get(zmq.SRCFD)) != rank:
                 raise WireError("a message under another's name")
         if message.kind is Kind.DATA:
@@ -329,8 +350,8 @@ class ZmqCommunicator:
     def _control(self, rank: int, message: Message, frame: zmq.Frame) -> None:
         body = json_of(message.payload)
         if message.kind is Kind.HELLO:
-            due = self._peers[rank].key if rank > self.rank else None
-            if body.get("rank") != rank or (self._gate and self._gate.key_of(frame) != due):
+            due = self._gate.name_of(self._peers[rank]) if rank > self.rank else None
+            if body.get("rank") != rank or self._gate.named(frame) != due:
                 raise WireError("a greeting under another's name")
             self._connections.bind(frame.get(zmq.SRCFD), rank)
             if rank > self.rank:
@@ -339,6 +360,7 @@ class ZmqCommunicator:
                 self._say(self._parting[0], rank, self._parting[1])
             self._greeted.add(rank)
             self._compare(rank, body.get("settings"))
+            self._mind_the_door()
             if not self.missing():
                 self.ready.set(None)
         elif message.kind is Kind.FAREWELL:
@@ -375,8 +397,10 @@ class ZmqCommunicator:
         # What a peer sent before it went is in the socket by now, its farewell too.
         self._receive_all()
         ranks, strangers = self._connections.take_closed()
-        if self._gate:
-            self.refused += strangers
+        if strangers:
+            self.turned_away += strangers
+            self._report("a connection")
+        self._mind_the_door()
         for rank in ranks:
             if rank not in self._left:
                 self._left.add(rank)
@@ -389,12 +413,28 @@ class ZmqCommunicator:
                     )
                 )
 
+    def _mind_the_door(self) -> None:
+        assert self._door is not None
+        self._door.mind(sum(rank > self.rank for rank in self.missing()), self._connections.waiting)
+
+    def _report(self, what: str) -> None:
+        if self.refused + self.turned_away == 1:
+            logging.getLogger("farflung").warning(
+                "rank %d at %s: refused %s that is not of this run; all of them are counted",
+                self.rank,
+                self.me.address,
+                what,
+            )
+
     def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
         try:
-            self._send(rank, encode(kind, self.view, _CONTROL, Payload((text,))))
+            self._send(rank, self._frames(kind, _CONTROL, Payload((text,))))
         except PeerLost as error:
             self.end(error)
+
+    def _frames(self, kind: Kind, tag: Tag, payload: Payload) -> list[Any]:
+        return encode(kind, self.view, tag, payload, piece=self._piece)
 
     def _send(self, rank: int, frames: list[Any]) -> None:
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.types import Payload, Runtime
 
-__all__ = ["average", "averaged", "barrier", "broadcast", "sum_everywhere"]
+__all__ = ["average", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
 
 _NOTHING = torch.empty(0)
 
@@ -66,18 +66,25 @@ async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bo
 
     Args:
       runtime: the world.
-      model: its running statistics (batch norm) differ always.
+      model: the replica's.
       number: of the exchange; alike on all ranks.
-      apart: whether its parameters differ too.
+      apart: whether its parameters differ; see :func:`differing`.
     """
-    tensors = [_real(b) for b in model.buffers() if b.is_floating_point() or b.is_complex()]
-    tensors += [p.detach() for p in model.parameters()] if apart else []
+    tensors = [tensor.detach() for tensor in differing(model, apart=apart)]
     own = [tensor.clone() for tensor in tensors]
     await average(runtime, tensors, number, Purpose.EVALUATION, first_part=1)
     try:
         yield
     finally:
         _load(tensors, own)
+
+
+def differing(model: nn.Module, *, apart: bool) -> list[Tensor]:
+    """What differs between replicas: running statistics (batch norm), and parameters where they are ``apart``."""
+    return [
+        *(buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
+        *(model.parameters() if apart else ()),
+    ]
 
 
 async def average(
@@ -87,7 +94,7 @@ async def average(
     if runtime.comm.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     zero = torch.zeros(1, dtype=torch.float64)
     for part, alike in enumerate(by_dtype.values(), start=first_part):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import averaged, sum_everywhere
+from farflung.replica.averaging import average, differing, sum_everywhere
 from farflung.replica.placement import batch_on
+from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
 
 __all__ = ["Score", "evaluate"]
@@ -33,9 +36,14 @@ async def evaluate(
     step: int,
     *,
     apart: bool,
+    goes_on: bool,
+    seed: int,
     device: torch.device,
 ) -> Score:
     """Each replica scores its share; the sums travel in one exchange and are equal everywhere.
+
+    What is scored is the model as it is when this begins. Whoever draws random numbers in it has a state of his own, so
+    an evaluation leaves training as it was.
 
     Args:
       runtime: the world.
@@ -44,16 +52,46 @@ async def evaluate(
       data: the test set.
       step: of the evaluation.
       apart: whether replicas' parameters differ; what is scored is their mean.
+      goes_on: whether the model may be trained on before this ends.
+      seed: the run's.
       device: of the model.
     """
     comm = runtime.comm
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
-    async with averaged(runtime, model, step, apart=apart):
-        sums = await runtime.compute(
-            Cost("evaluate", len(share)), lambda: _score(workload, model, data, share, device)
-        )
+    random = RandomState(derive(seed, "evaluation", step, comm.rank), device)
+
+    means = differing(model, apart=apart) if comm.size > 1 else []
+    kept = [*means, *(_others(model, means) if means and goes_on else [])]
+    values = [tensor.detach().clone() for tensor in kept]
+    await average(runtime, values[: len(means)], step, Purpose.EVALUATION, first_part=1)
+
+    def score() -> Tensor:
+        random.install()
+        with _holding(kept, values):
+            return _score(workload, model, data, share, device)
+
+    sums = await runtime.compute(Cost("evaluate", len(share)), score)
     _, total = await sum_everywhere(runtime, torch.empty(0), sums, step, purpose=Purpose.EVALUATION)
     return Score(float(total[0] / total[2]), float(total[1] / total[2]))
+
+
+def _others(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a model's state has beside these tensors."""
+    among = {id(tensor) for tensor in tensors}
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in among]
+
+
+@contextmanager
+def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the tensors have other values; a backward pass that is due for them does not notice."""
+    own = [tensor.data for tensor in tensors]
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data = value
+        yield
+    finally:
+        for tensor, value in zip(tensors, own, strict=True):
+            tensor.data = value
 
 
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:

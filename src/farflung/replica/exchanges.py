@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -180,6 +180,10 @@ class Exchanges:
                 stack.enter_context(merger.taking(optimizer, self._of(kind)))
             yield
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what is no part of a step and takes time nevertheless."""
+        return self._times.aside()
+
     # --- a step -----------------------------------------------------------------------------------------------
 
     def begin(self, step: int, vote: Vote) -> None:
@@ -329,7 +333,11 @@ class Exchanges:
         shared, own = state["shared"], state["own"]
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state = shared["schedule"]
-        self._votes = {int(number): [Vote(*vote) for vote in votes] for number, votes in own["votes"].items()}
+        # Whoever asked to stop before wants it no more: the run goes on.
+        self._votes = {
+            int(number): [replace(Vote(*vote), stop=False) for vote in votes]
+            for number, votes in own["votes"].items()
+        }
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
         for kept in own["flights"].values():
@@ -429,6 +437,7 @@ class Exchanges:
         flight.result = self._runtime.launch(flight.carry(self._reducer, self._slots[number], given, before))
         if state["times"] is not None:
             flight.times = done(Decision("times", flight.step, state["times"]))
+        flight.again = True
         self._depart(flight)
 
     def _flight(
@@ -515,7 +524,7 @@ class Exchanges:
     async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
         """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
         self._settled.nonfinite += tally.nonfinite
-        self._settled.stop |= tally.stop
+        self._settled.stop |= tally.stop and not flight.again
         self._settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
         stats = SharedStats(flight.step, loss, reduced.weight)

@@ -46,6 +46,7 @@ class Flight:
       before: the reducer's state when it started.
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
+      again: whether it started before the run was resumed.
       unused: places in its buckets that no replica had a gradient for; noted when it is merged.
       never: places that none has ever had one for.
     """
@@ -64,6 +65,7 @@ class Flight:
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
+    again: bool = False
     unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
     never: Mapping[int, frozenset[int]] = field(default_factory=dict)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from farflung.replica.placement import HOST, batch_on, state_on, wait_for
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
+from farflung.tasks import Pending, done
 from farflung.telemetry import Telemetry
 from farflung.types import (
     Batch,
@@ -58,6 +61,7 @@ from farflung.types import (
 
 __all__ = ["Parts", "Replica"]
 
+T = TypeVar("T")
 
 STOP = "stop"
 """The name of the decision to end a run; its step is the one at which somebody asked."""
@@ -162,6 +166,8 @@ class Replica:
     _even: bool = field(init=False)
     """Whether all replicas take as many samples as each other, in every step."""
     _tellers: list[Tells] = field(init=False)
+    _aside: list[Pending[Any]] = field(init=False, default_factory=list)
+    """What is under way beside training."""
 
     def __post_init__(self) -> None:
         comm, seed = self.runtime.comm, self.training.seed
@@ -218,6 +224,11 @@ class Replica:
         """Of the gradients in each bucket."""
         return [bucket.spec for bucket in self._buckets.buckets]
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload bytes sent so far, in exchanges that are through."""
+        return self._exchanges.sent_nbytes + self._shared_nbytes
+
     # --- the whole run ----------------------------------------------------------------------------------------
 
     async def run(self) -> Summary:
@@ -235,7 +246,7 @@ class Replica:
     async def _run(self) -> Summary:
         begin = self._begin = self.runtime.now()
         self._from_step = self.step_done
-        stopped, score = False, None
+        stopped, scored = False, None
         placed = {} if self.device == HOST else {"device": str(self.device)}
         self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **placed)
         while self.step_done < self.training.steps and not stopped:
@@ -246,31 +257,34 @@ class Replica:
             if finished:
                 await self.flush()
             if finished or _is_due(self.step_done, self.training.evaluate_every):
-                score = await self.evaluate()
-        if score is None and not stopped:
-            score = await self.evaluate()
-        leg = self._leg()
+                scored = await self._evaluated()
+        if scored is None and not stopped:
+            scored = await self._evaluated()
+        end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
+        for each in self._aside:
+            await each
+        score = None if scored is None else scored.result()
         summary = Summary(
             steps=self.step_done,
             samples=self._samples,
             final_accuracy=None if score is None else score.metric,
             final_loss=None if score is None else score.loss,
-            bytes_sent=self._exchanges.sent_nbytes + self._shared_nbytes,
+            bytes_sent=self.sent_nbytes,
             schedule_nbytes=self._exchanges.most_nbytes,
             duration_s=whole.duration_s,
             time_s=whole.time_s,
             stopped=stopped,
             last_leg=leg if leg.from_step else None,
         )
-        self.telemetry.emit("end", t=self.runtime.now(), **summary.to_json())
+        self.telemetry.emit("end", t=end, **summary.to_json())
         return summary
 
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far."""
-        duration, split = self.runtime.now() - self._begin, self.time_s
-        split.other = duration - split.compute - split.exposed_communication - split.data_wait
-        return Leg(self._from_step, duration, split)
+        duration, spent = self.runtime.now() - self._begin, self.time_s
+        known = spent.compute + spent.exposed_communication + spent.data_wait + spent.evaluation
+        return Leg(self._from_step, duration, replace(spent, other=duration - known))
 
     async def step(self) -> Settled:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
@@ -426,19 +440,62 @@ class Replica:
 
     async def evaluate(self) -> Score:
         """Loss and metric on the test set, each replica taking a share of it; equal on all."""
-        score = await evaluate(
-            self.runtime,
-            self.workload,
-            self.model,
-            self._test,
-            self.step_done,
-            apart=self._exchanges.apart,
-            device=self.device,
-        )
-        self.telemetry.emit(
-            "evaluation", t=self.runtime.now(), step=self.step_done, accuracy=score.metric, loss=score.loss
-        )
-        return score
+        return await (await self._evaluated())
+
+    async def _evaluated(self) -> Pending[Score]:
+        """The same, begun: where it is off the clock, training may go on."""
+        step, sent, goes_on = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
+
+        def evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:
+            return evaluate(
+                runtime,
+                self.workload,
+                self.model,
+                self._test,
+                step,
+                apart=self._exchanges.apart,
+                goes_on=goes_on,
+                seed=self.training.seed,
+                device=self.device,
+            )
+
+        def tell(score: Score, **when: Json) -> None:
+            found: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent}
+            self.telemetry.emit("evaluation", **when, step=step, **found)
+
+        return await self._beside(evaluation, tell)
+
+    async def _beside(
+        self,
+        errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
+        tell: Callable[..., None],
+    ) -> Pending[T]:
+        """Something that is no part of training: a part of the time of its own, or off the clock, beside what follows.
+
+        Args:
+          errand: in which runtime; leaves the replica as it is. Off the clock it begins at once.
+          tell: of its result, and of when it was through and how long it took (``t``, ``duration_s``).
+        """
+        off_clock, begin = self.runtime.off_clock, self.runtime.now()
+        if off_clock is None:
+            with self._exchanges.aside():
+                result = await errand(self.runtime)
+            end = self.runtime.now()
+            self.time_s.evaluation += end - begin
+            tell(result, t=end, duration_s=end - begin)
+            return done(result)
+
+        async def told() -> T:
+            result = await errand(off_clock)
+            tell(result, t=begin, duration_s=0.0)
+            return result
+
+        for each in self._aside:
+            if each.error is not None:
+                raise each.error
+        task = off_clock.launch(told())
+        self._aside = [*(each for each in self._aside if not each.done), task]
+        return task
 
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
@@ -449,7 +506,7 @@ class Replica:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """A checkpoint of the whole replica; returns when every replica has written its part."""
+        """A checkpoint of the whole replica; whole when every replica has written its part."""
         if self.checkpoints is None:
             return
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
@@ -479,15 +536,18 @@ class Replica:
             "time": self._leg().after(self._before).to_json(),
             "share": share_name(self.share),
         }
-        folder = self.checkpoints.save(self.step_done, shared, own)
-        await barrier(self.runtime, self.step_done, Purpose.CHECKPOINT)
-        self.checkpoints.prune()
-        self.telemetry.emit(
-            "checkpoint",
-            t=self.runtime.now(),
-            step=self.step_done,
-            path=f"{folder.parent.name}/{folder.name}",
-        )
+        step, checkpoints = self.step_done, self.checkpoints
+
+        async def write(runtime: Runtime) -> Path:
+            folder = checkpoints.save(step, shared, own)
+            await barrier(runtime, step, Purpose.CHECKPOINT)
+            checkpoints.prune()
+            return folder
+
+        def tell(folder: Path, **when: Json) -> None:
+            self.telemetry.emit("checkpoint", **when, step=step, path=f"{folder.parent.name}/{folder.name}")
+
+        await self._beside(write, tell)
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.
@@ -547,7 +607,7 @@ class Replica:
             in_flight=self._exchanges.in_flight,
             samples=self._samples,
             **arrived,
-            bytes_sent=self._exchanges.sent_nbytes + self._shared_nbytes,
+            bytes_sent=self.sent_nbytes,
             duration_s=end - begin,
             compute_s=split.compute,
             exposed_s=split.exposed_communication,

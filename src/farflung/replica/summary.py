@@ -16,6 +16,8 @@ class TimeSplit:
     compute: float = 0.0
     exposed_communication: float = 0.0
     data_wait: float = 0.0
+    evaluation: float = 0.0
+    """Evaluations and checkpoints; 0 in virtual time, unless they are counted there."""
     other: float = 0.0
 
     def to_json(self) -> dict[str, Json]:
@@ -24,6 +26,7 @@ class TimeSplit:
             "compute": self.compute,
             "exposed_communication": self.exposed_communication,
             "data_wait": self.data_wait,
+            "evaluation": self.evaluation,
             "other": self.other,
         }
 

@@ -43,13 +43,19 @@ class Times:
         self._begin, self._waited = now, 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """What passes inside is no work of the step."""
         begin = self._now()
         yield
-        waited = self._now() - begin
-        self._waited += waited
-        self.waited_s += waited
+        self._waited += self._now() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The same, and a wait for an exchange."""
+        begin = self._now()
+        with self.aside():
+            yield
+        self.waited_s += self._now() - begin
 
     def exchanged(self, flight: Flight) -> None:
         """An exchange has ended; those of one step count from the first's beginning to the last's end."""

@@ -5,12 +5,14 @@ from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
 from farflung.report.pictures import run_picture
 from farflung.report.summary import score_words, summary_table
+from farflung.report.tensorboard import TensorBoard
 from farflung.report.text import PLAIN_WIDTH, as_text
 
 __all__ = [
     "PLAIN_WIDTH",
     "Compared",
     "Course",
+    "TensorBoard",
     "as_text",
     "compare_courses",
     "comparison_picture",

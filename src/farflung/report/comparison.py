@@ -59,14 +59,13 @@ class Course:
           DataError: an event is damaged, or the run was never evaluated.
         """
         scores: list[tuple[float, int, float]] = []
-        begin, sent = 0.0, 0
+        begin = 0.0
         try:
             for event in events:
                 if event["event"] == "begin":
                     begin = float(str(event["t"]))
-                elif event["event"] == "step":
-                    sent = int(str(event["bytes_sent"]))
                 elif event["event"] == "evaluation":
+                    sent = int(str(event["bytes_sent"]))
                     scores.append((float(str(event["t"])) - begin, sent, float(str(event["accuracy"]))))
         except (KeyError, ValueError) as error:
             raise DataError(f"{recipe} on {network}, seed {seed}: its events are damaged ({error})") from None
@@ -181,7 +180,9 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
     table = Table(title=title, title_justify="left", min_width=min(100, len(title)))
     table.add_column("network", no_wrap=True)
     table.add_column("recipe", style="bold")
-    for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", "compute", "waiting"):
+    counted = any(row.time_s["evaluation"] for row in rows)
+    shares = ("compute", "waiting", "evaluation") if counted else ("compute", "waiting")
+    for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", *shares):
         table.add_column(column, justify="right", no_wrap=True)
     before = None
     for row in rows:
@@ -202,6 +203,7 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
             duration_words(row.duration_s),
             f"{100 * row.time_s['compute'] / total:.0f} %",
             f"{100 * waiting / total:.0f} %",
+            *([f"{100 * row.time_s['evaluation'] / total:.0f} %"] if counted else []),
         )
         before = row.network
     return table
@@ -228,16 +230,23 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
         panels = figure.subplots(len(networks), 2, squeeze=False)
         for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
             over_time.set(title=network, xlabel="simulated time (s)")
-            over_bytes.set(title=network, xlabel="sent by rank 0 (MB)")
+            here = [course for course in courses if course.network == network]
+            name, unit = _unit(max(sent for course in here for _, sent, _ in course.scores))
+            over_bytes.set(title=network, xlabel=f"sent by rank 0 ({name})")
             for number, recipe in enumerate(recipes):
                 group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
                 _draw(over_time, group, number, 0, 1.0)
-                _draw(over_bytes, group, number, 1, 1e6)
-            here = [course for course in courses if course.network == network]
+                _draw(over_bytes, group, number, 1, unit)
             for column, axes in enumerate((over_time, over_bytes)):
                 ends = [course.scores[-1][column] for course in here]
                 _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
         panels[0][0].legend(loc="lower right", fontsize=9.5)
+
+
+def _unit(nbytes: int) -> tuple[str, float]:
+    """The unit in which so many bytes are a number of one to three digits, and how many bytes it is."""
+    units = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    return next(((name, size) for name, size in reversed(units.items()) if nbytes >= size), ("bytes", 1.0))
 
 
 def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farflung.errors import DataError
-from farflung.report.pictures import BLUE, COLOURS, GREY, INK, VERMILLION, YELLOW, picture
+from farflung.report.pictures import BLUE, COLOURS, GREEN, GREY, VERMILLION, YELLOW, picture
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -60,19 +60,28 @@ def _draw(figure: Figure, events: Mapping[int, list[Event]], simulated: bool) ->
         handles=[
             Patch(color=BLUE, label="computes, with the step's number"),
             Patch(color=VERMILLION, label="waits for an exchange"),
+            *([Patch(color=GREEN, label="evaluates or saves")] if _aside(events) else []),
             Patch(facecolor=SHADES[0], label="exchange under way, numbered by the step it started at"),
         ],
         loc="outside lower center",
-        ncols=3,
+        ncols=4,
     )
-    if simulated:
-        figure.text(
-            0.995, 0.985, "SIMULATED: times are modelled", ha="right", va="top", color=INK, fontweight="bold"
-        )
+
+
+def _aside(events: Mapping[int, list[Event]]) -> bool:
+    """Whether evaluations or checkpoints took any time."""
+    return any(_took(event) for told in events.values() for event in told)
+
+
+def _took(event: Event) -> float:
+    """Seconds of an evaluation or a checkpoint; 0 for anything else."""
+    return _seconds(event, "duration_s") if event["event"] in ("evaluation", "checkpoint") else 0.0
 
 
 def _draw_steps(axes: Axes, y: float, told: Iterable[Event]) -> None:
     for event in told:
+        if took := _took(event):
+            axes.barh(y, took, left=_seconds(event, "t") - took, height=0.3, color=COLOURS["evaluation"])
         if event["event"] != "step":
             continue
         end, length = _seconds(event, "t"), _seconds(event, "duration_s")

@@ -27,9 +27,16 @@ __all__ = ["picture", "run_picture"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
+GREEN, PURPLE = "#009E73", "#7A3E9D"
 LIGHT_BLUE = "#BFDCEC"
-COLOURS = {"compute": BLUE, "exposed_communication": VERMILLION, "data_wait": YELLOW, "other": GREY}
-ON_DARK = {BLUE, VERMILLION}
+COLOURS = {
+    "compute": BLUE,
+    "exposed_communication": VERMILLION,
+    "data_wait": YELLOW,
+    "evaluation": GREEN,
+    "other": GREY,
+}
+ON_DARK = {BLUE, VERMILLION, GREEN}
 
 STYLE: dict[str, object] = {
     "agg.path.chunksize": 10_000,  # long noisy lines are more than Agg takes at once
@@ -92,7 +99,7 @@ def picture(path: Path, size: tuple[float, float], title: str, *, simulated: boo
       path: the PNG; its folder is made, and it appears whole or not at all.
       size: width and height in inches.
       title: stands above the picture.
-      simulated: said in the file's description.
+      simulated: marked in the picture, and said in the file's description.
 
     Raises:
       MissingExtra: matplotlib is not installed.
@@ -102,12 +109,20 @@ def picture(path: Path, size: tuple[float, float], title: str, *, simulated: boo
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.transforms import ScaledTranslation
 
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
         figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+        if simulated:
+            mark = figure.text(
+                1, 1, "SIMULATED: times are modelled", ha="right", va="top", fontsize=10, fontweight="bold",
+                color="white", bbox={"boxstyle": "round,pad=0.4", "facecolor": PURPLE, "edgecolor": "none"},
+                transform=figure.transFigure + ScaledTranslation(-0.21, -0.125, figure.dpi_scale_trans),
+            )  # fmt: skip
+            mark.set_in_layout(False)  # the panels keep their width
         yield figure
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +158,7 @@ class _Session:
 
     def close(self, replica: _Replica) -> float:
         """Adds this session's time to the replica's; the seconds that all sessions took so far."""
-        if not self.ended:  # evaluations and checkpoints lie between the steps
+        if not self.ended:
             self.split["other"] = max(0.0, self.last - self.begin - sum(self.split.values()))
         for name, value in self.split.items():
             replica.seconds[name] += value
@@ -168,7 +183,10 @@ def _read(rank: int, events: Iterable[Event]) -> _Replica:
             session.split["compute"] += _number(rank, event, "compute_s")
             session.split["exposed_communication"] += _number(rank, event, "exposed_s")
             session.split["data_wait"] += _number(rank, event, "data_s")
+        elif kind == "checkpoint":
+            session.split["evaluation"] += _number(rank, event, "duration_s")
         elif kind == "evaluation":
+            session.split["evaluation"] += _number(rank, event, "duration_s")
             at = session.before + t - session.begin
             replica.scores.append((int(_number(rank, event, "step")), at, _number(rank, event, "accuracy")))
         elif kind == "end":
@@ -197,13 +215,6 @@ def _number(rank: int, event: Event, name: str) -> float:
 def _draw(figure: Figure, replicas: Mapping[int, _Replica], simulated: bool) -> None:
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
-    if simulated:
-        mark = right.annotate(
-            "SIMULATED: times are modelled", (1, 1), xycoords="figure fraction", xytext=(-15, -9),
-            textcoords="offset points", ha="right", va="top", fontsize=10, fontweight="bold", color="white",
-            bbox={"boxstyle": "round,pad=0.4", "facecolor": "#7A3E9D", "edgecolor": "none"},
-        )  # fmt: skip
-        mark.set_in_layout(False)  # the panels keep their width
     # Losses and scores are equal on all replicas: those of the one that came farthest.
     _draw_losses(left, max((replica.losses for replica in replicas.values()), key=len))
     clock = "simulated time" if simulated else "time"
@@ -297,8 +308,8 @@ def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: st
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
     axes.tick_params(axis="y", length=0)
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.47, 0), borderaxespad=3.7, ncols=4, fontsize=9.5,
-        columnspacing=1.1, handlelength=1.0, handletextpad=0.5,
+        loc="upper center", bbox_to_anchor=(0.47, 0), borderaxespad=3.7, ncols=5, fontsize=9,
+        columnspacing=0.9, handlelength=1.0, handletextpad=0.5,
     )  # fmt: skip
 
 

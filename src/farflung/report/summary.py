@@ -19,6 +19,7 @@ PARTS_OF_TIME = {
     "compute": "compute",
     "exposed_communication": "exposed communication",
     "data_wait": "data wait",
+    "evaluation": "evaluation, checkpoints",
     "other": "other",
 }
 """The parts that a replica's time is split into, and what people call them."""
@@ -74,6 +75,8 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
         table.add_row("resumed", f"at step {_number(leg, 'from_step'):,.0f}, {since} of the duration")
     table.add_row("samples", f"{_number(summary, 'samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(_number(summary, "bytes_sent_per_replica"))))
+    if isinstance(refused := summary.get("refused"), dict):
+        table.add_row("refused", ", ".join(f"{count:,} {what}" for what, count in refused.items() if count))
     held = _number(summary, "schedule_bytes_per_replica")
     if held:
         table.add_row("held by the schedule", decimal(int(held)))

@@ -10,7 +10,7 @@ from farflung.runs.result import Run
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.simulation import retime, retime_prepared, simulate, simulate_prepared
 from farflung.runs.stopping import asked_to_stop
-from farflung.runs.training import prepare_training, train, train_prepared
+from farflung.runs.training import prepare_training, ready_to_train, train, train_prepared
 from farflung.runs.variants import variant
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "make_replica",
     "prepare_training",
     "prepared",
+    "ready_to_train",
     "retime",
     "retime_prepared",
     "run_folder",

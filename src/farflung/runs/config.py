@@ -301,6 +301,7 @@ class SimulatedConfig(RunConfig):
       device: what each replica computes on: a name (``farflung networks`` lists them) or a TOML file; cpu-core when not
         given.
       faults: a TOML file that says what goes wrong.
+      count_evaluation: let evaluations and checkpoints take time on the simulated clock; they take none when not given.
 
     Raises:
       ConfigError: a value out of its range.
@@ -309,6 +310,7 @@ class SimulatedConfig(RunConfig):
     network: str | NetworkProfile
     device: str | DeviceProfile
     faults: str | FaultPlan
+    count_evaluation: bool
 
     command: ClassVar[str] = "simulate"
 
@@ -362,6 +364,7 @@ class SimulatedConfig(RunConfig):
             faults=self.make_faults(),
             deadline_s=self.deadline,
             decisions=decisions,
+            count_evaluation=self.count_evaluation,
         )
 
     def check(self) -> list[Share]:
@@ -389,7 +392,7 @@ class SimulatedConfig(RunConfig):
         return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
 
 
-_WORLD = {"network": NETWORK, "device": DEVICE, "faults": ""}
+_WORLD: dict[str, Any] = {"network": NETWORK, "device": DEVICE, "faults": "", "count_evaluation": False}
 """What a run in virtual time has beside the others, and what it is when not given."""
 
 
@@ -450,8 +453,8 @@ def _profile(network: str | NetworkProfile) -> NetworkProfile:
     return network_profile(network) if isinstance(network, str) else network
 
 
-def _words(value: str | NetworkProfile | DeviceProfile | FaultPlan) -> str:
-    """Text as it is; in brackets what is none."""
-    if isinstance(value, str):
+def _words(value: str | bool | NetworkProfile | DeviceProfile | FaultPlan) -> str | bool:
+    """Text and switches as they are; in brackets what is neither."""
+    if isinstance(value, str | bool):
         return value
     return f"<{value if isinstance(value, FaultPlan) else value.name}>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.picture = path / "run.png"
         self.partition_picture = path / "partition.png"
+        self.curves = path / "tensorboard"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.log = path / "workers.log"
@@ -55,39 +56,25 @@ class RunFolder:
 
     @contextmanager
     def begun(self, config: Mapping[str, Json], replay: Path | None = None) -> Iterator[None]:
-        """Inside, no other process makes a run here; see :meth:`create` for what is made first.
+        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again;
+        inside, no other process makes a run here.
 
         Raises:
           BadInput: another process makes a run here, another run is in it, it cannot be written, or ``replay`` is no
-            decision log.
+            decision log; the folder has not been made then.
         """
-        again = None if replay is None else _decided(replay)
-        self._make()
-        with held(self.path, "makes a run"):
-            self._store(config, again)
-            yield
-
-    def create(self, config: Mapping[str, Json], replay: Path | None = None) -> None:
-        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again.
-
-        Raises:
-          ConfigError: another run is in it, or ``replay`` is no decision log.
-          StorageError: it cannot be written.
-        """
-        again = None if replay is None else _decided(replay)
-        self._make()
-        self._store(config, again)
-
-    def _make(self) -> None:
+        again = None if replay is None else read_decisions(replay)
+        if again == []:
+            raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
         self.check()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-
-    def _store(self, config: Mapping[str, Json], again: Sequence[Decision] | None) -> None:
-        self.check()  # another command may have been faster
-        if again is not None:
-            write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
-        write_json(self.config, dict(config))
+        with held(self.path, "makes a run"):
+            self.check()  # another process may have made one since
+            if again is not None:
+                write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
+            write_json(self.config, dict(config))
+            yield
 
     def decision_log(self) -> DecisionLog:
         """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
@@ -142,18 +129,6 @@ class RunFolder:
     def checkpoints(self, rank: int, size: int, *, leader: bool) -> Checkpoints:
         """The run's checkpoints as one replica sees them."""
         return Checkpoints(self.path / "checkpoints", rank, size, leader=leader)
-
-
-def _decided(replay: Path) -> list[Decision]:
-    """The decisions in a log, of which there are some.
-
-    Raises:
-      ConfigError: it is no decision log.
-    """
-    again = read_decisions(replay)
-    if not again:
-        raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
-    return again
 
 
 class Scratch:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Self
 
 import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm import collective_named
-from farflung.comm.interface import LOOPBACK, route_to
 from farflung.comm.keys import Keys
 from farflung.devices import device_profile
 from farflung.files import write_json
@@ -27,54 +23,15 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import one_thread, whole
 from farflung.runs.stopping import on_stop
-from farflung.runtime import WallRuntime
+from farflung.runtime import Seat, WallRuntime
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["NETWORK", "Reach", "Seat", "join", "under_torchrun"]
+__all__ = ["NETWORK", "Reach", "join"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Tells a replica under torchrun what lies between it and the others, where that is known: a name or a TOML file."""
 JOIN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Which replica this is.
-
-    Args:
-      rank: its number.
-      size: how many there are.
-      local_rank: its number among those of this machine.
-      local_size: how many of them are on this machine.
-      meeting: a file through which all of them, on one machine, find each other; ``None``: torchrun's store.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    meeting: Path | None = None
-
-    @classmethod
-    def under_torchrun(cls) -> Self:
-        """What torchrun says in the environment."""
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(
-            rank,
-            size,
-            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-        )
-
-    def store(self) -> dist.Store | None:
-        """Where the replicas find each other; nowhere for a single one."""
-        if self.size == 1:
-            return None
-        if self.meeting is not None:
-            return dist.FileStore(str(self.meeting), self.size)
-        store: dist.Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_S))))[0]
-        return store
 
 
 @dataclass(frozen=True)
@@ -89,20 +46,13 @@ class Reach:
     interface: str | None = None
     keys: Keys | None = None
 
-    def address(self, size: int) -> str:
+    def address(self, seat: Seat) -> str:
         """Where a replica listens.
 
         Raises:
           ConfigError: the master address is unknown, or there is no way to it.
         """
-        if self.interface is not None:
-            return self.interface
-        return LOOPBACK if size == 1 else route_to(os.environ["MASTER_ADDR"])
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or something like it, has started this process as one of several."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        return self.interface or seat.interface()
 
 
 def join(
@@ -140,12 +90,12 @@ def join(
         runtime = WallRuntime(
             rank,
             size,
-            seat.store(),
+            seat.store(JOIN_S),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
-            interface=reach.address(size),
+            interface=reach.address(seat),
             encrypt=config.encrypt,
             keys=reach.keys,
             decisions=files.decision_log(),
@@ -166,6 +116,8 @@ def join(
                 stop_asked=asked.is_set,
                 device=placed,
             )
+            if not replica.parts.sharing.data_leaves_device:
+                runtime.expect(chain(replica.model.parameters(), replica.model.buffers()))
             profile = network_profile(network) if network else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
@@ -184,7 +136,11 @@ def join(
         except BaseException as error:
             runtime.close(error)
             raise
+        finally:
+            if refused := runtime.comm.refusals:
+                telemetry.emit("refused", t=runtime.now(), **refused)
         runtime.close()
+        summary |= {"refused": dict(refused)} if refused else {}
     if leader:
         save_tree(files.model, state)
     if rank == 0:

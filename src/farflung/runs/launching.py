@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from farflung.comm import NetworkModel
 from farflung.errors import BadInput, RunLost
-from farflung.files import writing
+from farflung.files import write_json, writing
 from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import listener
@@ -98,6 +99,7 @@ class _Watch:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
+        self._refused: Counter[str] = Counter()
         self._interrupts = 0
         self._end_by: float | None = None
 
@@ -128,6 +130,8 @@ class _Watch:
         elif kind == "error":
             self._errors.append(event)
             self._end_by = self._end_by or time.monotonic() + GRACE_S
+        elif kind == "refused":
+            self._refused.update({name: int(str(event[name])) for name in ("messages", "connections")})
         elif kind == "end" and rank == 0:
             self._summary = event
         elif kind == "pace" and rank == 0 and self._summary is not None:
@@ -160,6 +164,9 @@ class _Watch:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
             kept = self._folder.stored_summary() if self._folder.summary.exists() else {}
             summary = {**kept, **told}
+            if self._refused:
+                summary["refused"] = dict(self._refused)
+                write_json(self._folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt

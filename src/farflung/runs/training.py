@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from farflung.comm import collective_named
@@ -16,16 +17,17 @@ from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import NETWORK, Reach, Seat, join, under_torchrun
+from farflung.runs.joining import NETWORK, Reach, join
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
+from farflung.runtime import Seat
 from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Workload
 
-__all__ = ["prepare_training", "train", "train_prepared"]
+__all__ = ["prepare_training", "ready_to_train", "train", "train_prepared"]
 
 
 def train(
@@ -45,7 +47,8 @@ def train(
 ) -> Run:
     """Trains on real workers, as ``farflung train`` does.
 
-    Under torchrun this process joins the run as one of its replicas, and gets back that replica's account of it.
+    Under torchrun, Slurm's srun or mpirun this process joins the run as one of its replicas, and gets back that
+    replica's account of it.
     Elsewhere workers are started on this machine, in processes that import what they need by name: workload, codec,
     schedule and whatever else is an object has to be a class, a function or a frozen dataclass of a module, not of the
     script itself. The first Ctrl-C ends such a run after the step it is in, and the second at once.
@@ -90,14 +93,13 @@ def prepare_training(
     Raises:
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
-    here = under_torchrun()
-    if here:
-        size = int(os.environ["WORLD_SIZE"])
+    seat = Seat.taken()
+    if seat is not None:
         given = layers[-1].get("workers") if layers else None
-        if given not in (None, size):
-            raise ConfigError(f"--workers {given}: torchrun has started {size}")
-        layers = (*layers, {"workers": size})
-    check = not here or os.environ["RANK"] == "0"
+        if given not in (None, seat.size):
+            raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
+        layers = (*layers, {"workers": seat.size})
+    check = seat is None or seat.rank == 0
     return prepared(RunConfig, *layers, out=out, resume=resume, replay=replay, check=check)
 
 
@@ -112,18 +114,46 @@ def train_prepared(
     pace: str | None = None,
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
+    with ready_to_train(
+        run, interface=interface, keys=keys, network=network, device=device, pace=pace
+    ) as begin:
+        return begin(show)
+
+
+@contextmanager
+def ready_to_train(
+    run: Prepared[RunConfig],
+    *,
+    interface: str | None,
+    keys: Path | str | None,
+    network: str | None,
+    device: str,
+    pace: str | None,
+) -> Iterator[Callable[[Sink], Run]]:
+    """Makes the folder; inside, what it gives trains there, and tells a sink of the events. Arguments as for
+    :func:`train`.
+
+    Raises:
+      BadInput: this machine cannot do it; says why, and nothing has been made.
+    """
     config = run.config
-    if under_torchrun():
+    seat = Seat.taken()
+    if seat is not None:
         if network is not None:
             raise ConfigError(
-                "--network paces workers that farflung train starts itself: leave torchrun out, or use farflung lab"
+                "--network paces workers that farflung train starts itself: "
+                f"leave {seat.started_by} out, or use farflung lab"
             )
         reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
-        sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
         known = os.environ.get(NETWORK, "")
-        seat = Seat.under_torchrun()
-        with run.begun() if seat.rank == 0 else nullcontext():
+
+        def joined(show: Sink) -> Run:
+            sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
+
+        with run.begun() if seat.rank == 0 else nullcontext():
+            yield joined
+        return
     if interface is not None or keys is not None:
         raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
     config.check_carried()
@@ -138,7 +168,7 @@ def train_prepared(
                 "choose another one"
             )
     with run.begun():
-        return launch(run, show, device=device, pace=pace or "", network=network or "")
+        yield partial(launch, run, device=device, pace=pace or "", network=network or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:

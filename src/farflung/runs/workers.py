@@ -23,8 +23,9 @@ from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
 from farflung.runs.events import teller
 from farflung.runs.job import Job
-from farflung.runs.joining import Reach, Seat, join
+from farflung.runs.joining import Reach, join
 from farflung.runs.preparing import Prepared
+from farflung.runtime import Seat
 from farflung.telemetry import Event
 
 __all__ = ["main"]

@@ -3,17 +3,20 @@
 from farflung.runtime.decisions import DecisionLog, decision_json, read_decisions
 from farflung.runtime.fleet import FleetTimes, time_fleet
 from farflung.runtime.measuring import measured_network
+from farflung.runtime.seat import Seat, interface_to_master
 from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
 from farflung.runtime.wall import WallRuntime
 
 __all__ = [
     "DecisionLog",
     "FleetTimes",
+    "Seat",
     "VirtualClock",
     "VirtualRuntime",
     "VirtualWorld",
     "WallRuntime",
     "decision_json",
+    "interface_to_master",
     "measured_network",
     "read_decisions",
     "time_fleet",

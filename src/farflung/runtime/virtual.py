@@ -47,6 +47,7 @@ class VirtualWorld:
       faults: what goes wrong; replicas tell :attr:`injector` of their steps.
       deadline_s: how long any message may take where something goes wrong, in virtual seconds.
       decisions: where decisions are kept; a fresh log when not given.
+      count_evaluation: whether evaluations and checkpoints take time; see :attr:`VirtualRuntime.off_clock`.
 
     Raises:
       ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
@@ -66,18 +67,22 @@ class VirtualWorld:
         faults: FaultPlan | None = None,
         deadline_s: float = DEADLINE_S,
         decisions: DecisionLog | None = None,
+        count_evaluation: bool = False,
     ) -> None:
         faults = faults or FaultPlan()
         if link is not None and network is not None:
             raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
+        closed_form = closed_form and not faults.faults
         self.network = VirtualNetwork(
-            self.clock,
-            size,
-            network or link or Link(),
-            seed=seed,
-            closed_form=closed_form and not faults.faults,
+            self.clock, size, network or link or Link(), seed=seed, closed_form=closed_form
         )
+        self.off_clock: VirtualNetwork | None = None
+        """Carries what is off the clock in no time; who is lost or waited for there is noticed as on the network."""
+        if not count_evaluation:
+            self.off_clock = VirtualNetwork(
+                self.clock, size, Link(), closed_form=closed_form, mailboxes=self.network.mailboxes
+            )
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s)
@@ -141,7 +146,8 @@ class VirtualWorld:
     def _deadlock(self, stuck: Sequence[int]) -> str:
         lines = []
         for rank in stuck:
-            whom = self.network.waits_for(rank) or "something other than a message"
+            off_clock = None if self.off_clock is None else self.off_clock.waits_for(rank)
+            whom = self.network.waits_for(rank) or off_clock or "something other than a message"
             lines.append(f"rank {rank} waits for {whom}")
         return f"nothing is on its way at {self.clock.now():.6f} virtual seconds: {'; '.join(lines)}"
 
@@ -165,6 +171,9 @@ class VirtualRuntime:
     def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
         self.comm: Communicator = world.network.communicator(rank)
         self.device = device
+        self.off_clock: VirtualRuntime | None = None
+        if world.off_clock is not None:
+            self.off_clock = _OffClock(world, world.off_clock.communicator(rank))
         self._world = world
         self._forwards = 0
         self.soon = world.stage.soon_of(self.comm.rank)
@@ -248,6 +257,22 @@ class VirtualRuntime:
 
     def _after(self, seconds: float, fn: Callable[[], None]) -> None:
         self._world.stage.after(self.comm.rank, seconds, fn)
+
+
+class _OffClock(VirtualRuntime):
+    """A replica's seam to what takes no time: see :attr:`farflung.types.Runtime.off_clock`."""
+
+    def __init__(self, world: VirtualWorld, comm: Communicator) -> None:
+        self.comm = comm
+        self.device = DeviceProfile(forward_s=0.0)
+        self.off_clock = None
+        self._world = world
+        self._forwards = 0
+        self.soon = world.stage.soon_of(comm.rank)
+
+    def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
+        """Starts at once, with the replica as it is now."""
+        return Task(exchange, self.soon, at_once=True)
 
 
 def _complete(pending: Pending[T], fn: Callable[[], T]) -> None:

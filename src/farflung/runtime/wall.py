@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,11 @@ __all__ = ["CommunicationThread", "WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+EXPANSION = 8
+"""How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
+a 2-byte number."""
+BESIDE_NBYTES = 1 << 24
+"""What a message may take beside that: probes of the network, decisions, settings."""
 
 
 class CommunicationThread(threading.Thread):
@@ -195,15 +200,15 @@ class WallRuntime:
                 "machine: choose another collective"
             )
         self._begin, self._local = time.monotonic(), local
+        self.off_clock: None = None
+        """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
-            )
-            self._group = dist.group.WORLD
+            assert store is not None
+            self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         options: dict[str, Any] = {
             "now": self.now,
@@ -228,6 +233,10 @@ class WallRuntime:
             raise
         self._thread.start()
         self._await_greetings(join_s)
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Refuses from now on what is larger than any message about these tensors, all that the model has."""
+        self.comm.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
 
     # --- the runtime ------------------------------------------------------------------------------------------
 
@@ -366,7 +375,7 @@ class WallRuntime:
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()
         if self._group is not None:
-            dist.destroy_process_group()
+            self._group.shutdown()
 
     def _meet(self, store: dist.Store, join_s: float) -> list[Peer]:
         prefix = f"farflung/{self.comm.view}"
@@ -420,8 +429,7 @@ class WallRuntime:
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
+        work = self._group.allreduce([tensor])
 
         def arrived(future: torch.futures.Future[Any]) -> None:
             try:
@@ -434,3 +442,12 @@ class WallRuntime:
 
         work.get_future().add_done_callback(arrived)
         return summed
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
+    """The backend's collectives, listening at one address; by itself it would at that of the machine's name."""
+    gloo: Any = dist.ProcessGroupGloo  # whose methods torch has no annotations for
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline_s)
+    return gloo(store, rank, size, options)

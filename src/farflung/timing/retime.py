@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,21 +81,28 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
     Raises:
       DataError: when the replica tells of something else than it did in the run.
     """
-    expected: Iterator[Event] = iter(stored)
+    # Not in one row: an evaluation is told of when all have come to it, which may be steps later or not.
+    expected: dict[tuple[Json, ...], deque[Event]] = {}
+    for event in stored:
+        expected.setdefault(_named(event), deque()).append(event)
 
     def sink(event: Event) -> None:
-        was = next(expected, None)
-        same = was is not None and all(was.get(key) == event.get(key) for key in ("event", "rank", "step"))
-        if was is None or not same or not (TIMES | BYTES) & was.keys() <= event.keys():
+        left = expected.get(_named(event))
+        if not left or not (TIMES | BYTES) & left[0].keys() <= event.keys():
             raise DataError(
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"
             )
+        was = left.popleft()
         timed: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in was.items()}
         for each in sinks:
             each(timed)
 
     return sink
+
+
+def _named(event: Event) -> tuple[Json, ...]:
+    return tuple(event.get(key) for key in ("event", "rank", "step"))
 
 
 class _Mover:

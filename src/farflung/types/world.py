@@ -223,6 +223,15 @@ class Runtime(Protocol):
     """The one seam between the code and the world: clock, compute, messages, decisions."""
 
     @property
+    def off_clock(self) -> Runtime | None:
+        """The world with its clock at rest, for what is no part of training, such as evaluations and checkpoints.
+
+        Computing and messages take no time there, and what is launched begins at once. ``None`` where everything takes
+        the time that it takes.
+        """
+        ...
+
+    @property
     def comm(self) -> Communicator:
         """The membership view's communicator."""
         ...

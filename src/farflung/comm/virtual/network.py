@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -53,6 +53,7 @@ class VirtualNetwork:
       closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
         that nothing shares all of them are, and no message may have a priority; elsewhere those in which owners add,
         where all ranks join at one time, nothing else is under way, and no link jitters.
+      mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
       ConfigError: the profile is of another number of nodes.
@@ -66,10 +67,11 @@ class VirtualNetwork:
         *,
         seed: int = 0,
         closed_form: bool = True,
+        mailboxes: Sequence[Mailbox] | None = None,
     ) -> None:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
-        self.mailboxes = [Mailbox() for _ in range(size)]
+        self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""

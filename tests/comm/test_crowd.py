@@ -1,0 +1,82 @@
+"""Strangers in great numbers, and with much to say."""
+
+from __future__ import annotations
+
+import resource
+import struct
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from farflung.comm import ZmqCommunicator, door
+from farflung.comm.keys import Keys
+from farflung.errors import ConfigError
+from tests.crowded import LIMIT, scenario
+from tests.helpers import Group
+from tests.strangers import CURVE_GREETING, GREETING, PLAIN_GREETING, knock
+
+
+def test_a_crowd_takes_no_descriptors_where_there_may_be_more() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, before[1]))
+    try:
+        scenario()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_crowd_takes_no_descriptors_where_there_are_no_more() -> None:
+    subprocess.run([sys.executable, "-m", "tests.crowded"], check=True, timeout=200)
+
+
+def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (LIMIT, LIMIT))
+    with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
+        ZmqCommunicator(0, 1000, now=float)
+
+
+# --- what they say ----------------------------------------------------------------------------------------------
+
+MANY_NBYTES = 500 << 20
+FRAME = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+"""One of 1 MiB, with more to follow."""
+SAID = {
+    "no mechanism": GREETING
+    + b"NULL".ljust(20, b"\0")
+    + bytes(32)
+    + b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
+    "no password": PLAIN_GREETING,
+    "no key": CURVE_GREETING,
+}
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("what", SAID)
+def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> None:
+    with closing(Group(2, keys=Keys.fresh() if sealed else None)) as members:
+        first = members.comms[0]
+        first.connect(members.peers)
+        before = resident_nbytes()
+        with knock(first) as stranger, suppress(ConnectionError):
+            stranger.sendall(SAID[what])
+            for _ in range(MANY_NBYTES // len(FRAME)):
+                stranger.sendall(FRAME)
+        assert resident_nbytes() - before < 50 << 20
+        members.until(lambda: first.turned_away == 1)
+        assert first.lost is None
+
+
+def test_the_filter_may_be_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(door, "_SO_ATTACH_FILTER", 10_000)
+    with closing(Group(2)) as members:
+        members.meet().exchange(1)
+    assert len(caplog.messages) == 2
+    assert "cannot be shut here (Protocol not available)" in caplog.text

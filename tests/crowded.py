@@ -1,0 +1,67 @@
+"""A run that many strangers knock at, in a process that may open few files."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from unittest import mock
+
+from farflung.comm import door
+from tests.helpers import Group
+
+COUNT = 1100
+LIMIT = 1024
+_CROWD = """
+import socket, sys
+host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+links = [socket.socket() for _ in range(count)]
+for link in links:
+    link.setblocking(False)
+    link.connect_ex((host, port))
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def crowd(address: str) -> Iterator[None]:
+    """Inside, two processes hold as many connections to an address as they get, and say nothing."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    command = [sys.executable, "-I", "-c", _CROWD, host, port, str(COUNT // 2)]
+    with ExitStack() as stack:
+        for _ in range(2):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+        yield
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def scenario() -> None:
+    """A crowd is there before a run starts, and comes again once it has."""
+    with mock.patch.object(door, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
+        first = members.comms[0]
+        with crowd(first.me.address):
+            members.meet().exchange(1)
+            members.until(lambda: first._connections.waiting == 0)
+        assert first.turned_away > 0
+        before = descriptors()
+        with crowd(first.me.address):
+            for number in range(2, 20):
+                members.exchange(number)
+            assert descriptors() <= before + 4  # pipes to the crowd
+        assert [comm.lost for comm in members.comms] == [None, None]
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+    scenario()
