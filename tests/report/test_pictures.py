@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from farflung.errors import DataError
+from farflung.errors import DataError, StorageError
 from farflung.report import run_picture
 from farflung.telemetry import Event
 
@@ -291,7 +291,7 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pyte
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageError, match=r"run.png: cannot be written .disk full"):
         run_picture({0: session(0, steps=2)}, path, title="", simulated=False)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

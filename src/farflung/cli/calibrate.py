@@ -16,6 +16,7 @@ from rich.console import Console
 from farflung.config import Training
 from farflung.devices import device_toml
 from farflung.errors import ConfigError
+from farflung.files import write_text
 from farflung.timing import Calibration, Spread, calibrate
 from farflung.types import Json
 from farflung.workloads import workload
@@ -72,7 +73,7 @@ class Calibrate:
             torch.set_num_threads(before)
         text = device_toml(found.device, found.names, self._notes(found))
         if self.out is not None:
-            _write(self.out, text)
+            write_text(self.out, text)
             Console(stderr=True).print(f"profile  {self.out}", soft_wrap=True, highlight=False)
         if self.json:
             print(json.dumps(self._json(found)))
@@ -109,13 +110,3 @@ class Calibrate:
 
 def _range(spread: Spread) -> str:
     return f"{spread.low:.3g} to {spread.high:.3g}"
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written ({error.strerror})") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import numpy as np
 
 from farflung.errors import DataError
 from farflung.extras import need
+from farflung.files import write_whole, writing
 from farflung.report.summary import PARTS_OF_TIME, score_words
 from farflung.telemetry import Event
 
@@ -103,6 +103,7 @@ def picture(path: Path, size: tuple[float, float], title: str, *, simulated: boo
 
     Raises:
       MissingExtra: matplotlib is not installed.
+      StorageError: it cannot be written.
     """
     need("a picture", "matplotlib", extra="report")
     import matplotlib.style
@@ -123,14 +124,10 @@ def picture(path: Path, size: tuple[float, float], title: str, *, simulated: boo
             )  # fmt: skip
             mark.set_in_layout(False)  # the panels keep their width
         yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         about = {"Title": title, "Description": "simulated run" if simulated else "run"}
-        try:
-            figure.savefig(partial, format="png", dpi=DPI, metadata=about)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=about))
 
 
 # --- from events to figures -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from farflung.data import Share
-from farflung.files import naming
+from farflung.errors import DataError
+from farflung.files import reading
 from farflung.replica import load_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
@@ -70,7 +71,7 @@ class Run:
         """The summary for people."""
         from farflung.report import summary_table
 
-        with naming(self.files.summary):
+        with reading(self.files.summary, "damaged; its figures cannot be told", DataError):
             return summary_table(self.summary, simulated=self.simulated)
 
     def picture(self, path: Path | str | None = None) -> Path:
@@ -82,7 +83,7 @@ class Run:
         from farflung.report import run_picture
 
         path = Path(path or self.files.picture)
-        with naming(self.files.path):
+        with reading(self.files.path, "its events are damaged and cannot be drawn", DataError):
             run_picture(self.events, path, title=self.config.title, simulated=self.simulated)
         return path
 
