@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """A hangup ends processes, as it does unless whoever started the tests ignores it, as ``nohup`` does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

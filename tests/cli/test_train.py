@@ -155,6 +155,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Path, dict[str, Any]
         assert torch.equal(value, resumed[name]), name
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
 def test_a_signal_to_stop_keeps_the_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

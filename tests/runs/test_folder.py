@@ -260,6 +260,7 @@ def test_an_error_before_is_told_rather_than_that_of_a_full_disk(tmp_path: Path)
 # --- signals ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_to_stop_asks_first(number: signal.Signals) -> None:
     before = signal.getsignal(number)

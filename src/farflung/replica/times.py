@@ -74,8 +74,8 @@ class Times:
           ValueError: it is something else.
         """
         elapsed, step, exchange = (told[name] for name in ("elapsed_s", "step_s", "exchange_s"))
-        for seconds in (elapsed, step or 0.0, exchange or 0.0):
-            if isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+        for seconds in (elapsed, 0.0 if step is None else step, 0.0 if exchange is None else exchange):
+            if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
                 raise ValueError(f"{seconds!r} seconds")
         return {"elapsed_s": elapsed, "step_s": step, "exchange_s": exchange}
 
