@@ -46,6 +46,9 @@ POOLED = (
 APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
 """These share nothing and take long, so each of their tests runs wherever there is room, at the end."""
 
+UNMEASURED = "tests/lab/test_two_machines.py"
+"""This makes network namespaces as the lab does and measures nothing, so it runs with the others."""
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -97,6 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def runs(item: pytest.Item) -> bool:
         of_the_lab, is_slow = (item.get_closest_marker(mark) is not None for mark in ("lab", "slow"))
+        of_the_lab &= not item.nodeid.startswith(UNMEASURED)
         return (which == "with" or of_the_lab == (which == "alone")) and (slow or not is_slow)
 
     left_out = [item for item in items if not runs(item)]

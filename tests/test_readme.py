@@ -118,30 +118,36 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")
-    if "init_process_group" in block.text:
-        python(script, several=True)
+    python(script, several="init_process_group" in block.text)
+
+
+def python(script: Path, *, several: bool) -> None:
+    """Runs a script in its folder, on two processes under torchrun if it is for several, else in this one."""
+    if several:
+        together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        run([sys.executable, *together, str(script)], script.parent)
     else:
         runpy.run_path(str(script), run_name="__main__")
 
 
-def python(script: Path, *, several: bool) -> None:
-    """Runs a script in its folder, on two processes under torchrun if it is for several."""
-    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([sys.executable, *(together if several else []), str(script)], script.parent)
-
-
 @pytest.mark.timeout(LIMIT_S * 6)
-def test_the_page_on_python_runs(tmp_path: Path) -> None:
+def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
     assert len(blocks) == len(FENCE.findall(PAGE)) == 6
     for number, block in enumerate(blocks):
         if block.language == "sh":
             for command in block.commands():
-                run(["bash", "-euc", command], tmp_path)
+                words = program(command)
+                assert words[0] == "farflung"
+                assert main(words[1:]) == 0, command
             continue
-        named = re.match(r"# (\w+\.py)\n", block.text)
-        script = tmp_path / (named[1] if named else f"block-{number}.py")
+        named = re.match(r"# (\w+)\.py\n", block.text)
+        script = tmp_path / (f"{named[1]}.py" if named else f"block_{number}.py")
         script.write_text(block.text, encoding="utf-8")
-        if not named:
+        if named:
+            monkeypatch.delitem(sys.modules, named[1], raising=False)
+        else:
             python(script, several="farflung.attach(" in block.text)
     assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")
