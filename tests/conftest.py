@@ -88,7 +88,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="with",
         help="tests marked lab with the others, without them, or alone: they measure links, so company disturbs them",
     )
-
     parser.addoption(
         "--slow", action="store_true", help="tests marked slow too, which are left out unless -m names them"
     )

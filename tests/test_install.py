@@ -24,6 +24,7 @@ USERS = (
     "data",
     "lab",
     "lightning",
+    "accelerate",
     "transformers",
     "tensorboard",
 )  # the extras that are not for developers
