@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
-from farflung.tasks import Pending
-from farflung.types import AllReduce, Communicator, Feature, Payload, Tag, TensorSpec
+from farflung.tasks import Pending, done
+from farflung.types import AllReduce, CodingCost, Communicator, Feature, Payload, Tag, TensorSpec
 
 __all__ = ["ExchangeChannel", "Purpose", "in_words"]
+
+T = TypeVar("T")
 
 
 class Purpose(IntEnum):
@@ -76,6 +80,7 @@ class ExchangeChannel:
         self._comm = comm
         self._exchange, self._part = exchange, part
         self._next_hop = 0
+        self._lane, self._computed_at = comm.lane, 0.0
 
     @property
     def auto(self) -> Mapping[int, str]:
@@ -92,10 +97,30 @@ class ExchangeChannel:
         self._next_hop += count
         return first
 
+    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        """Runs ``fn`` now; a modelled device is charged for it."""
+        value = fn()
+        if self._lane is not None:
+            self._computed_at = self._lane.charge(cost, self._computed_at)
+        return value
+
+    def computed(self) -> Pending[None]:
+        """Done when the modelled device is through with what was computed here."""
+        if self._lane is None or not self._computed_at:
+            return done(None)
+        reached: Pending[None] = Pending()
+        self._lane.at(self._computed_at, partial(reached.set, None))
+        return reached
+
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends, and counts the payload's bytes."""
         self.sent_nbytes += payload.nbytes
-        return self._comm.send(payload, dst, self.tag(hop))
+        send = partial(self._comm.send, payload, dst, self.tag(hop))
+        if self._lane is None or not self._computed_at:
+            return send()
+        left: Pending[None] = Pending()
+        self._lane.at(self._computed_at, lambda: send().on_done(lambda _: left.set(None)))
+        return left
 
     def recv(
         self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None

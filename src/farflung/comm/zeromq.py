@@ -102,6 +102,7 @@ class ZmqCommunicator:
         self.rank, self.size, self.view = rank, size, view
         self.features: frozenset[Feature] = _FEATURES | _NATIVE if native else _FEATURES
         self.auto: Mapping[int, str] = {}
+        self.lane: None = None
         self.mailbox = Mailbox()
         self.refused = 0
         """Messages that were none of this run's, or malformed."""

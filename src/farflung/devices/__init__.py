@@ -1,5 +1,6 @@
 """Devices: how long each computes, whether it straggles, and what memory training takes there."""
 
+from farflung.devices.coding import CodingRates, Points
 from farflung.devices.memory import OPTIMIZER_COPIES, largest_batch, saved_nbytes, training_nbytes
 from farflung.devices.named import DEVICES, device_profile, device_toml, load_device
 from farflung.devices.profile import DeviceProfile, Layer
@@ -8,10 +9,12 @@ from farflung.devices.stragglers import Moment, Occasional, Scheduled, Straggler
 __all__ = [
     "DEVICES",
     "OPTIMIZER_COPIES",
+    "CodingRates",
     "DeviceProfile",
     "Layer",
     "Moment",
     "Occasional",
+    "Points",
     "Scheduled",
     "Straggler",
     "Varying",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from farflung.devices.coding import CodingRates
 from farflung.devices.stragglers import Moment, Straggler
 from farflung.errors import ConfigError
 from farflung.types import Cost
@@ -54,6 +55,8 @@ class DeviceProfile:
       stragglers: what makes it slow now and then; factors multiply.
       memory_nbytes: what it can hold; ``None``: not known.
       source: where the figures come from.
+      coding: what the arithmetic of exchanges takes; ``None``: nothing.
+      cores: processors that a replica has for itself; with fewer than two, computing stands still while it codes.
 
     Raises:
       ConfigError: a value out of its range; begins with its name.
@@ -68,6 +71,8 @@ class DeviceProfile:
     stragglers: tuple[Straggler, ...] = ()
     memory_nbytes: int | None = None
     source: str = ""
+    coding: CodingRates | None = None
+    cores: float = 2.0
 
     def __post_init__(self) -> None:
         if self.layers and (self.forward_s or self.backward_s is not None):
@@ -79,6 +84,8 @@ class DeviceProfile:
             raise ConfigError(f"slowdown = {self.slowdown}: must be above 0; 2 takes twice as long")
         if self.memory_nbytes is not None and self.memory_nbytes < 1:
             raise ConfigError(f"memory_nbytes = {self.memory_nbytes}: must be 1 or more")
+        if not (self.cores > 0 and math.isfinite(self.cores)):
+            raise ConfigError(f"cores = {self.cores}: must be above 0")
 
     def slowed(self, factor: float) -> DeviceProfile:
         """The same device, slower."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from farflung.tasks import Pending, done
 from farflung.types import (
     AllReduce,
     Channel,
+    CodingCost,
     Contribution,
     Feature,
     Payload,
@@ -24,6 +26,8 @@ from farflung.types import (
 )
 
 __all__ = ["summed_nbytes"]
+
+T = TypeVar("T")
 
 _LATE = 1 << 20
 """A step at which no method warms up any more."""
@@ -78,6 +82,13 @@ class _Alone:
     def hops(self, count: int) -> int:
         self._next_hop += count
         return self._next_hop - count
+
+    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        del cost
+        return fn()
+
+    def computed(self) -> Pending[None]:
+        return done(None)
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         del payload, dst, hop

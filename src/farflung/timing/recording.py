@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from farflung.types import (
     AllReduce,
     Channel,
     CodecState,
+    CodingCost,
     Contribution,
     Feature,
     Json,
@@ -35,6 +36,9 @@ from farflung.types import (
 )
 
 __all__ = ["RecordedReplica", "TrafficRecorder"]
+
+
+T = TypeVar("T")
 
 
 class TrafficRecorder:
@@ -191,6 +195,12 @@ class _WatchedChannel:
         if count:
             self.ops.append(("hops", count))
         return self._channel.hops(count)
+
+    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        return self._channel.compute(cost, fn)
+
+    def computed(self) -> Pending[None]:
+        return self._channel.computed()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         self.ops.append(("send", dst, hop, payload.nbytes))

@@ -37,6 +37,8 @@ from farflung.types.training import OptimizerFactory, RateSchedule
 from farflung.types.world import (
     AllReduce,
     Channel,
+    CodingCost,
+    CodingLane,
     Communicator,
     Cost,
     Decision,
@@ -55,6 +57,8 @@ __all__ = [
     "Channel",
     "Codec",
     "CodecState",
+    "CodingCost",
+    "CodingLane",
     "Communicator",
     "Contribution",
     "Cost",

@@ -14,6 +14,8 @@ from farflung.types.tensors import Json, Payload, Segment, TensorSpec
 __all__ = [
     "AllReduce",
     "Channel",
+    "CodingCost",
+    "CodingLane",
     "Communicator",
     "Cost",
     "Decision",
@@ -68,6 +70,39 @@ class AllReduce(Protocol):
         ...
 
 
+class CodingCost(NamedTuple):
+    """What a piece of an exchange's own arithmetic is, so that virtual time can charge for it.
+
+    Args:
+      operation: what is done, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
+      method: by what: the codec or reducer as recipes write it; empty for plain additions.
+      numel: elements of the dense tensor that it is done to.
+    """
+
+    operation: str
+    method: str
+    numel: int
+
+
+class CodingLane(Protocol):
+    """The processor of a modelled device that carries the arithmetic of exchanges, one piece after the other.
+
+    On the wall clock this is the communication thread.
+    """
+
+    def charge(self, cost: CodingCost, after_s: float) -> float:
+        """Takes a piece on, behind those before it and not before ``after_s``.
+
+        Returns:
+          When it is through, in virtual seconds.
+        """
+        ...
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` when the clock shows ``t``."""
+        ...
+
+
 class Communicator(Protocol):
     """Point-to-point messages and collectives over one membership view; each call returns at once."""
 
@@ -76,6 +111,11 @@ class Communicator(Protocol):
     size.
     Settled when a run is made.
     """
+
+    @property
+    def lane(self) -> CodingLane | None:
+        """What the arithmetic of exchanges is charged to; ``None`` where it takes the time that it takes, or none."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -196,8 +236,19 @@ class Channel(Protocol):
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
         ...
 
+    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        """Runs ``fn`` now, on the wall and in virtual time, which charges the modelled seconds.
+
+        What is sent afterwards leaves when the seconds charged so far are over; see :meth:`computed`.
+        """
+        ...
+
+    def computed(self) -> Pending[None]:
+        """Done when all that this exchange has computed so far is through on the modelled device."""
+        ...
+
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        """See :meth:`Communicator.send`."""
+        """See :meth:`Communicator.send`; leaves once what was computed before it is through."""
         ...
 
     def recv(

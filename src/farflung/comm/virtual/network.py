@@ -25,6 +25,7 @@ from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,
     Channel,
+    CodingLane,
     Communicator,
     Feature,
     Payload,
@@ -158,6 +159,7 @@ class VirtualCommunicator:
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.auto: Mapping[int, str] = {}
+        self.lane: CodingLane | None = None
         self._network = network
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
