@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from farflung.errors import LabError
+from farflung.errors import ConfigError, LabError
 from farflung.faults import Condition, FaultPlan
 from farflung.lab import JobResult, Lab, abilities, run_job, why_not
 from farflung.lab.children import Child
@@ -93,7 +93,7 @@ tell.connect(sys.argv[1])
 if rank == 0:
     with socket.create_server(address) as server:
         talk, _ = server.accept()
-    tell.send(json.dumps({"event": "begin", "rank": 0, "step": 0, "t": 0.0}).encode())
+    tell.send(json.dumps({"event": "begin", "rank": 0, "step": 0, "t": 100.0}).encode())
 else:
     while True:
         try:
@@ -114,7 +114,10 @@ while step != int(sys.argv[2]):
     step += 1
     time.sleep(0.02)
 """
-"""Both ends send a byte and wait for the other's, so many times, and tell of it; 7 where the connection ends."""
+"""Both ends send a byte and wait for the other's, so many times, and tell of it; 7 where the connection ends.
+
+They tell of a start-up of 100 s, which is no time of a plan.
+"""
 
 
 def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
@@ -126,9 +129,12 @@ def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
 
 @pytest.mark.parametrize("kind", ["cut", "hang"])
 def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: Path) -> None:
-    plan = getattr(FaultPlan(), kind)(1, at_s=0.2).restore(1, at_s=0.5)
+    plan = getattr(FaultPlan(), kind)(1, at_s=0.2, for_s=0.3)
     result = talk(lab, plan, 30, tmp_path)
     assert result.exit_codes == (0, 0)
+    assert result.first_step_s is not None
+    assert result.seconds - result.first_step_s > 0.5
+    assert lab.condition(0, 1) == Condition()
     assert (result.lost_packets > 0) == (kind == "cut")
 
 
@@ -138,6 +144,11 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
     assert result.exit_codes == (0, 0)
     assert result.lost_packets > 0
     assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
+
+
+def test_a_step_of_what_tells_of_none_is_refused(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: the program tells of no steps"):
+        run_job(lab, ["true"], {}, plan=FaultPlan().crash(1, at_step=5))
 
 
 def test_a_crash_closes_connections(lab: Lab, tmp_path: Path) -> None:

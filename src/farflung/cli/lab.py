@@ -20,8 +20,8 @@ import tyro
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
-from farflung.files import write_json
-from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
+from farflung.files import naming, write_json
+from farflung.lab import JobResult, Lab, Measured, abilities, check_plan, run_job, why_not
 from farflung.network import network_profile
 from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
@@ -53,8 +53,8 @@ class RunInLab:
     report: Path | None = None
     """A JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times are those of
-    rank 0's run; of another program there are no steps, and times count from its start."""
+    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times count from
+    the first step; of another program there are no steps, and times count from its start."""
     seed: int = 0
     """Of jitter and loss."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -70,7 +70,7 @@ class RunInLab:
         if self.check:
             return self._check()
         command = _found(self.command)
-        plan = FaultPlan() if self.faults is None else load_faults(self.faults)
+        plan = self._plan()
         if (lacking := why_not()) is not None:
             raise LabError(f"{lacking}; farflung lab --check says more")
         with ExitStack() as stack:
@@ -98,6 +98,21 @@ class RunInLab:
             if code:
                 self._say(f"rank {rank} ended with exit code {code}")
         return INTERRUPTED if result.stopped else max(result.exit_codes)
+
+    def _plan(self) -> FaultPlan:
+        """What goes wrong; says from when its times count."""
+        if self.faults is None:
+            return FaultPlan()
+        plan = load_faults(self.faults)
+        with naming(str(self.faults)):
+            check_plan(plan, self.nodes, told=self._trains)
+        if any(fault.at_s is not None for fault in plan.faults):
+            self._say(
+                f"{self.faults}: at_s counts from the first step; nothing goes wrong while the workers start"
+                if self._trains
+                else f"{self.faults}: at_s counts from the program's start: it tells of no steps, as train does"
+            )
+        return plan
 
     @property
     def _trains(self) -> bool:
