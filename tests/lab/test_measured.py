@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 
 from farflung.cli.lab import with_dashes
 from farflung.cli.main import main
-from farflung.lab import Measured
+from farflung.lab import Measured, as_measured
 from farflung.lab.measure import expected
 from farflung.lab.tun import HEADER_NBYTES, address_of, node_of, wire_nbytes
 from farflung.network import network_profile
@@ -43,6 +44,39 @@ def test_what_to_expect_is_the_narrowest_capacity() -> None:
     latency, bandwidth = pairs[0, 1]
     assert 0.002 < latency < 0.0021
     assert bandwidth == 50e6
+
+
+def test_delays_that_do_not_fit_are_taken_as_measured() -> None:
+    profile = network_profile("lan-1g").for_nodes(3)
+    wanted = expected(profile)
+    fitting = [
+        Measured(*pair, latency + 50e-6, latency, 1e9, speed) for pair, (latency, speed) in wanted.items()
+    ]
+    assert as_measured(profile, fitting) == profile
+    late = [replace(pair, latency_s=pair.expected_latency_s + 2e-4) if pair.src else pair for pair in fitting]
+    found = as_measured(profile, late)
+    assert found.link(0, 1).latency_s == pytest.approx(3e-4)
+    assert found.changes == ("delays as measured",)
+    assert (found.sites[0].up_bps, found.nodes) == (1e9, 3)
+    assert [pair.usable for pair in (late[-1], replace(late[-1], bandwidth_bps=8e8))] == [True, False]
+
+
+def test_only_the_link_that_is_off_changes() -> None:
+    profile = network_profile("four-regions").for_nodes(4)
+    pairs = [
+        Measured(*pair, latency, latency, speed, speed)
+        for pair, (latency, speed) in expected(profile).items()
+    ]
+    found = as_measured(profile, [replace(pairs[0], latency_s=2 * pairs[0].latency_s), *pairs[1:]])
+    before, after = profile.link(0, 1), found.link(0, 1)
+    assert after.latency_s == pytest.approx(2 * before.latency_s, rel=1e-3)
+    assert replace(after, latency_s=before.latency_s) == before
+    assert all(
+        found.link(a, b) == profile.link(a, b)
+        for a in range(4)
+        for b in range(4)
+        if a != b and (a, b) != (0, 1)
+    )
 
 
 def packet(dst: int, payload: int, segment: int = 0) -> bytes:

@@ -33,8 +33,8 @@ class JobResult:
       lost_packets: packets that full queues, a profile's loss or cuts have taken.
       seconds: from the first worker's start to the last one's end.
       stopped: whether it was asked to stop.
-      first_step_s: from the first worker's start to when the first step began, from where times of a plan count;
-        ``None`` where no worker has told of one.
+      began_s: from the first worker's start to when each worker began its first step, in rank order; times of a plan
+        count from the first of them. ``None`` of one that has told of none.
     """
 
     exit_codes: tuple[int, ...]
@@ -42,7 +42,7 @@ class JobResult:
     lost_packets: int
     seconds: float
     stopped: bool
-    first_step_s: float | None = None
+    began_s: tuple[float | None, ...] = ()
 
 
 def run_job(
@@ -103,8 +103,9 @@ def run_job(
                 lab.signal(node, signal.SIGINT)
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in _codes(lab)]
     counted = tuple(lab.counters(node) - before[node] for node in range(lab.nodes))
-    first_step_s = stage.began - begun if told is not None and math.isfinite(stage.began) else None
-    return JobResult(tuple(codes), counted, lab.lost(), time.monotonic() - begun, stops > 0, first_step_s)
+    seconds = time.monotonic() - begun
+    began = tuple(stage.began[node] - begun if node in stage.began else None for node in range(lab.nodes))
+    return JobResult(tuple(codes), counted, lab.lost(), seconds, stops > 0, began)
 
 
 def _codes(lab: Lab) -> list[int | None]:

@@ -10,15 +10,23 @@ import statistics
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farflung.lab.kernel import inside
 from farflung.lab.queues import WIRE_OVER_PAYLOAD
 from farflung.lab.tun import address_of
-from farflung.network import NetworkProfile, Path, Wiring
+from farflung.network import Link, NetworkProfile, Path, Wiring
 from farflung.network.trace import capacity_at
 
-__all__ = ["TOLERANCE", "Measured", "Pair", "expected", "measure_bandwidths", "measure_latencies"]
+__all__ = [
+    "TOLERANCE",
+    "Measured",
+    "Pair",
+    "as_measured",
+    "expected",
+    "measure_bandwidths",
+    "measure_latencies",
+]
 
 TOLERANCE = 0.1
 """How far a pair may be from its profile, as a share of it."""
@@ -87,6 +95,11 @@ class Measured:
         """Whether both are within :data:`TOLERANCE`."""
         return self.off <= TOLERANCE
 
+    @property
+    def usable(self) -> bool:
+        """Whether the speed is within :data:`TOLERANCE`, and packets arrive at all."""
+        return self.bandwidth_off <= TOLERANCE and math.isfinite(self.latency_s)
+
 
 def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
     """Delay of a small packet and bits per second, of every ordered pair."""
@@ -98,6 +111,48 @@ def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
         return path.latency_s + sum(bits / speed for speed in speeds), min(speeds, default=math.inf)
 
     return {(src, dst): of(wiring.path(src, dst)) for src in nodes for dst in nodes if src != dst}
+
+
+def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkProfile:
+    """A profile with the delays that its links have on this machine, to simulate what a lab has run on.
+
+    Where a pair's delay does not fit, the link between its sites gets the median delay of their pairs; speeds stay.
+
+    Args:
+      profile: with its number of nodes.
+      pairs: of all nodes, as a lab has measured them.
+    """
+    over: dict[tuple[int, int], list[Measured]] = {}
+    for pair in pairs:
+        over.setdefault((profile.site_index(pair.src), profile.site_index(pair.dst)), []).append(pair)
+    late = {
+        ends: statistics.median(pair.latency_s - pair.expected_latency_s for pair in found)
+        for ends, found in over.items()
+        if any(pair.latency_off > TOLERANCE for pair in found)
+    }
+    if not late:
+        return profile
+
+    def link(src: int, dst: int) -> Link:
+        known = profile.connection(src, dst).link
+        latency_s = max(0.0, known.latency_s + late.get((src, dst), 0.0))
+        return replace(known, latency_s=latency_s, jitter_s=min(known.jitter_s, latency_s))
+
+    sites, ends = profile.sites, range(len(profile.sites))
+    return replace(
+        profile,
+        sites=tuple(
+            site if site.nodes == 1 else replace(site, inside=link(place, place))
+            for place, site in enumerate(sites)
+        ),
+        connections=tuple(
+            replace(profile.connection(src, dst), link=link(src, dst))
+            for src in ends
+            for dst in ends
+            if src != dst
+        ),
+        changes=(*profile.changes, "delays as measured"),
+    )
 
 
 def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:

@@ -59,6 +59,8 @@ class LabStage:
         check_plan(plan, lab.nodes, told=told)
         self._lab, self._standing = lab, Standing(lab.nodes)
         self._origin = math.inf if told else time.monotonic()
+        self.began: dict[int, float] = {}
+        """When each worker that has told of it began its first step, on the machine's monotonic clock."""
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._injector = FaultInjector(plan, self)
@@ -67,11 +69,6 @@ class LabStage:
         """Seconds since the first step began; below 0 before."""
         return time.monotonic() - self._origin
 
-    @property
-    def began(self) -> float:
-        """When the first step began, on the machine's monotonic clock; infinity before."""
-        return self._origin
-
     def at(self, t: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when ``t`` seconds have passed since then."""
         heapq.heappush(self._waiting, (t, next(self._order), fn))
@@ -79,7 +76,8 @@ class LabStage:
     def hear(self, event: Event) -> None:
         """Takes in one event of one worker."""
         if event["event"] == "begin":
-            self._origin = min(self._origin, time.monotonic())
+            now = self.began[int(str(event["rank"]))] = time.monotonic()
+            self._origin = min(self._origin, now)
         self._injector(event)
 
     def due(self) -> float:
