@@ -1,0 +1,140 @@
+"""What a modelled device computes for exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from farflung.comm.wire import PIECE
+from farflung.devices import CodingRates
+from farflung.tasks import Pending, done
+from farflung.types import CodingCost
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """Two processors beside the one that trains, as a replica on the wall clock has them; see
+    :class:`farflung.types.CodingLane`.
+
+    The *communication thread* codes, adds, and takes a fixed time for each message that it sends or receives: one
+    piece of work after the other, in the order they were asked for. So what is sent leaves, what is received is
+    heard and what is computed is there once all that was asked for before is through.
+
+    The transport's *I/O thread* copies and encrypts, byte by byte and beside it, and serves its connections in turn, a
+    piece of 128 KiB of each: a message sets out once its own first piece is ready, while the others follow, and its
+    last piece leaves once all is ready that the thread was asked for before. At the receiver all but the last piece is
+    worked on while the rest is on its way.
+
+    Left out: that the threads share memory and its bandwidth, and that a system with few processors does not serve a
+    thread at once.
+
+    Args:
+      rates: of the device.
+      encrypted: whether messages are.
+      slowdown: how many times as long everything takes now.
+      now: seconds for which the device has been running.
+      at: calls something when :attr:`now` is so much, and never if the device crashes before.
+    """
+
+    def __init__(
+        self,
+        rates: CodingRates,
+        *,
+        encrypted: bool,
+        slowdown: Callable[[], float],
+        now: Callable[[], float],
+        at: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self._rates, self._slowdown, self._now, self._running_at = rates, slowdown, now, at
+        self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if encrypted else 0.0)
+        self._coded_at, self._coding_s = 0.0, 0.0
+        """When the communication thread is through with all it was asked for, and how long that takes in all."""
+        self._first_at, self._moved_at, self._moving_s = 0.0, 0.0, 0.0
+        """The same of the I/O thread; before them, when it is through with the first piece of each message."""
+
+    def charge(self, cost: CodingCost) -> None:
+        """Takes a piece of coding on, behind all that was asked for before."""
+        self._take(self._rates.seconds(cost))
+
+    def through(self) -> Pending[None]:
+        """Done when all that was asked for so far is."""
+        if self._coded_at <= self._now():
+            return done(None)
+        through: Pending[None] = Pending()
+        self._at(self._coded_at, partial(through.set, None))
+        return through
+
+    def send(self, nbytes: int, leave: Callable[[float], None]) -> None:
+        """A message is sent.
+
+        Args:
+          nbytes: of it.
+          leave: called when its first piece is ready, with the seconds after which the last one is.
+        """
+        self._take(self._rates.message_s)
+        self._at(self._coded_at, partial(self._move, nbytes, leave))
+
+    def _move(self, nbytes: int, leave: Callable[[float], None]) -> None:
+        if not self._byte_s:
+            leave(0.0)
+            return
+        now, byte_s = self._now(), self._byte_s * self._slowdown()
+        self._first_at = max(self._first_at, now) + byte_s * min(nbytes, PIECE)
+        moved_at = self._moved_at = max(self._moved_at, now) + byte_s * nbytes
+        self._moving_s += byte_s * nbytes
+        self._at(self._first_at, lambda: leave(moved_at - self._now()))
+
+    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None]) -> None:
+        """The last byte of a message is there.
+
+        Args:
+          nbytes: of it.
+          since_s: how long ago the first could have been.
+          deliver: called when it can be used.
+        """
+        now = through = self._now()
+        if self._byte_s:
+            byte_s = self._byte_s * self._slowdown()
+            self._moved_at = max(self._moved_at, now - since_s) + byte_s * nbytes
+            self._moving_s += byte_s * nbytes
+            through = max(self._moved_at, now + byte_s * min(nbytes, PIECE))
+        self._at(through, partial(self._hear, deliver))
+
+    def _hear(self, deliver: Callable[[], None]) -> None:
+        self._take(self._rates.message_s)
+        self._at(self._coded_at, deliver)
+
+    def beside(self, seconds: float, fn: Callable[[], None]) -> None:
+        """Calls ``fn`` when a processor has worked for ``seconds`` that stands still while either thread works."""
+        ends, before = self._now() + seconds, self._worked_s()
+
+        def look() -> None:
+            due = ends + (self._worked_s() - before)
+            if due <= self._now():
+                fn()
+            else:
+                self._running_at(due + self._ahead_s(), look)
+
+        self._running_at(ends + self._ahead_s(), look)
+
+    def _ahead_s(self) -> float:
+        """For how long the threads will work, as far as is known."""
+        now = self._now()
+        return max(self._coded_at - now, 0.0) + max(self._moved_at - now, 0.0)
+
+    def _worked_s(self) -> float:
+        """For how long they have worked."""
+        return self._coding_s + self._moving_s - self._ahead_s()
+
+    def _take(self, seconds: float) -> None:
+        if seconds:
+            seconds *= self._slowdown()
+            self._coded_at = max(self._coded_at, self._now()) + seconds
+            self._coding_s += seconds
+
+    def _at(self, t: float, fn: Callable[[], None]) -> None:
+        if t <= self._now():
+            fn()
+        else:
+            self._running_at(t, fn)
