@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +18,12 @@ from benchmarks.fidelity.recipes import RECIPES
 from farflung.devices import DeviceProfile, device_profile
 from farflung.lab import Measured, as_measured
 from farflung.network import NetworkProfile, network_profile
+from farflung.recipes import Recipe, recipe
 from farflung.telemetry import Event, read_events
 
-__all__ = ["BATCH_SIZE", "SHORT", "WORKLOAD", "Cell", "calibrated", "measured"]
+__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "measured"]
 
-WORKLOAD, BATCH_SIZE = "fashion-mnist/cnn", 16
+WORKLOAD, BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 64
 FORWARD_S = 0.008
 """Of a paced device, per sample: a step computes for 0.384 s, so that four nodes' own time fits in on this machine."""
 SHORT = 5
@@ -55,41 +56,51 @@ class Cell:
     paced: bool
     seed: int
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return BATCH_SIZE if self.paced else UNPACED_BATCH_SIZE
 
-def calibrated(nodes: int, codings: Sequence[str], *, rounds: int) -> DeviceProfile:
-    """This machine as a device, with as many replicas at once as are to run on it.
+
+def calibrated(cell: Cell, recipes: Collection[str], *, rounds: int) -> str:
+    """This machine as a device, as TOML, with as many replicas at once as are to run on it.
 
     Args:
-      nodes: how many.
-      codings: names of recipes whose coding is measured.
+      cell: says how many, and how large their steps are.
+      recipes: names of those whose coding is measured.
       rounds: steps that are timed.
     """
-    chosen = [RECIPES[name] for name in codings]
-    codecs = sorted({one["codec"] for one in chosen if "codec" in one})
-    reducers = ["powersgd"] if any(one["recipe"] == "powersgd" for one in chosen) else []
+    chosen = [_recipe(name) for name in recipes]
+    codecs = {str(one.codec) for one in chosen if one.reducer == "codec"}
+    reducers = {str(one.reducer) for one in chosen} - {"codec"}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "device.toml"
         farflung(
-            "calibrate", "--workload", WORKLOAD, "--data", "packaged", "--batch-size", str(BATCH_SIZE),
-            "--replicas", str(nodes), "--rounds", str(rounds), "--out", str(out),
-            *(["--codecs", *codecs] if codecs else []), *(["--reducers", *reducers] if reducers else []),
+            "calibrate", "--workload", WORKLOAD, "--data", "packaged", "--batch-size", str(cell.batch_size),
+            "--replicas", str(cell.nodes), "--rounds", str(rounds), "--out", str(out),
+            *(["--codecs", *sorted(codecs)] if codecs else []),
+            *(["--reducers", *sorted(reducers)] if reducers else []),
         )  # fmt: skip
-        return device_profile(str(out))
+        return out.read_text(encoding="utf-8")
 
 
-def measured(cell: Cell, device: DeviceProfile, scratch: Path, *, quick: bool) -> dict[str, Any]:
+def measured(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dict[str, Any]:
     """Both worlds' times of a cell's first steps, and of those after them.
 
     Args:
       cell: which.
-      device: this machine as it was calibrated, with as many replicas.
+      calibration: this machine with as many replicas, as TOML.
       scratch: an empty folder.
       quick: as few steps as make sense.
     """
     network = _network(cell, scratch)
     profile = network_profile(network).for_nodes(cell.nodes)
-    if cell.paced:  # forward and backward of the paced device; coding and messages are this machine's own
-        device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0)
+    machine = scratch / "machine.toml"
+    machine.write_text(calibration, encoding="utf-8")
+    device = device_profile(str(machine))
+    if cell.paced:
+        # Coding and messages are this machine's own, and take the processor while the replica idles.
+        device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0, cores=2.0)
     events = _simulated(cell, profile, device, SHORT + (LEAST if quick else MOST))
     virtual = _ends(events)
     fit = sum(end <= RUN_S for end in virtual)
@@ -115,6 +126,12 @@ def measured(cell: Cell, device: DeviceProfile, scratch: Path, *, quick: bool) -
     }
 
 
+def _recipe(name: str) -> Recipe:
+    """One of :data:`RECIPES` as an object."""
+    changes = dict(RECIPES[name])
+    return recipe(changes.pop("recipe")).but(**changes)
+
+
 def _network(cell: Cell, scratch: Path) -> str:
     if not cell.profile:
         return cell.network
@@ -131,15 +148,13 @@ def _settings(cell: Cell, steps: int) -> dict[str, object]:
         "data": "packaged",
         "workers": cell.nodes,
         "steps": steps,
-        "batch_size": BATCH_SIZE,
+        "batch_size": cell.batch_size,
         "checkpoint_every": 0,
         "evaluate_every": 0,
     }
 
 
-def _simulated(
-    cell: Cell, network: NetworkProfile, device: DeviceProfile, steps: int
-) -> Sequence[Event]:
+def _simulated(cell: Cell, network: NetworkProfile, device: DeviceProfile, steps: int) -> Sequence[Event]:
     run = package.simulate(**_settings(cell, steps), network=network, device=device)  # type: ignore[arg-type]
     return run.events[0]
 

@@ -21,8 +21,8 @@ def drawn(seed: int, nodes: int) -> dict[str, str]:
     """Networks as TOML profiles, by name.
 
     Every quantity is log-uniform. Its range is cut into as many pieces as there are networks, and each network has one
-    (a Latin hypercube), so that twelve networks cover every range. Where a direction or a node as many times slower would
-    fall below :data:`SLOWEST`, the factor's range ends there: our choice.
+    (a Latin hypercube), so that twelve networks cover every range. Where a direction or a node that is as many times
+    slower would fall below :data:`SLOWEST`, the factor's range ends there: our choice.
 
     Args:
       seed: of all of them.
