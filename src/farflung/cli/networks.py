@@ -52,4 +52,9 @@ def _rows() -> Iterator[dict[str, Json]]:
         profile = NETWORKS[name]()
         yield {"name": name, "what": "network", "nodes": profile.nodes or "any", "source": profile.source}
     for name, device in DEVICES.items():
-        yield {"name": name, "what": "device", "nodes": None, "source": f"{device.source} {coding_source(device)}"}
+        yield {
+            "name": name,
+            "what": "device",
+            "nodes": None,
+            "source": f"{device.source} {coding_source(device)}",
+        }
