@@ -25,6 +25,7 @@ from farflung.lab import JobResult, Lab, Measured, abilities, check_plan, run_jo
 from farflung.network import network_profile
 from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
+from farflung.types import Json
 
 __all__ = ["RunInLab", "with_dashes"]
 
@@ -47,7 +48,7 @@ class RunInLab:
     nodes: int = 4
     """How many nodes, each with a network of its own."""
     congestion_control: str | None = None
-    """Of the nodes' TCP, as the kernel names it; this machine's when not given."""
+    """Of the nodes' TCP, as the kernel names it; the profile's when not given, or this machine's."""
     logs: Path | None = None
     """A folder for what each worker says, in rank-0.log and so on; on this terminal when not given."""
     report: Path | None = None
@@ -83,10 +84,10 @@ class RunInLab:
             lab = stack.enter_context(
                 Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
             )
-            measured = lab.check(any_delay=self.any_delay)
+            measured, control = lab.check(any_delay=self.any_delay), lab.congestion_control
             off = sum(not pair.fits for pair in measured)
             self._say(
-                f"{profile.name}, {self.nodes} nodes: {len(measured)} pairs measured, "
+                f"{profile.name}, {self.nodes} nodes, congestion control {control}: {len(measured)} pairs measured, "
                 + (f"the delays of {off} as this machine makes them" if off else "all as they should be")
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -97,7 +98,7 @@ class RunInLab:
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
             )
         if self.report is not None:
-            self._report(self.report, measured, result)
+            self._report(self.report, control, measured, result)
         for rank, code in enumerate(result.exit_codes):
             if code:
                 self._say(f"rank {rank} ended with exit code {code}")
@@ -136,15 +137,17 @@ class RunInLab:
         ) as lab:
             measured = lab.measure()
         print_table(
-            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", ""],
+            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", "lost", "of the profile", ""],
             (_cells(pair) for pair in measured),
         )
         return 0 if all(pair.fits for pair in measured) else 1
 
-    def _report(self, path: Path, measured: Sequence[Measured], result: JobResult) -> None:
+    def _report(self, path: Path, control: str, measured: Sequence[Measured], result: JobResult) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        pairs: list[Json] = [asdict(pair) for pair in measured]
         write_json(
-            path, {"network": self.network, "pairs": [asdict(pair) for pair in measured], **asdict(result)}
+            path,
+            {"network": self.network, "congestion_control": control, "pairs": pairs, **asdict(result)},
         )
 
     def _say(self, what: str) -> None:
@@ -181,6 +184,8 @@ def _cells(pair: Measured) -> list[str]:
         f"{1e3 * pair.expected_latency_s:.3f}",
         f"{pair.bandwidth_bps / 1e6:.2f}",
         f"{pair.expected_bandwidth_bps / 1e6:.2f}",
+        f"{pair.loss:.2%}",
+        f"{pair.expected_loss:.2%}",
         "" if pair.fits else "off",
     ]
 
