@@ -17,11 +17,12 @@ from benchmarks.common.runs import farflung, last_event
 from benchmarks.fidelity.recipes import RECIPES
 from farflung.devices import DeviceProfile, device_profile
 from farflung.lab import Measured, as_measured
+from farflung.lab.tun import chosen_congestion_control
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.telemetry import Event, read_events
 
-__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "measured"]
+__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "measured", "recipe_of"]
 
 WORKLOAD, BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 64
 FORWARD_S = 0.008
@@ -70,7 +71,7 @@ def calibrated(cell: Cell, recipes: Collection[str], *, rounds: int) -> str:
       recipes: names of those whose coding is measured.
       rounds: steps that are timed.
     """
-    chosen = [_recipe(name) for name in recipes]
+    chosen = [recipe_of(name) for name in recipes]
     codecs = {str(one.codec) for one in chosen if one.reducer == "codec"}
     reducers = {str(one.reducer) for one in chosen} - {"codec"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -94,7 +95,8 @@ def measured(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dic
       quick: as few steps as make sense.
     """
     network = _network(cell, scratch)
-    profile = network_profile(network).for_nodes(cell.nodes)
+    control = chosen_congestion_control()
+    profile = network_profile(f"{network}(congestion={control})").for_nodes(cell.nodes)
     machine = scratch / "machine.toml"
     machine.write_text(calibration, encoding="utf-8")
     device = device_profile(str(machine))
@@ -122,11 +124,12 @@ def measured(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dic
         **_bytes(lab, cell.nodes, report["counters"]),
         "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
         "delays_measured": there != profile,
+        "congestion_control": report["congestion_control"],
         "lab_seconds": report["seconds"],
     }
 
 
-def _recipe(name: str) -> Recipe:
+def recipe_of(name: str) -> Recipe:
     """One of :data:`RECIPES` as an object."""
     changes = dict(RECIPES[name])
     return recipe(changes.pop("recipe")).but(**changes)
