@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from farflung.errors import ConfigError, LabError
 from farflung.faults import Condition, FaultPlan
-from farflung.lab import JobResult, Lab, abilities, run_job, why_not
+from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.lab.children import Child
+from farflung.lab.measure import expected
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Site
 
@@ -76,6 +78,20 @@ def test_workers_are_told_who_they_are(lab: Lab, tmp_path: Path) -> None:
         assert variables["MASTER_ADDR"] == address_of(0)
         assert str(pid) in processes
         assert str(os.getpid()) not in processes, "a worker sees only what it has started"
+
+
+def test_delays_may_be_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(PROFILE, 2)
+    wanted = expected(lab.profile)
+    found = [Measured(*pair, 2 * latency, latency, speed, speed) for pair, (latency, speed) in wanted.items()]
+    monkeypatch.setattr(lab, "measure", lambda: found)
+    monkeypatch.setattr(lab, "_measured", lambda wanted: found)
+    assert lab.check(any_delay=True) == found
+    with pytest.raises(LabError, match="does not come out right"):
+        lab.check()
+    found[0] = replace(found[0], bandwidth_bps=found[0].bandwidth_bps / 2)
+    with pytest.raises(LabError, match=r"\(1 of 2 pairs\)"):
+        lab.check(any_delay=True)
 
 
 def test_exit_codes_are_the_commands(lab: Lab) -> None:
