@@ -117,7 +117,7 @@ def next_seed() -> int:
 def paced(seed: int, quick: bool) -> list[Cell]:
     """All networks with the recipes that the seed deals them, on devices that compute slowly."""
     if quick:
-        return [Cell("wifi-100mbps", "", DENSE, NODES, paced=True, seed=seed)]
+        return [Cell("wifi-100mbps", "", DENSE, UNPACED_NODES, paced=True, seed=seed)]
     profiles = {**dict.fromkeys(NAMED, ""), **drawn(seed, NODES)}
     return [
         Cell(network, profiles[network], recipe, NODES, paced=True, seed=seed)
