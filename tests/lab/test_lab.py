@@ -18,10 +18,10 @@ import pytest
 
 from farflung.errors import ConfigError, LabError
 from farflung.faults import Condition, FaultPlan
-from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
+from farflung.lab import TOLERANCE, JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.lab.children import Child
 from farflung.lab.measure import expected
-from farflung.lab.tun import address_of
+from farflung.lab.tun import address_of, chosen_congestion_control
 from farflung.network import Link, NetworkProfile, Site
 
 LIMIT_S = 300.0
@@ -49,6 +49,25 @@ def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
     pairs = lab.check()
     assert {(pair.src, pair.dst) for pair in pairs} == {(0, 1), (1, 0)}
     assert all(pair.fits for pair in pairs)
+
+
+def test_a_link_that_loses_packets_is_measured_as_a_link() -> None:
+    lossy = NetworkProfile.uniform(Link(0.02, 20e6, loss=0.02), 2)
+    with Lab(lossy, 2) as lab:
+        for pair in lab.check():
+            assert pair.bandwidth_bps == pytest.approx(20e6, rel=TOLERANCE)
+            assert 0.0 < pair.loss < 0.05
+        lab.change(0, 1, Condition(loss=0.3))
+        with pytest.raises(LabError, match=r"1 of 2 pairs.*% lost instead of 2.00%"):
+            lab.check()
+
+
+def test_nodes_have_the_congestion_control_of_the_profile() -> None:
+    profile = replace(PROFILE, congestion="reno")
+    with Lab(profile, 2) as lab, Lab(profile, 2, congestion_control="bbr") as other, Lab(PROFILE, 2) as own:
+        assert lab.congestion_control == "reno"
+        assert other.congestion_control == "bbr"
+        assert own.congestion_control == chosen_congestion_control()
 
 
 def test_a_link_that_is_off_is_refused(lab: Lab) -> None:

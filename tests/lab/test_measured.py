@@ -11,9 +11,9 @@ import pytest
 from farflung.cli.lab import with_dashes
 from farflung.cli.main import main
 from farflung.lab import Measured, as_measured
-from farflung.lab.measure import expected
+from farflung.lab.measure import _train, expected
 from farflung.lab.tun import HEADER_NBYTES, address_of, node_of, wire_nbytes
-from farflung.network import network_profile
+from farflung.network import Link, NetworkProfile, network_profile
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,39 @@ from farflung.network import network_profile
 )
 def test_a_pair_fits_within_a_tenth(latency_s: float, bandwidth_bps: float, fits: bool) -> None:
     assert Measured(0, 1, latency_s, 0.05, bandwidth_bps, 20e6).fits is fits
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected_loss", "packets", "fits"),
+    [
+        (0.0, 0.0, 400, True),
+        (0.01, 0.0, 400, True),  # a few packets prove nothing
+        (0.02, 0.0, 400, False),
+        (0.02, 0.02, 400, True),
+        (0.045, 0.02, 400, True),
+        (0.06, 0.02, 400, False),
+        (0.0, 0.02, 50, True),
+        (0.0, 0.1, 400, False),
+        (0.0, 0.5, 0, True),  # not measured
+    ],
+)
+def test_a_pair_may_lose_what_chance_explains(
+    loss: float, expected_loss: float, packets: int, fits: bool
+) -> None:
+    assert Measured(0, 1, 0.05, 0.05, 20e6, 20e6, loss, expected_loss, packets).fits is fits
+
+
+def test_lost_packets_take_nothing_off_the_speed() -> None:
+    every = _train([(0.001 * number, number) for number in range(100)], 100)
+    half = _train([(0.001 * number, number) for number in range(0, 100, 2)], 100)
+    assert half.bandwidth_bps == pytest.approx(every.bandwidth_bps)
+    assert (every.loss, half.loss) == (0.0, 0.5)
+    assert _train([], 100).loss == 1.0
+
+
+def test_a_link_is_expected_to_have_its_bandwidth_whole() -> None:
+    lossy = replace(Link(0.02, 20e6), loss=0.02)
+    assert expected(NetworkProfile.uniform(lossy, 2))[0, 1][1] == 20e6
 
 
 def test_very_short_delays_are_not_held_finely() -> None:

@@ -33,6 +33,7 @@ from farflung.network import loading as loading_module
 
 WHOLE = """
 name = "office and field"
+congestion = "cubic"
 [default]
 latency_s = 0.02
 [[site]]
@@ -83,6 +84,7 @@ def test_all_of_the_format(tmp_path: Path) -> None:
         (Medium("cell", trace, relayed=True),),
         Link(0.02),
         source=str(path),
+        congestion="cubic",
     )
     assert load_profile(path) == network_profile(str(path)) == wanted
 
@@ -138,6 +140,8 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
             "bandwith_bps = 20e6",
             "link from office to field: unknown key 'bandwith_bps'; known: ",
         ),
+        ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
+        ('"cubic"', "1", "congestion = 1: must be a string"),
         ("loss = 0.001", "loss = 1.5", "link from office to field: loss = 1.5: must be"),
         ("shared = true", "shared = 1", "link from office to field: shared = 1: must be true or false"),
         ('to = "field"', 'to = "sea"', "link from office to sea: no site is named 'sea'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,10 +32,12 @@ DEVICES = [
 ]
 
 
-def one_by_one(collective: str, numel: int, batch_size: int, steps: int) -> list[float]:
+def one_by_one(
+    collective: str, numel: int, batch_size: int, steps: int, fleet: NetworkProfile = FLEET
+) -> list[float]:
     """The same, with a replica for each device, message by message."""
-    devices = [DEVICES[site] for site in range(3) for _ in FLEET.span(site)]
-    world = VirtualWorld(8, network=FLEET, device=devices, closed_form=False)
+    devices = [DEVICES[site] for site in range(3) for _ in fleet.span(site)]
+    world = VirtualWorld(8, network=fleet, device=devices, closed_form=False)
 
     async def body(runtime: Runtime) -> list[float]:
         ends = []
@@ -60,6 +63,17 @@ def test_as_one_by_one(collective: str, numel: int) -> None:
     assert found.ends_s == pytest.approx(one_by_one(collective, numel, 4, 5), rel=1e-12)
     assert found.devices == 8
     assert found.step_s == found.ends_s[-1] / 5
+
+
+@pytest.mark.parametrize("control", ["bbr", "reno"])
+def test_connections_between_classes_find_their_rate_alike(control: Any) -> None:
+    ideal = FLEET.scaled(latency=10.0, bandwidth=100.0)
+    fleet = replace(ideal, congestion=control)
+    found = time_fleet(fleet, DEVICES, numel=200_011, batch_size=4, steps=3, collective="direct").ends_s
+    assert found == pytest.approx(one_by_one("direct", 200_011, 4, 3, fleet), rel=1e-12)
+    assert (
+        found > time_fleet(ideal, DEVICES, numel=200_011, batch_size=4, steps=3, collective="direct").ends_s
+    )
 
 
 def test_a_million_devices_by_hand() -> None:

@@ -20,8 +20,9 @@ FIRST_WINDOW_BITS = 10 * SEGMENT_BITS
 LARGEST_WINDOW_BITS = 8.0 * (4 << 20)
 """The largest send buffer that Linux gives a connection unasked (the third of net.ipv4.tcp_wmem, by the kernel's
 documentation of ip-sysctl). ZeroMQ leaves it as it is, so no more is ever on its way."""
-LEAST_TIMEOUT_S = 0.2
-"""By which Linux's timeout for a retransmission is longer than a steady round trip."""
+LEAST_SPREAD_S, SPREAD_KEPT = 0.2, 0.86
+"""By how much a timeout for retransmission is longer than a round trip: at least this, as Linux has it, and at first by
+two round trips (RFC 6298), of which each leaves this share, which is fitted."""
 MOST_HALVINGS = 32
 """Of which any window is over."""
 STARTUP_GAIN = 2.0 / math.log(2.0)
@@ -73,9 +74,9 @@ class Tcp:
     r"""One connection in one direction: how much of a message may leave when.
 
     Bits leave in flights of at most one window :math:`W`. The next flight begins when the first acknowledgement of this
-    one is there, a round trip :math:`R` after it began. What was acknowledged is added to a window that was at least
-    half used, so it doubles from ten segments on (slow start). A flight that takes a whole round trip has filled the
-    way: the rest follows without a pause, until the connection rests.
+    one is there, a round trip :math:`R` after it began. What was acknowledged is added to a window more than half of
+    which was used, so it doubles from ten segments on (slow start). A flight that takes a whole round trip has filled
+    the way: the rest follows without a pause, until the connection rests.
 
     CUBIC and Reno halve the window of a connection that rests, once for each timeout for retransmission, down to the
     first one. BBR keeps what it knows, but paces: :math:`n` bytes take at least :math:`d = 8 n / (g E)` with
@@ -87,8 +88,9 @@ class Tcp:
 
     so it takes :math:`0.53\, R` to leave, however wide the way.
 
-    Not modelled: losses by full queues and congestion avoidance after them, BBR's pauses every ten seconds, delayed
-    acknowledgements. What RFCs leave open is as Linux has it, and held against it in ``benchmarks/fidelity``.
+    Not modelled: losses by full queues and congestion avoidance after them, the receiver's window, which grows beside
+    the sender's, BBR's pauses every ten seconds, delayed acknowledgements. What RFCs leave open is as Linux has it, and
+    held against it in ``benchmarks/fidelity``.
 
     Args:
       control: which one.
@@ -102,7 +104,7 @@ class Tcp:
 
     __slots__ = (
         "_before", "_began_s", "_estimate_bps", "_filled", "_flight", "_pace_bps", "_paced", "_round_s",
-        "_round_trip_s", "_sent_s", "_unpaced", "_used", "_window", "free_s",
+        "_round_trip_s", "_sent_s", "_spread_s", "_unpaced", "_used", "_window", "free_s",
     )  # fmt: skip
 
     def __init__(self, control: CongestionControl, round_trip_s: float) -> None:
@@ -113,6 +115,7 @@ class Tcp:
         self._round_s = self._sent_s = self._began_s = -math.inf
         self._used = self._before = self._flight = 0.0
         self._filled = False
+        self._spread_s = 2 * round_trip_s
         self._estimate_bps = FIRST_WINDOW_BITS / round_trip_s if round_trip_s else math.inf
         self._pace_bps = STARTUP_GAIN * self._estimate_bps
 
@@ -142,17 +145,20 @@ class Tcp:
 
     def _hear(self, now: float) -> None:
         """All that the last round has sent is acknowledged."""
-        round_trip_s, rest_s = self._round_trip_s, now - self._sent_s
-        rests, took_s = rest_s >= round_trip_s, round_trip_s + self._sent_s - self._round_s
-        full = self._used >= self._window
-        if self._paced or self._before + self._used > self._window / 2:
+        round_trip_s, took_s, rest_s = self._round_trip_s, self._sent_s - self._round_s, now - self._sent_s
+        rests, full = rest_s >= round_trip_s, self._used >= self._window
+        self._spread_s *= SPREAD_KEPT
+        if self._paced or self._window < 2 * max(self._before, self._used):
             self._window = min(self._window + self._used, LARGEST_WINDOW_BITS)
         if self._paced and round_trip_s:
-            self._estimate_bps = max(self._estimate_bps, self._used / (round_trip_s if full else took_s))
+            estimate = self._used / (round_trip_s if full else round_trip_s + took_s)
+            self._estimate_bps = max(self._estimate_bps, estimate)
             gained = STARTUP_GAIN * self._estimate_bps if rests else self._window / round_trip_s
             self._pace_bps = max(self._pace_bps, gained)
         elif rests and not self._paced:
-            halvings = int(min(rest_s / (took_s + LEAST_TIMEOUT_S), MOST_HALVINGS))
-            self._window = max(self._window / 2**halvings, FIRST_WINDOW_BITS)
+            timeout_s = round_trip_s + took_s / 2 + max(self._spread_s, LEAST_SPREAD_S)
+            self._window = max(
+                self._window / 2 ** int(min(rest_s / timeout_s, MOST_HALVINGS)), FIRST_WINDOW_BITS
+            )
         self._filled = self._filled and not rests
         self._before = 0.0 if rests else self._used
