@@ -36,7 +36,7 @@ CONTROLS = get_args(CongestionControl)
 REST_S = 3.0
 WORDS_NBYTES = 8
 """Before each message: its length."""
-LOSSY = ((0.005, 50e6, 0.01), (0.02, 20e6, 0.02), (0.05, 20e6, 0.003), (0.1, 10e6, 0.001))
+LOSSY = ((0.005, 50e6, 0.01), (0.02, 20e6, 0.02), (0.05, 20e6, 0.01), (0.05, 20e6, 0.003), (0.1, 10e6, 0.001))
 """Delay, bandwidth and loss, of the networks on which what a flow gets under loss is judged."""
 LOSSY_NBYTES, LOSSY_MESSAGES = 1_000_000, 8
 
@@ -114,31 +114,38 @@ def predicted(row: dict[str, Any], congestion: CongestionControl | None) -> list
     return took
 
 
-def of_kinds(row: dict[str, Any], seconds: list[float]) -> dict[str, float]:
-    """The first message, the second, the median of those in regular use, the one after a rest; all of a lossy link."""
-    if row["loss"]:
-        return {"loss": math.fsum(seconds[1:])}
+def of_kinds(seconds: list[float]) -> dict[str, float]:
+    """The first message, the second, the median of those in regular use, the one after a rest."""
     used = statistics.median(seconds[2:-2])
     return {"first": seconds[0], "second": seconds[1], "used": used, "rested": seconds[-2]}
 
 
 def compare() -> None:
     """Errors of the model, and of a link that has its whole rate from the first byte, by set, control and kind."""
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     errors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for line in RESULTS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        real = of_kinds(row, row["seconds"])
-        model = of_kinds(row, predicted(row, row["control"]))
-        ideal = of_kinds(row, predicted(row, None))
-        which = "fitted" if row["seed"] in FITTED else "judged"
-        for kind, seconds in real.items():
-            pair = (abs(model[kind] / seconds - 1), abs(ideal[kind] / seconds - 1))
-            errors.setdefault((which, row["control"], kind), []).append(pair)
-    print("| set | control | messages | connections | model: mean (worst) | ideal link: mean (worst) |")
+    for row in rows:
+        if not row["loss"]:
+            real, ideal = of_kinds(row["seconds"]), of_kinds(predicted(row, None))
+            model = of_kinds(predicted(row, row["control"]))
+            which = "fitted" if row["seed"] in FITTED else "judged"
+            for kind, seconds in real.items():
+                pair = (abs(model[kind] / seconds - 1), abs(ideal[kind] / seconds - 1))
+                errors.setdefault((which, row["control"], kind), []).append(pair)
+    print("| set | control | message | connections | model: mean (worst) | ideal link: mean (worst) |")
     print("|---|---|---|---|---|---|")
     for (which, control, kind), pairs in sorted(errors.items()):
         cells = [f"{statistics.mean(one):.1%} ({max(one):.0%})" for one in zip(*pairs, strict=True)]
         print(f"| {which} | {control} | {kind} | {len(pairs)} | {cells[0]} | {cells[1]} |")
+    print("\n| loss | one way | Mbit/s of the link | control | Mbit/s | model |\n|---|---|---|---|---|---|")
+    for row in rows:
+        if row["loss"]:
+            bits = 8e-6 * row["nbytes"] * (len(row["seconds"]) - 1)
+            got, model_got = (
+                bits / math.fsum(s[1:]) for s in (row["seconds"], predicted(row, row["control"]))
+            )
+            link = f"{row['loss']:.1%} | {1e3 * row['latency_s']:g} ms | {row['bandwidth_bps'] / 1e6:g}"
+            print(f"| {link} | {row['control']} | {got:.1f} | {model_got:.1f} |")
 
 
 def main() -> None:
