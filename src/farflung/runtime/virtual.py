@@ -30,8 +30,6 @@ __all__ = ["VirtualClock", "VirtualRuntime", "VirtualWorld"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-CORES_TO_CODE_BESIDE = 2.0
-"""Processors of a replica with which computing goes on while it codes."""
 
 
 class VirtualWorld:
@@ -278,7 +276,7 @@ class VirtualRuntime:
         return Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
 
     def _after(self, seconds: float, fn: Callable[[], None]) -> None:
-        if self.lane is None or self.device.cores >= CORES_TO_CODE_BESIDE:
+        if self.lane is None or self.device.codes_beside:
             self._world.stage.after(self.comm.rank, seconds, fn)
         else:
             self.lane.beside(seconds, fn)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+from farflung.comm.virtual.clock import Clock
 from farflung.comm.wire import PIECE
 from farflung.devices import CodingRates
 from farflung.tasks import Pending, done
 from farflung.types import CodingCost
 
-__all__ = ["Lane"]
+__all__ = ["Ends", "Lane"]
 
 
 class Lane:
@@ -74,43 +76,49 @@ class Lane:
         self._at(self._coded_at, partial(through.set, None))
         return through
 
-    def send(self, nbytes: int, leave: Callable[[float], None]) -> None:
-        """A message is sent.
+    def send(self, nbytes: int, leave: Callable[[float], None], count: int = 1) -> None:
+        """Messages are sent, one after the other.
 
         Args:
-          nbytes: of it.
-          leave: called when its first piece is ready, with the seconds after which the last one is.
+          nbytes: of each.
+          leave: called when the first piece of the first is ready, with the seconds after which the last of all is.
+          count: how many.
         """
-        self._take(self._rates.message_s)
-        self._at(self._coded_at, partial(self._move, nbytes, leave))
+        each_s = self._take(self._rates.message_s, count)
+        rest_s = (count - 1) * each_s
+        self._at(self._coded_at - rest_s, partial(self._move, nbytes, count, rest_s, leave))
 
-    def _move(self, nbytes: int, leave: Callable[[float], None]) -> None:
+    def _move(self, nbytes: int, count: int, rest_s: float, leave: Callable[[float], None]) -> None:
         if not self._byte_s:
-            leave(0.0)
+            leave(rest_s)
             return
         now, byte_s = self._now(), self._byte_s * self._slowdown()
         self._first_at = max(self._first_at, now) + byte_s * min(nbytes, PIECE)
-        moved_at = self._moved_at = max(self._moved_at, now) + byte_s * nbytes
-        self._moving_s += byte_s * nbytes
-        self._at(self._first_at, lambda: leave(moved_at - self._now()))
+        moved_at = self._moved_at = max(self._moved_at, now) + byte_s * nbytes * count
+        self._moving_s += byte_s * nbytes * count
+        last = max(moved_at, self._first_at + rest_s)
+        self._at(self._first_at, lambda: leave(last - self._now()))
 
-    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None]) -> None:
-        """The last byte of a message is there.
+    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None], count: int = 1) -> None:
+        """The last byte of a message is there, or of the last of several.
 
         Args:
-          nbytes: of it.
+          nbytes: of each.
           since_s: how long ago the first could have been.
-          deliver: called when it can be used.
+          deliver: called when they can be used.
+          count: how many.
         """
         now = through = self._now()
         if self._byte_s:
             byte_s = self._byte_s * self._slowdown()
-            self._moved_at = max(self._moved_at, now - since_s) + byte_s * nbytes
-            self._moving_s += byte_s * nbytes
+            self._moved_at = max(self._moved_at, now - since_s) + byte_s * nbytes * count
+            self._moving_s += byte_s * nbytes * count
             through = max(self._moved_at, now + byte_s * min(nbytes, PIECE))
-        self._at(through, partial(self._hear, deliver))
+        self._at(through, partial(self._hear, count, since_s, deliver))
 
-    def _hear(self, deliver: Callable[[], None]) -> None:
+    def _hear(self, count: int, since_s: float, deliver: Callable[[], None]) -> None:
+        if count > 1:
+            self._take(self._rates.message_s, count - 1, since_s)
         self._take(self._rates.message_s)
         self._at(self._coded_at, deliver)
 
@@ -136,14 +144,74 @@ class Lane:
         """For how long they have worked."""
         return self._coding_s + self._moving_s - self._ahead_s()
 
-    def _take(self, seconds: float) -> None:
+    def _take(self, seconds: float, count: int = 1, since_s: float = 0.0) -> float:
+        """So many pieces of work; how long each takes."""
         if seconds:
             seconds *= self._slowdown()
-            self._coded_at = max(self._coded_at, self._now()) + seconds
-            self._coding_s += seconds
+            self._coded_at = max(self._coded_at, self._now() - since_s) + count * seconds
+            self._coding_s += count * seconds
+        return seconds
 
     def _at(self, t: float, fn: Callable[[], None]) -> None:
         if t <= self._now():
             fn()
         else:
             self._running_at(t, fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The devices at both ends of a message; of several of one size where they stand for groups of devices.
+
+    Args:
+      sender: its lane, where it has one.
+      receiver: likewise.
+      sent: how many messages leave a sender.
+      received: how many come to a receiver.
+    """
+
+    sender: Lane | None
+    receiver: Lane | None
+    sent: int = 1
+    received: int = 1
+
+    def carry(
+        self,
+        clock: Clock,
+        nbytes: int,
+        least_s: float,
+        move: Callable[[Callable[[float], None]], None],
+        arrived: Callable[[float], None],
+    ) -> None:
+        """Takes a message from one to the other.
+
+        Args:
+          clock: virtual time.
+          nbytes: of each.
+          least_s: the shortest delay of the link.
+          move: puts it on the network; is given what to call when it is there.
+          arrived: called when it is heard, with the time.
+        """
+
+        def leave(rest_s: float) -> None:
+            begins = clock.now() + least_s
+            ready = begins + rest_s
+
+            def came(t: float) -> None:
+                if t < ready:
+                    clock.at(ready, lambda: come(ready))
+                else:
+                    come(t)
+
+            def come(t: float) -> None:
+                if self.receiver is None:
+                    arrived(t)
+                else:
+                    self.receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()), self.received)
+
+            move(came)
+
+        if self.sender is None:
+            leave(0.0)
+        else:
+            self.sender.send(nbytes, leave, self.sent)

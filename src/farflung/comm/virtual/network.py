@@ -14,7 +14,7 @@ from farflung.comm.mailbox import Mailbox
 from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
-from farflung.comm.virtual.lane import Lane
+from farflung.comm.virtual.lane import Ends, Lane
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
@@ -108,39 +108,14 @@ class VirtualNetwork:
         sender, receiver = self.lanes[src], self.lanes[dst]
         if sender is None and receiver is None:
             return self._move(src, dst, payload.nbytes, priority, arrived)
-        return self._computed(src, dst, payload.nbytes, priority, arrived)
-
-    def _computed(
-        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
-    ) -> Pending[None]:
-        """A message for which the devices at both ends compute; pieces of it follow each other."""
         left: Pending[None] = Pending()
-        sender, receiver = self.lanes[src], self.lanes[dst]
         link = self.profile.link(src, dst)
-        least_s = link.latency_s - link.jitter_s
 
-        def leave(rest_s: float) -> None:
-            begins = self._clock.now() + least_s
-            ready = begins + rest_s
+        def move(came: Callable[[float], None]) -> None:
+            self._move(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
 
-            def came(t: float) -> None:
-                if t < ready:
-                    self._clock.at(ready, lambda: come(ready))
-                else:
-                    come(t)
-
-            def come(t: float) -> None:
-                if receiver is None:
-                    arrived(t)
-                else:
-                    receiver.receive(nbytes, t - begins, lambda: arrived(self._clock.now()))
-
-            self._move(src, dst, nbytes, priority, came).on_done(lambda _: left.set(None))
-
-        if sender is None:
-            leave(0.0)
-        else:
-            sender.send(nbytes, leave)
+        ends = Ends(sender, receiver)
+        ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
         return left
 
     def _move(
