@@ -99,8 +99,10 @@ def tensors_like(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
     Args:
       buckets: of its gradients; those that are larger than the ladder goes are left out.
     """
-    found = {spec.numel: spec for spec in ladder(max(spec.numel for spec in buckets))}
-    return list((found | {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}).values())
+    own = {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}
+    rungs = ladder(max(spec.numel for spec in buckets))
+    between = [rung for rung in rungs if not any(rung.numel <= numel < APART * rung.numel for numel in own)]
+    return [*between, *own.values()]
 
 
 def coding_points(
