@@ -3,7 +3,7 @@
 from benchmarks.common.command import Benchmark, Group, Measured, main
 from benchmarks.common.kept import Kept
 from benchmarks.common.rows import Expected, Stored, Verdict, load_expected, source_hash, verdict
-from benchmarks.common.simulated import Simulated
+from benchmarks.common.simulated import Simulated, coding_of
 from benchmarks.common.trainings import Trainings
 from benchmarks.common.trials import Trial, Trials
 from benchmarks.common.workers import torchrun
@@ -20,6 +20,7 @@ __all__ = [
     "Trial",
     "Trials",
     "Verdict",
+    "coding_of",
     "load_expected",
     "main",
     "source_hash",

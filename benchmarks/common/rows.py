@@ -77,7 +77,7 @@ def store(folder: Path, row: Stored) -> None:
 
 
 def source_hash(patterns: Iterable[str]) -> str:
-    """A hash of the Python files that a measurement depends on. Comments, docstrings and layout do not count.
+    """A hash of the files that a measurement depends on. Comments, docstrings and layout of Python do not count.
 
     Args:
       patterns: relative to the repository; those after a ``!`` are left out.
@@ -88,7 +88,8 @@ def source_hash(patterns: Iterable[str]) -> str:
     whole = hashlib.sha256()
     for file in sorted(file for file in found[True] - found[False] if file.is_file()):
         whole.update(str(file.relative_to(ROOT)).encode())
-        whole.update(_code(file.read_text(encoding="utf-8")).encode())
+        text = file.read_text(encoding="utf-8")
+        whole.update((_code(text) if file.suffix == ".py" else text).encode())
     return whole.hexdigest()[:16]
 
 

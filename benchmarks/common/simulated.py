@@ -9,13 +9,35 @@ import torch
 
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
+from farflung.devices import CodingRates, DeviceProfile, device_profile
 from farflung.network import NetworkProfile
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event
 from farflung.workloads import Quadratic
 
-__all__ = ["Simulated"]
+__all__ = ["Simulated", "coding_of"]
+
+
+def coding_of(device: str, *, reduced: int = 1, times: float = 1.0) -> CodingRates:
+    """What coding takes on a named device, in a simulation of tensors that are smaller than those that are meant.
+
+    Bytes of messages are not charged: they are copied piece by piece while others are on their way, which smaller
+    tensors have no pieces for, and the papers' clusters encrypt nothing.
+
+    Args:
+      device: in :data:`farflung.devices.DEVICES`.
+      reduced: how many times smaller tensors are; each takes as long as the whole one would.
+      times: how many times as long everything takes.
+    """
+    rates = device_profile(device, forward_flops=1.0).coding
+    assert rates is not None
+    operations = {
+        key: tuple({numel // reduced: seconds for numel, seconds in points if numel >= reduced}.items())
+        for key, points in rates.operations.items()
+    }
+    fewer = CodingRates({key: points for key, points in operations.items() if points}, rates.message_s)
+    return fewer.scaled(times, times)
 
 
 @dataclass(frozen=True)
@@ -27,12 +49,14 @@ class Simulated:
       network: between the replicas; as many as it has nodes.
       compute_s: of a step, a third of it forward.
       nbytes: of a gradient, in one bucket.
+      coding: what coding takes, with nothing computed meanwhile; nothing when not given.
     """
 
     parts: Mapping[str, str]
     network: NetworkProfile
     compute_s: float
     nbytes: int
+    coding: CodingRates | None = None
     ends_s: list[float] = field(default_factory=list, init=False)
 
     def run(self, steps: int) -> float:
@@ -40,7 +64,8 @@ class Simulated:
         torch.set_num_threads(1)
         nodes = self.network.nodes
         assert nodes is not None
-        world = VirtualWorld(nodes, seconds_per_sample=self.compute_s / 3, network=self.network)
+        device = DeviceProfile(forward_s=self.compute_s / 3, coding=self.coding, cores=1.0)
+        world = VirtualWorld(nodes, device=device, network=self.network)
         training = Training(steps=steps, batch_size=1, learning_rate=0.01)
         task = Quadratic(dim=self.nbytes // 4, samples=max(2, nodes), groups=1)
         events: list[Event] = []

@@ -34,6 +34,7 @@ WORLD = [
     "src/farflung/comm/collectives/*.py",
     "src/farflung/comm/virtual/*.py",
     "src/farflung/network/*.py",
+    "src/farflung/devices/*",
     "src/farflung/runtime/virtual.py",
     "benchmarks/common/runs.py",
     "benchmarks/common/shaped.py",

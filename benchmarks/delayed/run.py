@@ -13,17 +13,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, main
+from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, coding_of, main
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import TRIED, WORLD
 from benchmarks.common.worlds import replicas_in
 from farflung.comm import cost_s
 from farflung.config import Training
+from farflung.devices import DeviceProfile, device_profile
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.timing import delayed_s, fedavg_s, scalability, synchronous_s
+from farflung.timing import delayed_s, fedavg_s, forward_flops, scalability, synchronous_s
 from farflung.workloads import workload
 
 FOLDER = Path(__file__).parent
@@ -34,7 +35,7 @@ LATENCIES_MS = (0, 1, 5, 10, 50, 100, 500, 1000)
 STEP_S, NBYTES = 0.3, round(97.5 * 2**20)
 SCALE = 1000
 """Bytes and bandwidth are divided by it, so that times stay as they are."""
-BANDWIDTH_BPS = 25e9
+BANDWIDTH_BPS, DEVICE = 25e9, "v100"
 COLLECTIVE = "multi_parameter_server"
 """In two delays; direct would carry what is left of the gradient after scaling in one."""
 METHODS = {
@@ -54,12 +55,13 @@ def latencies(quick: bool) -> Mapping[str, Measured]:
     steps = 10 if quick else 1000
     counts = {name: steps if name == "DTS" else min(steps, 40) for name in METHODS}
     found: dict[str, dict[int, float]] = {name: {} for name in METHODS}
+    uncoded: dict[str, dict[int, float]] = {name: {} for name in METHODS}
     for latency_ms in LATENCIES_MS[:1] if quick else LATENCIES_MS:
         network = NetworkProfile.uniform(Link(latency_ms / 1e3, BANDWIDTH_BPS / SCALE), 4)
         for name, parts in METHODS.items():
-            run = Simulated(parts, network, STEP_S, NBYTES // SCALE)
-            seconds = run.run(counts[name]) / counts[name]
-            found[name][latency_ms] = scalability(STEP_S, seconds)
+            for scores, coding in ((found, coding_of(DEVICE, reduced=SCALE)), (uncoded, None)):
+                run = Simulated(parts, network, STEP_S, NBYTES // SCALE, coding)
+                scores[name][latency_ms] = scalability(STEP_S, run.run(counts[name]) / counts[name])
     config = {
         "nodes": 4,
         "step_s": STEP_S,
@@ -67,9 +69,11 @@ def latencies(quick: bool) -> Mapping[str, Measured]:
         "bandwidth_bps": BANDWIDTH_BPS,
         "steps": steps,
         "methods": METHODS,
+        "device": DEVICE,
         "scalability": found,
+        "scalability_without_coding": uncoded,
         "predicted_s": {latency_ms: _predicted(latency_ms / 1e3) for latency_ms in found["DTS"]},
-        "reduced": f"bytes and bandwidth divided by {SCALE}; 40 steps of SSGD and FedAvg",
+        "reduced": f"bytes and bandwidth divided by {SCALE}, coding as of all bytes; 40 steps of SSGD and FedAvg",
     }
     rows = {}
     for latency_ms, ours in found["DTS"].items():
@@ -157,6 +161,7 @@ TASKS = {
     "language": Task("tinyshakespeare/lstm", 9.0, 0.5),
 }
 NODES, DGA_BATCH, DGA_STEPS = (1, 2, 4, 8), 8, 200
+DGA_DEVICE = "raspberry-pi-4"
 AVERAGED = {
     "FedAvg K=5": {"collective": "ring", "schedule": "delayed(delay=0, period=5)"},
     "FedAvg K=10": {"collective": "ring", "schedule": "delayed(delay=0, period=10)"},
@@ -182,6 +187,7 @@ def speed_ups(task: str, quick: bool) -> Mapping[str, Measured]:
             gains[name] = nodes * steps / seconds
         config = {
             "workload": TASKS[task].workload,
+            "device": DGA_DEVICE,
             "nodes": nodes,
             "batch": DGA_BATCH,
             "exchange_in_steps": exchange,
@@ -205,12 +211,21 @@ def speed_ups(task: str, quick: bool) -> Mapping[str, Measured]:
 def _averaged(
     task: Task, parts: Mapping[str, str], nodes: int, steps: int, *, scored: bool
 ) -> tuple[float, float]:
-    """Seconds of a training whose steps take one each, with what is under way at its end; and its test score."""
+    """Seconds of a training whose steps take one each, with what is under way at its end; and its test score.
+
+    Coding takes the share of a step that it takes on the device.
+    """
     torch.set_num_threads(1)
     work = workload(task.workload)
     nbytes = sum(p.nbytes for p in work.model(generator(0, "model")).parameters())
     network = None if nodes == 1 else _taking(task.exchange_steps, nodes, nbytes)
-    world = VirtualWorld(nodes, seconds_per_sample=1 / (3 * DGA_BATCH), network=network)
+    pi = device_profile(DGA_DEVICE, forward_flops=forward_flops(work))
+    device = DeviceProfile(
+        forward_s=1 / (3 * DGA_BATCH),
+        coding=coding_of(DGA_DEVICE, times=1 / (3 * DGA_BATCH * pi.forward_s)),
+        cores=pi.cores,
+    )
+    world = VirtualWorld(nodes, device=device, network=network)
     training = Training(steps=steps, batch_size=DGA_BATCH, learning_rate=task.learning_rate, momentum=0.9)
 
     async def train(replica: Replica) -> tuple[float, float]:

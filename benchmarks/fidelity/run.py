@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,126 +15,185 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Benchmark, Group, Kept, Measured, main, source_hash  # noqa: E402
-from benchmarks.common.runs import farflung, last_event, step_s  # noqa: E402
+from benchmarks.common.rows import load_stored  # noqa: E402
+from benchmarks.fidelity.cells import Cell, calibrated, measured  # noqa: E402
+from benchmarks.fidelity.networks import NAMED, drawn  # noqa: E402
+from benchmarks.fidelity.order import Timed, agreement, tau, without_one  # noqa: E402
+from benchmarks.fidelity.recipes import CODED, DENSE, UNPACED, dealt  # noqa: E402
 
 FOLDER = Path(__file__).parent
-NODES, WORKLOAD, BATCH_SIZE = 4, "fashion-mnist/cnn", 16
-FORWARD_S = 0.008
-"""Seconds per sample: a step computes for 0.384 s, so that this machine's own time fits in, four nodes at once."""
-NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
-RECIPES: dict[str, tuple[str, ...]] = {
-    "direct": ("--recipe", "synchronous"),
-    "ring": ("--recipe", "ring"),
-    "ring, truncate16": ("--recipe", "ring", "--codec", "truncate16"),
-    "direct, topk": ("--recipe", "synchronous", "--codec", "topk(density=0.1)"),
-}
-WARM_UP_STEPS, STEPS, QUICK_STEPS = 5, 30, 12
+NODES, UNPACED_NODES = 4, 2
+"""Unpaced replicas need a processor each, and this machine has two."""
+UNPACED_NETWORKS = ("wifi-100mbps", "lan-1g")
+ROUNDS, QUICK_ROUNDS = 30, 5
 OVERRAN_AT_MOST = 0.01
 CELLS_AT_LEAST = 12
 REFUSED = "does not come out right on this machine"
 """What a lab says whose links are off; such a network is left out."""
-HEADER_NBYTES = 52
-"""Of IP and TCP with timestamps, in each packet that an interface counts."""
-MEDIAN, WORST, BYTES = (
+MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER = (
     "median error over at least 12 cells",
     "worst error",
     "bytes against interface counters",
+    "median error of recipes with codecs, unpaced devices as calibrated, wifi-100mbps and lan-1g",
+    "order of recipes by step time kept, all networks",
 )
 SOURCES = [
-    "src/farflung/lab/*.py",
+    "src/farflung/codecs/*.py",
     "src/farflung/comm/**/*.py",
+    "src/farflung/devices/*.py",
+    "src/farflung/lab/*.py",
     "src/farflung/network/*.py",
-    "src/farflung/runtime/*.py",
+    "src/farflung/reducers/**/*.py",
     "src/farflung/replica/**/*.py",
+    "src/farflung/runtime/*.py",
+    "src/farflung/schedules/*.py",
+    "src/farflung/timing/calibrate.py",
+    "src/farflung/timing/coding.py",
+    "src/farflung/timing/messages.py",
+    "src/farflung/timing/sharing.py",
+    "benchmarks/common/runs.py",
 ]
+Row = Mapping[str, Any]
 
 
 def measure(quick: bool) -> Mapping[str, Measured]:
-    """All cells, then the three rows; cells measured before with the same sources are kept."""
-    recipes = list(RECIPES)[:1] if quick else list(RECIPES)
-    networks = NETWORKS[1:2] if quick else NETWORKS
-    cells, refused = [], []
-    for network in networks:
-        try:
-            cells += [cell(network, recipe, quick) for recipe in recipes]
-        except RuntimeError as error:
-            if REFUSED not in str(error):
-                raise
-            refused.append(network)
-    counted = [one for one in cells if one["overran"] < OVERRAN_AT_MOST]
-    if len(counted) < (1 if quick else CELLS_AT_LEAST):
+    """All cells, then the rows; cells measured before with the same seed and sources are kept."""
+    seed = next_seed()
+    found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], quick)
+    counted = [cell for cell in found if cell["overran"] < OVERRAN_AT_MOST]
+    timed = [error for cell in counted if cell["paced"] for error in (cell["error"], cell["short_error"])]
+    if len(timed) < (1 if quick else CELLS_AT_LEAST):
         raise SystemExit(
-            f"only {len(counted)} of {len(cells)} cells count, in the others steps overran the pace, and the lab "
-            f"refused {', '.join(refused) or 'no network'}: this machine is too slow or too busy"
+            f"only {len(timed)} of {2 * len(found)} comparisons count, in the others steps overran the pace, and the "
+            f"lab refused {', '.join(refused) or 'no network'}: this machine is too slow or too busy"
         )
-    errors = [one["error"] for one in counted]
-    differences = [one["bytes_error"] for one in counted]
     config = {
-        "cells": cells,
-        "counted": len(counted),
+        "seed": seed,
+        "cells": [{key: cell[key] for key in _SAID} for cell in counted],
+        "profiles": {cell["network"]: cell["profile"] for cell in counted if cell["profile"]},
+        "overran": [f"{cell['network']}: {cell['recipe']}" for cell in found if cell not in counted],
         "networks_refused": refused,
         "nodes": NODES,
-        "workload": WORKLOAD,
-        "seeds": [0],
     }
-    quartiles = statistics.quantiles(errors, n=4) if len(errors) > 1 else errors * 3
+    orders = list(orders_of(counted).values())
+    coded = [cell["error"] for cell in counted if not cell["paced"] and cell["recipe"] in CODED]
+    worst = max(timed)
+    differences = [cell["bytes_error"] for cell in counted]
+    whole = tau(orders)
     return {
-        MEDIAN: Measured(statistics.median(errors), (quartiles[0], quartiles[2]), config),
-        WORST: Measured(max(errors), (min(errors), max(errors)), {"counted": len(counted)}),
-        BYTES: Measured(
-            max(differences), (min(differences), max(differences)), {"header_nbytes": HEADER_NBYTES}
+        MEDIAN: Measured(statistics.median(timed), median_within(timed), config),
+        WORST: Measured(worst, (worst, worst), {"seed": seed, "comparisons": len(timed)}),
+        BYTES: Measured(max(differences), (min(differences), max(differences)), {"seed": seed}),
+        **(
+            {
+                UNPACED_ERROR: Measured(
+                    statistics.median(coded), median_within(coded), {"seed": seed, "nodes": UNPACED_NODES}
+                )
+            }
+            if coded
+            else {}
+        ),
+        **(
+            {}
+            if whole is None
+            else {
+                ORDER: Measured(
+                    whole, without_one(orders), {"seed": seed, "pairs": sum(pairs for _, pairs in orders)}
+                )
+            }
         ),
     }
 
 
-def cell(network: str, recipe: str, quick: bool) -> dict[str, Any]:
-    """One recipe on one network, in both worlds."""
+_SAID = ("network", "recipe", "paced", "steps", "lab_s", "simulated_s", "error", "short_error", "bytes_error")
 
-    def measure() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as scratch:
-            made = _cell(network, recipe, QUICK_STEPS if quick else STEPS, Path(scratch))
-        print(f"{network}, {recipe}: {made}", file=sys.stderr, flush=True)
-        return made
 
+def next_seed() -> int:
+    """One more than that of the newest stored rows, so that every stored run has networks that none before it had."""
+    stored = load_stored(FOLDER).get(MEDIAN)
+    return 1 + (0 if stored is None else int(stored.config.get("seed", 0)))
+
+
+def paced(seed: int, quick: bool) -> list[Cell]:
+    """All networks with the recipes that the seed deals them, on devices that compute slowly."""
+    if quick:
+        return [Cell("wifi-100mbps", "", DENSE, UNPACED_NODES, paced=True, seed=seed)]
+    profiles = {**dict.fromkeys(NAMED, ""), **drawn(seed, NODES)}
+    return [
+        Cell(network, profiles[network], recipe, NODES, paced=True, seed=seed)
+        for network, recipes in dealt(list(profiles), seed).items()
+        for recipe in recipes
+    ]
+
+
+def unpaced(seed: int, quick: bool) -> list[Cell]:
+    """Recipes with codecs, and the dense one, on devices that compute as fast as this machine."""
+    return [
+        Cell(network, "", recipe, UNPACED_NODES, paced=False, seed=seed)
+        for network in UNPACED_NETWORKS[: 1 if quick else None]
+        for recipe in (CODED[:1] if quick else UNPACED)
+    ]
+
+
+def run(cells: Sequence[Cell], quick: bool) -> tuple[list[Row], list[str]]:
+    """What was measured of each cell, and the networks that the lab refused."""
+    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
     sources = source_hash([*SOURCES, "benchmarks/fidelity/*.py"])
-    key = {"network": network, "recipe": recipe, "sources": sources}
-    return Kept(FOLDER / "results" / "cells.jsonl", quick=quick).once(key, measure)
+    found: list[Row] = []
+    refused: list[str] = []
+    for cell in cells:
+        if cell.network in refused:
+            continue
+
+        def both(cell: Cell = cell) -> dict[str, Any]:
+            with tempfile.TemporaryDirectory() as scratch:
+                device = this_machine(cells, cell, kept, sources, quick)
+                return measured(cell, device, Path(scratch), quick=quick)
+
+        try:
+            found.append(kept.once({**asdict(cell), "sources": sources}, both))
+        except RuntimeError as error:
+            if REFUSED not in str(error):
+                raise
+            refused.append(cell.network)
+            print(f"{cell.network}: the lab refuses it", file=sys.stderr, flush=True)
+        else:
+            said = {
+                name: found[-1][name] for name in ("lab_s", "simulated_s", "error", "short_error", "overran")
+            }
+            print(f"{cell.network}, {cell.recipe}: {said}", file=sys.stderr, flush=True)
+    return found, refused
 
 
-def _cell(network: str, recipe: str, steps: int, scratch: Path) -> dict[str, Any]:
-    device = scratch / "device.toml"
-    device.write_text(f'name = "paced"\nforward_s = {FORWARD_S}\n', encoding="utf-8")
-    run = [
-        "--workload", WORKLOAD, "--data", "packaged", *RECIPES[recipe], "--workers", str(NODES), "--steps", str(steps),
-        "--batch-size", str(BATCH_SIZE), "--checkpoint-every", "0", "--evaluate-every", "0", "--pace", str(device),
-        "--json", "--quiet",
-    ]  # fmt: skip
-    report = scratch / "report.json"
-    lab, simulated = scratch / "lab", scratch / "simulated"
-    farflung("simulate", "--network", network, *run, "--out", str(simulated))
-    farflung(
-        "lab", "--network", network, "--nodes", str(NODES), "--report", str(report), "--logs", str(scratch / "logs"),
-        "train", *run, "--out", str(lab),
-    )  # fmt: skip
-    real_s, virtual_s = step_s(lab, WARM_UP_STEPS), step_s(simulated, WARM_UP_STEPS)
-    counters = json.loads(report.read_text(encoding="utf-8"))["counters"]
-    counted = sum(c["sent_nbytes"] - HEADER_NBYTES * c["sent_packets"] for c in counters)
-    ends = [last_event(lab, rank, "end") for rank in range(NODES)]
-    paces = [last_event(lab, rank, "pace") for rank in range(NODES)]
-    said = sum(end["bytes_sent"] if "bytes_sent" in end else end["bytes_sent_per_replica"] for end in ends)
-    return {
-        "steps": steps,
-        "lab_s": real_s,
-        "simulated_s": virtual_s,
-        "error": abs(virtual_s / real_s - 1.0),
-        "bytes": said,
-        "counted_bytes": counted,
-        "bytes_error": abs(counted / said - 1.0),
-        "overran": sum(pace["overran"] for pace in paces) / sum(pace["steps"] for pace in paces),
-    }
+def this_machine(cells: Sequence[Cell], of: Cell, kept: Kept, sources: str, quick: bool) -> str:
+    """It as a device, as TOML: shared by as many replicas as a cell has, calibrated once for all cells of its kind."""
+    alike = [cell for cell in cells if (cell.nodes, cell.paced) == (of.nodes, of.paced)]
+    key = {"calibrated": of.nodes, "paced": of.paced, "seed": of.seed, "sources": sources}
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    line = kept.once(key, lambda: {"device": calibrated(of, {cell.recipe for cell in alike}, rounds=rounds)})
+    return str(line["device"])
 
 
-BENCHMARK = Benchmark(FOLDER, [Group((MEDIAN, WORST, BYTES), measure, "measured", 14.0, SOURCES)])
+def orders_of(cells: Sequence[Row]) -> dict[tuple[str, bool], tuple[int, int]]:
+    """Of each network and kind of device, how the orders agree; see :func:`benchmarks.fidelity.order.agreement`."""
+    groups: dict[tuple[str, bool], list[Timed]] = {}
+    for cell in cells:
+        timed = Timed(cell["lab_s"], cell["standard_error_s"], cell["simulated_s"])
+        groups.setdefault((cell["network"], cell["paced"]), []).append(timed)
+    return {group: agreement(recipes) for group, recipes in groups.items()}
+
+
+def median_within(errors: Sequence[float]) -> tuple[float, float]:
+    """Between which of the errors the median of as many others would lie, 19 times of 20, by their order alone."""
+    ordered, half = sorted(errors), 0.98 * math.sqrt(len(errors))
+    last = len(ordered) - 1
+    low, high = math.floor(len(ordered) / 2 - half), math.ceil(len(ordered) / 2 + half)
+    return ordered[max(0, low)], ordered[min(last, high)]
+
+
+BENCHMARK = Benchmark(
+    FOLDER, [Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, SOURCES)]
+)
 
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

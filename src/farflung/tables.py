@@ -61,6 +61,13 @@ class Table:
             raise self.error(key, value, "must be a whole number")
         return value
 
+    def wholes(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, 0 or more."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            raise self.error(key, value, "must be a list of whole numbers")
+        return tuple(value)
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm.interface import LOOPBACK
+from farflung.devices import device_profile
 from farflung.replica import load_tree
-from farflung.runs import Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
+from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
 from farflung.runtime import Seat, read_decisions
 from farflung.telemetry import Event
+from farflung.timing import forward_flops
 from tests.battery.cases import CASES, Case, known
 from tests.pool import Pool, digest
 
@@ -44,6 +47,10 @@ def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
     """One half in virtual time."""
     with known():
         config = SimulatedConfig.resolve({**case.whole, "network": case.network, "steps": steps})
+        device = device_profile(DEVICE, forward_flops=forward_flops(config.task))
+        config = replace(
+            config, device=replace(device, coding=None)
+        )  # times of networks, not of this or that codec
         folder = RunFolder(path, resumed=resumed)
         run = Prepared(config, folder)
         simulate_prepared(run)

@@ -122,6 +122,15 @@ def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str)
     assert says in refused(capsys, "train", *args)
 
 
+def test_a_fault_at_a_step_of_a_program_that_tells_of_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[fault]]\nkind = "crash"\nrank = 1\nat_step = 5\n')
+    said = refused(capsys, "lab", "--faults", str(plan), "--", "true")
+    assert f"{plan}: crash of rank 1 at step 5: the program tells of no steps" in said
+
+
 def test_a_cuda_device_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

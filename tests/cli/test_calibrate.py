@@ -20,6 +20,8 @@ QUICK = [
     "2",
     "--batch-size",
     "4",
+    "--codecs",
+    "int8",
 ]
 
 
@@ -34,6 +36,11 @@ def test_a_profile_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
         (one["numel"], one["forward_s"], one["backward_s"]) for one in measured["layers"]
     ]
     assert [one.numel for one in device.layers] == [784 * 256 + 256, 256 * 10 + 10]
+    coding = device.coding
+    assert coding is not None
+    assert (device.cores, coding.message_s) == (measured["cores"], measured["message_s"])
+    assert {(one["operation"], one["method"]) for one in measured["coding"]} == set(coding.operations)
+    assert {("encode", "int8"), ("decode", "int8"), ("add", "")} <= set(coding.operations)
     assert path.read_text(encoding="utf-8").startswith("# fashion-mnist/mlp, batches of 4, on ")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]
 
@@ -49,6 +56,9 @@ def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (["--workload", "mnist"], "unknown workload 'mnist'"),
         (["--rounds", "1"], "--rounds 1: must be 2 or more"),
         (["--threads", "0"], "--threads 0: must be 1 or more"),
+        (["--replicas", "0"], "--replicas 0: must be 1 or more"),
+        (["--codecs", "int9"], "unknown codec 'int9'"),
+        (["--reducers", "powersgd(rank=0)"], "powersgd: rank 0 must be at least 1"),
         (["--batch-size", "100000"], "--batch-size 100000: fashion-mnist/mlp has 10000 training samples"),
         (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, sgd"),
         (["--out", "{folder}"], "is there already; take another name or remove it"),

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
-from farflung.faults import FAULTS, Condition, Fault, FaultInjector, FaultPlan, load_faults
+from farflung.faults import (
+    FAULTS,
+    PASSING,
+    Condition,
+    Fault,
+    FaultInjector,
+    FaultPlan,
+    Standing,
+    load_faults,
+)
 
 
 def test_methods_make_the_faults_of_their_names() -> None:
@@ -18,9 +27,10 @@ def test_methods_make_the_faults_of_their_names() -> None:
         more = {"slow": {"factor": 2.0}, "throttle": {"bandwidth_bps": 1e6}, "lose": {"loss": 0.1}}.get(
             kind, {}
         )
-        plan = getattr(plan, kind)(1, at_step=3, **more)
+        plan = getattr(plan, kind)(1, at_step=3, **more, **({"for_s": 2.0} if kind in PASSING else {}))
     assert [fault.kind for fault in plan.faults] == list(FAULTS)
     assert {(fault.rank, fault.at_step, fault.at_s) for fault in plan.faults} == {(1, 3, None)}
+    assert {fault.kind for fault in plan.faults if fault.for_s == 2.0} == set(PASSING)
     assert FaultPlan().cut(0, 2, at_s=1.5).faults == (Fault("cut", 0, at_s=1.5, peer=2),)
     assert FaultPlan().restore(0, 2, at_s=1.5).faults == (Fault("restore", 0, at_s=1.5, peer=2),)
 
@@ -34,6 +44,13 @@ def test_methods_make_the_faults_of_their_names() -> None:
         ({"at_s": 1.0}, "at_step, at_s: give one of them"),
         ({"at_step": -1}, "at_step = -1: must be 0 or more"),
         ({"at_step": None, "at_s": float("nan")}, "at_s = nan: must be a number of seconds"),
+        (
+            {"at_step": None, "at_s": -3.0},
+            "at_s = -3.0: must be a number of seconds, 0 or more; the first step",
+        ),
+        ({"for_s": 2.0}, "for_s = 2.0: only cut, hang, lose, slow, throttle last for a time"),
+        ({"kind": "cut", "for_s": 0.0}, "for_s = 0.0: must be a number of seconds above 0"),
+        ({"kind": "cut", "for_s": float("inf")}, "for_s = inf: must be a number of seconds above 0"),
         ({"factor": 2.0}, "factor = 2.0: slow needs one, and nothing else has one"),
         ({"kind": "slow"}, "factor = None: slow needs one"),
         ({"kind": "slow", "factor": 0.0}, "factor = 0.0: must be above 0"),
@@ -70,13 +87,37 @@ def test_faults_of_a_connection_concern_both_ways() -> None:
     assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].ways(3)) == {(1, 2), (2, 1)}
 
 
-def test_a_condition_adds_up_until_it_is_restored() -> None:
+def test_faults_add_up_until_they_are_restored() -> None:
     plan = FaultPlan().throttle(1, bandwidth_bps=5.0, at_s=0.0).lose(1, loss=0.5, at_s=1.0).cut(1, at_s=2.0)
-    condition = Condition()
+    plan = plan.hang(1, at_s=2.0).slow(1, factor=3.0, at_s=2.0)
+    standing = Standing(3)
     for fault in plan.faults:
-        condition = condition.after(fault)
-    assert condition == Condition(cut=True, loss=0.5, bandwidth_bps=5.0)
-    assert condition.after(FaultPlan().restore(1, at_s=3.0).faults[0]) == Condition()
+        standing.begin(fault)
+    assert standing.condition(0, 1) == standing.condition(1, 2) == Condition(True, 0.5, 5.0)
+    assert (standing.hangs(1), standing.slowdown(1), standing.hangs(0)) == (True, 3.0, False)
+    for fault in FaultPlan().restore(1, 0, at_s=3.0).restore(1, at_s=4.0).faults:
+        standing.begin(fault)
+        assert standing.condition(0, 1) == Condition()
+        assert (standing.condition(1, 2) == Condition()) == (fault.peer is None) != standing.hangs(1)
+    assert standing.slowdown(1) == 1.0
+
+
+def test_what_is_undone_uncovers_what_it_covered() -> None:
+    standing = Standing(2)
+    cut, slow, slower = (
+        FaultPlan()
+        .cut(1, at_s=0.0)
+        .throttle(1, bandwidth_bps=5.0, at_s=0.0)
+        .throttle(0, bandwidth_bps=2.0, at_s=1.0)
+    ).faults
+    for fault in (cut, slow, slower):
+        standing.begin(fault)
+    seen = []
+    for fault in (slower, cut, cut, slow):  # the second time it is undone already
+        standing.end(fault)
+        seen.append(standing.condition(0, 1))
+    through = Condition(bandwidth_bps=5.0)
+    assert seen == [Condition(cut=True, bandwidth_bps=5.0), through, through, Condition()]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -86,9 +127,9 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "faults.toml"
     path.write_text(
         '[[fault]]\nkind = "slow"\nrank = 1\nat_s = 30\nfactor = 4\n'
-        '[[fault]]\nkind = "cut"\nrank = 2\nat_step = 100\npeer = 0\n'
+        '[[fault]]\nkind = "cut"\nrank = 2\nat_step = 100\npeer = 0\nfor_s = 3\n'
     )
-    assert load_faults(path) == FaultPlan().slow(1, factor=4.0, at_s=30.0).cut(2, 0, at_step=100)
+    assert load_faults(path) == FaultPlan().slow(1, factor=4.0, at_s=30.0).cut(2, 0, at_step=100, for_s=3.0)
     path.write_text(
         '[[fault]]\nkind = "throttle"\nrank = 1\nat_s = 30\nbandwidth_bps = 1e6\n'
         '[[fault]]\nkind = "lose"\nrank = 2\nat_step = 100\npeer = 0\nloss = 0.02\n'
@@ -129,11 +170,17 @@ class Recorder:
         self.struck: list[str] = []
         self.timed: dict[float, Callable[[], None]] = {}
 
+    def now(self) -> float:
+        return 4.0
+
     def at(self, t: float, fn: Callable[[], None]) -> None:
         self.timed[t] = fn
 
     def strike(self, fault: Fault) -> None:
         self.struck.append(str(fault))
+
+    def undo(self, fault: Fault) -> None:
+        self.struck.append(f"end of {fault}")
 
 
 def test_an_injector_strikes_at_times_and_after_steps() -> None:
@@ -149,6 +196,15 @@ def test_an_injector_strikes_at_times_and_after_steps() -> None:
     assert stage.struck[2:] == ["join of rank 3 at step 1"]
     stage.timed[5.0]()
     assert stage.struck[3:] == ["slow of rank 0 at 5 s"]
+
+
+def test_an_injector_undoes_what_lasts_for_a_time() -> None:
+    stage = Recorder()
+    inject = FaultInjector(FaultPlan().cut(1, at_step=2, for_s=3.0), stage)
+    inject({"event": "step", "rank": 1, "step": 1})
+    assert stage.timed.keys() == {7.0}
+    stage.timed[7.0]()
+    assert stage.struck[1:] == ["end of cut of rank 1 at step 2 for 3 s"]
 
 
 def test_a_resumed_replica_tells_its_steps_at_its_beginning() -> None:

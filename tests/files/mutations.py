@@ -15,10 +15,10 @@ from farflung.cli.settings import option_types, read_settings
 from farflung.cli.simulate import Simulate
 from farflung.comm.keys import load_keys, make_keys
 from farflung.data.idx import read_idx, write_idx
-from farflung.devices import Moment, load_device
+from farflung.devices import CodingRates, Moment, load_device
 from farflung.replica import load_tree
 from farflung.runs import Filed, Run, RunFolder, SimulatedConfig, prepared, retime, simulate
-from farflung.types import Cost
+from farflung.types import CodingCost, Cost
 
 NETWORK = """\
 [default]
@@ -61,6 +61,13 @@ DEVICE = """\
 slowdown = 2.0
 memory_nbytes = 4000000000
 optimizer_s = 0.001
+cores = 1.0
+message_s = 0.0001
+[[coding]]
+operation = "encode"
+method = "int8"
+numel = [10, 1000]
+seconds = [0.001, 0.01]
 [[layer]]
 numel = 10
 forward_s = 0.001
@@ -181,7 +188,9 @@ def _world(**files: Path) -> None:
     config.make_world()
     device = config.device if "device" in files else None
     if device is not None:
-        load_device(Path(str(device))).seconds(Cost("backward", 3), Moment(0, 1, 1, 1.5))
+        found = load_device(Path(str(device)))
+        found.seconds(Cost("backward", 3), Moment(0, 1, 1, 1.5))
+        (found.coding or CodingRates()).seconds(CodingCost("encode", "int8", 500))
 
 
 def _settings(path: Path) -> None:

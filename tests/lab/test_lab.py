@@ -11,15 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from farflung.errors import LabError
+from farflung.errors import ConfigError, LabError
 from farflung.faults import Condition, FaultPlan
-from farflung.lab import JobResult, Lab, abilities, run_job, why_not
+from farflung.lab import TOLERANCE, JobResult, Lab, Measured, abilities, run_job, why_not
 from farflung.lab.children import Child
-from farflung.lab.tun import address_of
+from farflung.lab.measure import expected
+from farflung.lab.tun import address_of, chosen_congestion_control
 from farflung.network import Link, NetworkProfile, Site
 
 LIMIT_S = 300.0
@@ -47,6 +49,25 @@ def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
     pairs = lab.check()
     assert {(pair.src, pair.dst) for pair in pairs} == {(0, 1), (1, 0)}
     assert all(pair.fits for pair in pairs)
+
+
+def test_a_link_that_loses_packets_is_measured_as_a_link() -> None:
+    lossy = NetworkProfile.uniform(Link(0.02, 20e6, loss=0.02), 2)
+    with Lab(lossy, 2) as lab:
+        for pair in lab.check():
+            assert pair.bandwidth_bps == pytest.approx(20e6, rel=TOLERANCE)
+            assert 0.0 < pair.loss < 0.05
+        lab.change(0, 1, Condition(loss=0.3))
+        with pytest.raises(LabError, match=r"1 of 2 pairs.*% lost instead of 2.00%"):
+            lab.check()
+
+
+def test_nodes_have_the_congestion_control_of_the_profile() -> None:
+    profile = replace(PROFILE, congestion="reno")
+    with Lab(profile, 2) as lab, Lab(profile, 2, congestion_control="bbr") as other, Lab(PROFILE, 2) as own:
+        assert lab.congestion_control == "reno"
+        assert other.congestion_control == "bbr"
+        assert own.congestion_control == chosen_congestion_control()
 
 
 def test_a_link_that_is_off_is_refused(lab: Lab) -> None:
@@ -78,6 +99,20 @@ def test_workers_are_told_who_they_are(lab: Lab, tmp_path: Path) -> None:
         assert str(os.getpid()) not in processes, "a worker sees only what it has started"
 
 
+def test_delays_may_be_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(PROFILE, 2)
+    wanted = expected(lab.profile)
+    found = [Measured(*pair, 2 * latency, latency, speed, speed) for pair, (latency, speed) in wanted.items()]
+    monkeypatch.setattr(lab, "measure", lambda: found)
+    monkeypatch.setattr(lab, "_measured", lambda wanted: found)
+    assert lab.check(any_delay=True) == found
+    with pytest.raises(LabError, match="does not come out right"):
+        lab.check()
+    found[0] = replace(found[0], bandwidth_bps=found[0].bandwidth_bps / 2)
+    with pytest.raises(LabError, match=r"\(1 of 2 pairs\)"):
+        lab.check(any_delay=True)
+
+
 def test_exit_codes_are_the_commands(lab: Lab) -> None:
     script = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exit 3'
     assert run_job(lab, ["sh", "-c", script], dict(os.environ)).exit_codes == (3, 137)
@@ -93,7 +128,7 @@ tell.connect(sys.argv[1])
 if rank == 0:
     with socket.create_server(address) as server:
         talk, _ = server.accept()
-    tell.send(json.dumps({"event": "begin", "rank": 0, "step": 0, "t": 0.0}).encode())
+    tell.send(json.dumps({"event": "begin", "rank": 0, "step": 0, "t": 100.0}).encode())
 else:
     while True:
         try:
@@ -114,7 +149,10 @@ while step != int(sys.argv[2]):
     step += 1
     time.sleep(0.02)
 """
-"""Both ends send a byte and wait for the other's, so many times, and tell of it; 7 where the connection ends."""
+"""Both ends send a byte and wait for the other's, so many times, and tell of it; 7 where the connection ends.
+
+They tell of a start-up of 100 s, which is no time of a plan.
+"""
 
 
 def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
@@ -126,9 +164,14 @@ def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
 
 @pytest.mark.parametrize("kind", ["cut", "hang"])
 def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: Path) -> None:
-    plan = getattr(FaultPlan(), kind)(1, at_s=0.2).restore(1, at_s=0.5)
+    plan = getattr(FaultPlan(), kind)(1, at_s=0.2, for_s=0.3)
     result = talk(lab, plan, 30, tmp_path)
     assert result.exit_codes == (0, 0)
+    began_s, nothing = result.began_s
+    assert nothing is None
+    assert began_s is not None
+    assert result.seconds - began_s > 0.5
+    assert lab.condition(0, 1) == Condition()
     assert (result.lost_packets > 0) == (kind == "cut")
 
 
@@ -138,6 +181,11 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
     assert result.exit_codes == (0, 0)
     assert result.lost_packets > 0
     assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
+
+
+def test_a_step_of_what_tells_of_none_is_refused(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: the program tells of no steps"):
+        run_job(lab, ["true"], {}, plan=FaultPlan().crash(1, at_step=5))
 
 
 def test_a_crash_closes_connections(lab: Lab, tmp_path: Path) -> None:

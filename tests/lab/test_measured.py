@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 
 from farflung.cli.lab import with_dashes
 from farflung.cli.main import main
-from farflung.lab import Measured
-from farflung.lab.measure import expected
+from farflung.lab import Measured, as_measured
+from farflung.lab.measure import _train, expected
 from farflung.lab.tun import HEADER_NBYTES, address_of, node_of, wire_nbytes
-from farflung.network import network_profile
+from farflung.network import Link, NetworkProfile, network_profile
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,39 @@ def test_a_pair_fits_within_a_tenth(latency_s: float, bandwidth_bps: float, fits
     assert Measured(0, 1, latency_s, 0.05, bandwidth_bps, 20e6).fits is fits
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected_loss", "packets", "fits"),
+    [
+        (0.0, 0.0, 400, True),
+        (0.01, 0.0, 400, True),  # a few packets prove nothing
+        (0.02, 0.0, 400, False),
+        (0.02, 0.02, 400, True),
+        (0.045, 0.02, 400, True),
+        (0.06, 0.02, 400, False),
+        (0.0, 0.02, 50, True),
+        (0.0, 0.1, 400, False),
+        (0.0, 0.5, 0, True),  # not measured
+    ],
+)
+def test_a_pair_may_lose_what_chance_explains(
+    loss: float, expected_loss: float, packets: int, fits: bool
+) -> None:
+    assert Measured(0, 1, 0.05, 0.05, 20e6, 20e6, loss, expected_loss, packets).fits is fits
+
+
+def test_lost_packets_take_nothing_off_the_speed() -> None:
+    every = _train([(0.001 * number, number) for number in range(100)], 100)
+    half = _train([(0.001 * number, number) for number in range(0, 100, 2)], 100)
+    assert half.bandwidth_bps == pytest.approx(every.bandwidth_bps)
+    assert (every.loss, half.loss) == (0.0, 0.5)
+    assert _train([], 100).loss == 1.0
+
+
+def test_a_link_is_expected_to_have_its_bandwidth_whole() -> None:
+    lossy = replace(Link(0.02, 20e6), loss=0.02)
+    assert expected(NetworkProfile.uniform(lossy, 2))[0, 1][1] == 20e6
+
+
 def test_very_short_delays_are_not_held_finely() -> None:
     assert Measured(0, 1, 190e-6, 100e-6, 1e9, 1e9).fits
     assert not Measured(0, 1, 290e-6, 100e-6, 1e9, 1e9).fits
@@ -43,6 +77,39 @@ def test_what_to_expect_is_the_narrowest_capacity() -> None:
     latency, bandwidth = pairs[0, 1]
     assert 0.002 < latency < 0.0021
     assert bandwidth == 50e6
+
+
+def test_delays_that_do_not_fit_are_taken_as_measured() -> None:
+    profile = network_profile("lan-1g").for_nodes(3)
+    wanted = expected(profile)
+    fitting = [
+        Measured(*pair, latency + 50e-6, latency, 1e9, speed) for pair, (latency, speed) in wanted.items()
+    ]
+    assert as_measured(profile, fitting) == profile
+    late = [replace(pair, latency_s=pair.expected_latency_s + 2e-4) if pair.src else pair for pair in fitting]
+    found = as_measured(profile, late)
+    assert found.link(0, 1).latency_s == pytest.approx(3e-4)
+    assert found.changes == ("delays as measured",)
+    assert (found.sites[0].up_bps, found.nodes) == (1e9, 3)
+    assert [pair.usable for pair in (late[-1], replace(late[-1], bandwidth_bps=8e8))] == [True, False]
+
+
+def test_only_the_link_that_is_off_changes() -> None:
+    profile = network_profile("four-regions").for_nodes(4)
+    pairs = [
+        Measured(*pair, latency, latency, speed, speed)
+        for pair, (latency, speed) in expected(profile).items()
+    ]
+    found = as_measured(profile, [replace(pairs[0], latency_s=2 * pairs[0].latency_s), *pairs[1:]])
+    before, after = profile.link(0, 1), found.link(0, 1)
+    assert after.latency_s == pytest.approx(2 * before.latency_s, rel=1e-3)
+    assert replace(after, latency_s=before.latency_s) == before
+    assert all(
+        found.link(a, b) == profile.link(a, b)
+        for a in range(4)
+        for b in range(4)
+        if a != b and (a, b) != (0, 1)
+    )
 
 
 def packet(dst: int, payload: int, segment: int = 0) -> bytes:

@@ -121,6 +121,21 @@ def test_jitter_keeps_the_order() -> None:
     assert max(delays) - min(delays) > 0.05
 
 
+def test_what_is_lost_takes_its_part_of_the_bandwidth() -> None:
+    queues = queues_of(Site("all", None, Link(0.0, 1e6, loss=0.5)))
+    for number in range(100):
+        queues.arrive(0.0, 0, 1, FULL, bytes([number]))
+    assert queues.lost == 0, "before the run begins nothing is lost"
+    assert len(arrivals(queues)) == 100
+    queues.loses = True  # except to be measured
+    for number in range(100):
+        queues.arrive(10.0, 0, 1, FULL, bytes([number]))
+    seen = arrivals(queues)
+    assert len(seen) == 100 - queues.lost
+    assert 30 < queues.lost < 70
+    assert [t for t, _, _ in seen] == pytest.approx([10.0 + FULL_S * (data[0] + 1) for _, _, data in seen])
+
+
 def test_loss_takes_its_share_from_the_beginning_on() -> None:
     queues = queues_of(Site("all", None, Link(0.0, 1e9, loss=0.1)))
     for number in range(1000):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying, device_profile
+from farflung.devices import (
+    CodingRates,
+    DeviceProfile,
+    Layer,
+    Occasional,
+    Scheduled,
+    Varying,
+    device_profile,
+    device_toml,
+)
 from farflung.devices import named as devices_module
 from farflung.errors import ConfigError
 from farflung.network import (
@@ -23,6 +33,7 @@ from farflung.network import loading as loading_module
 
 WHOLE = """
 name = "office and field"
+congestion = "cubic"
 [default]
 latency_s = 0.02
 [[site]]
@@ -73,6 +84,7 @@ def test_all_of_the_format(tmp_path: Path) -> None:
         (Medium("cell", trace, relayed=True),),
         Link(0.02),
         source=str(path),
+        congestion="cubic",
     )
     assert load_profile(path) == network_profile(str(path)) == wanted
 
@@ -128,6 +140,8 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
             "bandwith_bps = 20e6",
             "link from office to field: unknown key 'bandwith_bps'; known: ",
         ),
+        ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
+        ('"cubic"', "1", "congestion = 1: must be a string"),
         ("loss = 0.001", "loss = 1.5", "link from office to field: loss = 1.5: must be"),
         ("shared = true", "shared = 1", "link from office to field: shared = 1: must be true or false"),
         ('to = "field"', 'to = "sea"', "link from office to sea: no site is named 'sea'"),
@@ -184,6 +198,18 @@ backward_s = 0.009
 optimizer_s = 0.001
 slowdown = 1.5
 memory_nbytes = 4000
+cores = 1.5
+message_s = 0.0001
+encrypt_s_per_byte = 2e-9
+[[coding]]
+operation = "encode"
+method = "topk(density=0.1)"
+numel = [1024, 4096]
+seconds = [1e-5, 3e-5]
+[[coding]]
+operation = "add"
+numel = [1024]
+seconds = [1e-6]
 [[occasional]]
 probability = 0.05
 factor = 4
@@ -200,8 +226,12 @@ ranks = [2]
 def test_a_device(tmp_path: Path) -> None:
     path = written(tmp_path, CAMERA)
     stragglers = (Occasional(0.05, 4.0), Varying(0.1), Scheduled(60.0, 120.0, 3.0, (2,)))
-    wanted = DeviceProfile("camera", 0.004, 0.009, 0.001, (), 1.5, stragglers, 4000, str(path))
+    points = {("encode", "topk(density=0.1)"): ((1024, 1e-5), (4096, 3e-5)), ("add", ""): ((1024, 1e-6),)}
+    coding = CodingRates(points, message_s=1e-4, encrypt_s_per_byte=2e-9)
+    wanted = DeviceProfile("camera", 0.004, 0.009, 0.001, (), 1.5, stragglers, 4000, str(path), coding, 1.5)
     assert device_profile(str(path)) == wanted
+    written(tmp_path, device_toml(wanted))
+    assert device_profile(str(path)) == replace(wanted, stragglers=())
 
 
 def test_a_device_in_layers_or_by_its_operations(tmp_path: Path) -> None:
@@ -231,6 +261,23 @@ def test_a_device_in_layers_or_by_its_operations(tmp_path: Path) -> None:
             "ranks = [2]",
             "[[layer]]\nnumel = 1\nforward_s = 1\nbackward_s = 1",
             "layers: give them or forward_s",
+        ),
+        ("cores = 1.5", "cores = 0", "cores = 0.0: must be above 0"),
+        ("message_s = 0.0001", "message_s = -1", "message_s = -1.0: must be a number of seconds"),
+        ("message_s = 0.0001", "copy_s_per_byte = inf", "copy_s_per_byte = inf: must be a number of seconds"),
+        ('operation = "add"', "", "coding 2: operation is missing"),
+        ("numel = [1024]", "", "coding 2: numel is missing"),
+        ("numel = [1024]", "numel = [1024.0]", "coding 2: numel = .*: must be a list of whole numbers"),
+        ("numel = [1024]", "numel = [0]", r"coding 2: numel = \[0\]: must be whole numbers above 0"),
+        ("[1024, 4096]", "[4096, 1024]", r"coding 1: numel = \[4096, 1024\]: .*, each above the one before"),
+        ("[1024, 4096]", "[1024]", "coding 1: numel has 1 entries and seconds 2: give each size one time"),
+        ("[1e-6]", "[0]", r"coding 2: seconds = \[0.0\]: each must be above 0"),
+        ("[1e-6]", "[nan]", "coding 2: seconds = nan: must be a number"),
+        ("[1e-6]", "[1e-6]\nrank = 1", "coding 2: unknown key 'rank'"),
+        (
+            'operation = "add"',
+            'operation = "encode"\nmethod = "topk(density=0.1)"',
+            r"coding 2: operation 'encode' of method 'topk\(density=0.1\)' is there already",
         ),
         ("ranks = [2]", "[[layer]]\nforward_s = 1\nbackward_s = 1", "layer 1: numel is missing"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,17 @@ def test_loss_is_less_throughput() -> None:
     assert Link(0.0, 1e6, loss=0.25).goodput_bps(0.0) == 0.75e6
     assert Link(0.001, 1e3, loss=0.25).goodput_bps(0.002) == 750.0
     assert Link(0.0, Trace((0.0,), (8.0,), 1.0), loss=0.5).goodput_bps(0.0) == Trace((0.0,), (4.0,), 1.0)
+
+
+def test_what_a_flow_gets_under_loss_depends_on_the_congestion_control() -> None:
+    link = Link(0.5, 1e9, loss=1e-4)
+    assert link.goodput_bps(1.0, "cubic") == link.goodput_bps(1.0)
+    assert link.goodput_bps(1.0, "reno") == pytest.approx(8 * 1448 * math.sqrt(1.5e4))
+    assert link.goodput_bps(1.0, "bbr") == pytest.approx(0.9999e9)
+    assert replace(link, loss=0.19).goodput_bps(1.0, "bbr") == pytest.approx(0.81e9)
+    assert replace(link, loss=0.2).goodput_bps(1.0, "bbr") == replace(link, loss=0.2).goodput_bps(1.0, "reno")
+    profile = replace(NetworkProfile.uniform(link), congestion="reno")
+    assert profile.goodput_bps(0, 0) == link.goodput_bps(1.0, "reno")
 
 
 def test_the_round_trip_counts_both_ways() -> None:

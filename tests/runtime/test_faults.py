@@ -61,8 +61,9 @@ async def passes(runtime: Runtime) -> list[tuple[float, float]]:
             FaultPlan().cut(0, at_s=0.5).restore(0, at_s=1.0).cut(0, at_s=2.25).restore(0, at_s=2.75),
             [2.0, 3.5, 6.5],
         ),
+        (FaultPlan().cut(0, at_s=0.5, for_s=0.5).cut(0, 1, at_s=2.25, for_s=0.5), [2.0, 3.5, 6.5]),
     ],
-    ids=["after all", "in the middle", "beyond the next", "twice"],
+    ids=["after all", "in the middle", "beyond the next", "twice", "for a time"],
 )
 def test_a_cut_link_holds_messages_up_for_exactly_as_long(plan: FaultPlan, times: list[float]) -> None:
     came = driven(2, plan, passes)[1]
@@ -93,6 +94,14 @@ def test_a_cut_link_holds_messages_up_for_exactly_as_long(plan: FaultPlan, times
         # A lost half of the packets takes half of the bandwidth.
         (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5), [2.0, 4.0, 7.5]),
         (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5).restore(0, 1, at_s=3.5), [2.0, 4.0, 6.5]),
+        (FaultPlan().lose(0, 1, loss=0.5, at_s=0.5, for_s=3.0), [2.0, 4.0, 6.5]),
+        # The second ends first, and then the first holds again.
+        (
+            FaultPlan()
+            .throttle(0, 1, bandwidth_bps=16.0, at_s=0.5)
+            .throttle(0, 1, bandwidth_bps=8.0, at_s=0.5, for_s=1.0),
+            [2.5, 4.5, 7.5],
+        ),
     ],
     ids=[
         "throttled",
@@ -103,6 +112,8 @@ def test_a_cut_link_holds_messages_up_for_exactly_as_long(plan: FaultPlan, times
         "then all",
         "lossy",
         "lossy for a while",
+        "lossy for a time",
+        "one in another",
     ],
 )
 def test_less_bandwidth_counts_from_the_middle_of_a_message(plan: FaultPlan, times: list[float]) -> None:
@@ -129,8 +140,11 @@ def test_a_hang_stops_computations_half_way() -> None:
         await runtime.compute(Cost("forward", 4), lambda: None)
         return first, runtime.now()
 
-    plan = FaultPlan().hang(1, at_s=3.0).restore(1, at_s=13.0)
-    assert driven(2, plan, body, 0.5) == [(2.0, 4.0), (2.0, 14.0)]
+    for plan in (
+        FaultPlan().hang(1, at_s=3.0).restore(1, at_s=13.0),
+        FaultPlan().hang(1, at_s=3.0, for_s=10.0),
+    ):
+        assert driven(2, plan, body, 0.5) == [(2.0, 4.0), (2.0, 14.0)]
 
 
 def test_slow_holds_until_it_is_restored() -> None:
@@ -141,8 +155,9 @@ def test_slow_holds_until_it_is_restored() -> None:
             ends.append(runtime.now())
         return ends
 
-    plan = FaultPlan().slow(1, factor=3.0, at_s=1.0).restore(1, at_s=7.0)
-    assert driven(2, plan, body, 0.5) == [[2.0, 4.0, 6.0], [2.0, 8.0, 10.0]]
+    slow = FaultPlan().slow(1, factor=3.0, at_s=1.0)
+    for plan in (slow.restore(1, at_s=7.0), FaultPlan().slow(1, factor=3.0, at_s=1.0, for_s=6.0)):
+        assert driven(2, plan, body, 0.5) == [[2.0, 4.0, 6.0], [2.0, 8.0, 10.0]]
 
 
 # --- whole replicas ---------------------------------------------------------------------------------------------

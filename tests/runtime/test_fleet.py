@@ -35,11 +35,16 @@ DEVICES = [
 
 
 def one_by_one(
-    collective: str, numel: int, batch_size: int, steps: int, classes: Sequence[DeviceProfile] = DEVICES
+    collective: str,
+    numel: int,
+    batch_size: int,
+    steps: int,
+    classes: Sequence[DeviceProfile] = DEVICES,
+    fleet: NetworkProfile = FLEET,
 ) -> list[float]:
     """The same, with a replica for each device, message by message."""
-    devices = [classes[site] for site in range(3) for _ in FLEET.span(site)]
-    world = VirtualWorld(8, network=FLEET, device=devices, closed_form=False)
+    devices = [classes[site] for site in range(3) for _ in fleet.span(site)]
+    world = VirtualWorld(8, network=fleet, device=devices, closed_form=False)
 
     async def body(runtime: Runtime) -> list[float]:
         ends = []
@@ -65,6 +70,17 @@ def test_as_one_by_one(collective: str, numel: int) -> None:
     assert found.ends_s == pytest.approx(one_by_one(collective, numel, 4, 5), rel=1e-12)
     assert found.devices == 8
     assert found.step_s == found.ends_s[-1] / 5
+
+
+@pytest.mark.parametrize("control", ["bbr", "reno"])
+def test_connections_between_classes_find_their_rate_alike(control: Any) -> None:
+    ideal = FLEET.scaled(latency=10.0, bandwidth=100.0)
+    fleet = replace(ideal, congestion=control)
+    found = time_fleet(fleet, DEVICES, numel=200_011, batch_size=4, steps=3, collective="direct").ends_s
+    assert found == pytest.approx(one_by_one("direct", 200_011, 4, 3, fleet=fleet), rel=1e-12)
+    assert (
+        found > time_fleet(ideal, DEVICES, numel=200_011, batch_size=4, steps=3, collective="direct").ends_s
+    )
 
 
 ADDING = CodingRates({("add", ""): ((0, 0.0), (10**6, 0.3)), ("scale", ""): ((0, 0.0), (10**6, 0.1))})

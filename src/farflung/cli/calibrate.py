@@ -13,11 +13,12 @@ import torch
 import tyro
 from rich.console import Console
 
+from farflung.cli.pieces import Pieces
 from farflung.config import Training
-from farflung.devices import device_toml
+from farflung.devices import CodingRates, device_toml
 from farflung.errors import ConfigError
 from farflung.files import write_text
-from farflung.timing import Calibration, Spread, calibrate
+from farflung.timing import Calibration, Sharing, Spread, calibrate, coding_tasks
 from farflung.types import Json
 from farflung.workloads import workload
 
@@ -28,8 +29,9 @@ __all__ = ["Calibrate"]
 class Calibrate:
     """Measure what a workload takes on this machine, as the profile of a device.
 
-    Times forward pass, backward pass and optimizer, alone and layer by layer, and predicts and measures the memory of
-    a step. The profile is TOML; farflung simulate takes it with --device FILE.
+    Times forward pass, backward pass and optimizer, whole and layer by layer, what codecs and reducers compute, and
+    what messages take, and predicts and measures the memory of a step. The profile is TOML; farflung simulate takes
+    it with --device FILE.
     """
 
     workload: str = "fashion-mnist/cnn"
@@ -44,6 +46,13 @@ class Calibrate:
     """Steps to time; medians are kept."""
     threads: int = 1
     """Of torch; the workers of farflung train have one each."""
+    codecs: tuple[str, ...] | None = None
+    """Codecs to time, as recipes write them, for example "topk(density=0.1)"; when neither these nor reducers are
+    given, all of either, with their default options."""
+    reducers: tuple[str, ...] | None = None
+    """Reducers to time, for example "powersgd(rank=4)"."""
+    replicas: int = 1
+    """How many of them share this machine; the others compute while one is measured."""
     name: str | None = None
     """Of the device; this machine's name when not given."""
     out: Path | None = None
@@ -53,8 +62,7 @@ class Calibrate:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        if self.threads < 1:
-            raise ConfigError(f"--threads {self.threads}: must be 1 or more")
+        sharing = Sharing(self.replicas, self.threads)
         if self.out is not None and self.out.exists():
             raise ConfigError(f"--out {self.out}: is there already; take another name or remove it")
         if self.out is not None and not self.out.parent.is_dir():
@@ -63,12 +71,20 @@ class Calibrate:
         training = Training.resolve(
             work.defaults, {"batch_size": self.batch_size, "optimizer": self.optimizer}
         )
+        coding = coding_tasks(self.codecs, self.reducers)
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            found = calibrate(
-                work, training, rounds=self.rounds, name=self.name or platform.node() or "device"
-            )
+            with Pieces(len(coding) + 2) as pieces:
+                found = calibrate(
+                    work,
+                    training,
+                    rounds=self.rounds,
+                    name=self.name or platform.node() or "device",
+                    coding=coding,
+                    sharing=sharing,
+                    begins=pieces.begin,
+                )
         finally:
             torch.set_num_threads(before)
         text = device_toml(found.device, found.names, self._notes(found))
@@ -84,7 +100,8 @@ class Calibrate:
     def _notes(self, found: Calibration) -> list[str]:
         return [
             f"{self.workload}, batches of {found.batch_size}, on {platform.processor() or platform.machine()}, "
-            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}",
+            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}"
+            + (f", one of {self.replicas} replicas at once" if self.replicas > 1 else ""),
             f"medians of {found.rounds} steps; quartiles, in seconds per sample: "
             f"forward {_range(found.forward_s)}, backward {_range(found.backward_s)}",
             f"memory of a step, in bytes: {found.predicted_nbytes} predicted, {found.measured_nbytes} measured",
@@ -96,6 +113,8 @@ class Calibrate:
             "batch_size": found.batch_size,
             "rounds": found.rounds,
             "threads": self.threads,
+            "replicas": self.replicas,
+            "cores": found.device.cores,
             "forward_s": list(found.forward_s),
             "backward_s": list(found.backward_s),
             "optimizer_s": list(found.optimizer_s),
@@ -104,6 +123,23 @@ class Calibrate:
             "layers": [
                 {"name": name, "numel": one.numel, "forward_s": one.forward_s, "backward_s": one.backward_s}
                 for name, one in zip(found.names, found.device.layers, strict=True)
+            ],
+            **self._coding_json(found.device.coding or CodingRates()),
+        }
+
+    def _coding_json(self, rates: CodingRates) -> dict[str, Json]:
+        return {
+            "message_s": rates.message_s,
+            "copy_s_per_byte": rates.copy_s_per_byte,
+            "encrypt_s_per_byte": rates.encrypt_s_per_byte,
+            "coding": [
+                {
+                    "operation": operation,
+                    "method": method,
+                    "numel": [numel for numel, _ in points],
+                    "seconds": [seconds for _, seconds in points],
+                }
+                for (operation, method), points in sorted(rates.operations.items())
             ],
         }
 

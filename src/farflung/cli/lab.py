@@ -20,11 +20,12 @@ import tyro
 from farflung.cli.tables import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
-from farflung.files import write_json
-from farflung.lab import JobResult, Lab, Measured, abilities, run_job, why_not
+from farflung.files import naming, write_json
+from farflung.lab import JobResult, Lab, Measured, abilities, check_plan, run_job, why_not
 from farflung.network import network_profile
 from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
+from farflung.types import Json
 
 __all__ = ["RunInLab", "with_dashes"]
 
@@ -47,16 +48,18 @@ class RunInLab:
     nodes: int = 4
     """How many nodes, each with a network of its own."""
     congestion_control: str | None = None
-    """Of the nodes' TCP, as the kernel names it; this machine's when not given."""
+    """Of the nodes' TCP, as the kernel names it; the profile's when not given, or this machine's."""
     logs: Path | None = None
     """A folder for what each worker says, in rank-0.log and so on; on this terminal when not given."""
     report: Path | None = None
     """A JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times are those of
-    rank 0's run; of another program there are no steps, and times count from its start."""
+    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times count from
+    the first step; of another program there are no steps, and times count from its start."""
     seed: int = 0
     """Of jitter and loss."""
+    any_delay: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Take delays as this machine makes them where it cannot keep the profile's, such as 0.1 ms; see the report."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Say what this machine can do, and why not, and measure the links. Runs no program."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -70,7 +73,7 @@ class RunInLab:
         if self.check:
             return self._check()
         command = _found(self.command)
-        plan = FaultPlan() if self.faults is None else load_faults(self.faults)
+        plan = self._plan()
         if (lacking := why_not()) is not None:
             raise LabError(f"{lacking}; farflung lab --check says more")
         with ExitStack() as stack:
@@ -81,9 +84,11 @@ class RunInLab:
             lab = stack.enter_context(
                 Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
             )
-            measured = lab.check()
+            measured, control = lab.check(any_delay=self.any_delay), lab.congestion_control
+            off = sum(not pair.fits for pair in measured)
             self._say(
-                f"{profile.name}, {self.nodes} nodes: {len(measured)} pairs measured, all as they should be"
+                f"{profile.name}, {self.nodes} nodes, congestion control {control}: {len(measured)} pairs measured, "
+                + (f"the delays of {off} as this machine makes them" if off else "all as they should be")
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
@@ -93,11 +98,26 @@ class RunInLab:
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
             )
         if self.report is not None:
-            self._report(self.report, measured, result)
+            self._report(self.report, control, measured, result)
         for rank, code in enumerate(result.exit_codes):
             if code:
                 self._say(f"rank {rank} ended with exit code {code}")
         return INTERRUPTED if result.stopped else max(result.exit_codes)
+
+    def _plan(self) -> FaultPlan:
+        """What goes wrong; says from when its times count."""
+        if self.faults is None:
+            return FaultPlan()
+        plan = load_faults(self.faults)
+        with naming(str(self.faults)):
+            check_plan(plan, self.nodes, told=self._trains)
+        if any(fault.at_s is not None for fault in plan.faults):
+            self._say(
+                f"{self.faults}: at_s counts from the first step; nothing goes wrong while the workers start"
+                if self._trains
+                else f"{self.faults}: at_s counts from the program's start: it tells of no steps, as train does"
+            )
+        return plan
 
     @property
     def _trains(self) -> bool:
@@ -117,15 +137,17 @@ class RunInLab:
         ) as lab:
             measured = lab.measure()
         print_table(
-            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", ""],
+            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", "lost", "of the profile", ""],
             (_cells(pair) for pair in measured),
         )
         return 0 if all(pair.fits for pair in measured) else 1
 
-    def _report(self, path: Path, measured: Sequence[Measured], result: JobResult) -> None:
+    def _report(self, path: Path, control: str, measured: Sequence[Measured], result: JobResult) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        pairs: list[Json] = [asdict(pair) for pair in measured]
         write_json(
-            path, {"network": self.network, "pairs": [asdict(pair) for pair in measured], **asdict(result)}
+            path,
+            {"network": self.network, "congestion_control": control, "pairs": pairs, **asdict(result)},
         )
 
     def _say(self, what: str) -> None:
@@ -162,6 +184,8 @@ def _cells(pair: Measured) -> list[str]:
         f"{1e3 * pair.expected_latency_s:.3f}",
         f"{pair.bandwidth_bps / 1e6:.2f}",
         f"{pair.expected_bandwidth_bps / 1e6:.2f}",
+        f"{pair.loss:.2%}",
+        f"{pair.expected_loss:.2%}",
         "" if pair.fits else "off",
     ]
 

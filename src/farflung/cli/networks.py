@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.tables import print_rows, print_table
-from farflung.devices import DEVICES
+from farflung.devices import DEVICES, coding_source
 from farflung.network import NETWORKS
 from farflung.types import Json
 
@@ -52,4 +52,9 @@ def _rows() -> Iterator[dict[str, Json]]:
         profile = NETWORKS[name]()
         yield {"name": name, "what": "network", "nodes": profile.nodes or "any", "source": profile.source}
     for name, device in DEVICES.items():
-        yield {"name": name, "what": "device", "nodes": None, "source": device.source}
+        yield {
+            "name": name,
+            "what": "device",
+            "nodes": None,
+            "source": f"{device.source} {coding_source(device)}",
+        }

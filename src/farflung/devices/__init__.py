@@ -2,7 +2,7 @@
 
 from farflung.devices.coding import CodingRates, Points
 from farflung.devices.memory import OPTIMIZER_COPIES, largest_batch, saved_nbytes, training_nbytes
-from farflung.devices.named import DEVICES, device_profile, device_toml, load_device
+from farflung.devices.named import DEVICES, coding_source, device_profile, device_toml, load_device
 from farflung.devices.profile import DeviceProfile, Layer
 from farflung.devices.stragglers import Moment, Occasional, Scheduled, Straggler, Varying
 
@@ -18,6 +18,7 @@ __all__ = [
     "Scheduled",
     "Straggler",
     "Varying",
+    "coding_source",
     "device_profile",
     "device_toml",
     "largest_batch",

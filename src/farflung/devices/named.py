@@ -8,11 +8,22 @@
     optimizer_s = 0.001            # optional
     slowdown = 1.5                 # optional
     memory_nbytes = 4_000_000_000  # optional
+    cores = 2                      # optional: processors that a replica has for itself; below 2 it computes nothing
+                                   # while it codes
+    message_s = 0.0001             # optional: of each message, for its sender and for its receiver
+    copy_s_per_byte = 4e-10        # optional: the same, of each of its bytes
+    encrypt_s_per_byte = 3e-9      # optional: besides, where messages are encrypted
 
     [[layer]]                      # in forward order, in the place of forward_s and backward_s
     numel = 16640
     forward_s = 0.001
     backward_s = 0.002
+
+    [[coding]]                     # what a codec or reducer takes; without any, and without the three above, nothing
+    operation = "encode"           # as farflung calibrate writes it
+    method = "topk(density=0.1)"   # as recipes write it; left out for plain sums
+    numel = [1024, 65536]          # elements of the dense tensor: rising
+    seconds = [0.00002, 0.0009]    # for each; in between they are interpolated, beyond they grow with the size
 
     [[occasional]]                 # a step takes longer, with some probability
     probability = 0.05
@@ -34,18 +45,25 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
+from farflung.devices.coding import CodingRates, Points
 from farflung.devices.profile import DeviceProfile, Layer
 from farflung.devices.stragglers import Occasional, Scheduled, Straggler, Varying
 from farflung.errors import ConfigError, UnknownName
 from farflung.tables import Table, open_toml
 
-__all__ = ["DEVICES", "Device", "device_profile", "device_toml", "load_device"]
+__all__ = ["DEVICES", "Device", "coding_source", "device_profile", "device_toml", "load_device"]
 
 SUSTAINED = 0.3
 """Share of the peak that training reaches: our choice."""
+REFERENCE = Path(__file__).with_name("reference.toml")
+"""A machine whose coding was measured, and how fast it trains: the figures of named devices are in proportion to it."""
+CORES = 1.0
+"""Of a named device: what it can compute is known as one number, so what codes does not compute meanwhile."""
+_MESSAGES = ("message_s", "copy_s_per_byte", "encrypt_s_per_byte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,9 @@ DEVICES: dict[str, Device] = {
     ),
     "jetson-tx1": Device(511e9, 4 << 30, "256 cores at 0.998 GHz, 2 operations a cycle. Mercury's device."),
     "k80": Device(4.37e12, 12 << 30, "One of the card's two GPUs, at boost clock. ScaDLES's device."),
+    "titan-x-pascal": Device(
+        10.97e12, 12 << 30, "3,584 cores at 1.53 GHz, 2 operations a cycle. Pipe-SGD's device."
+    ),
     "v100": Device(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
     "cpu-core": Device(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
 }
@@ -98,8 +119,36 @@ def device_profile(name: str, *, forward_flops: float | None = None) -> DevicePr
         name,
         _forward_s(name, SUSTAINED * device.peak_flops, forward_flops),
         memory_nbytes=device.memory_nbytes,
-        source=f"{device.source} {SUSTAINED:.0%} of the peak: our choice.",
+        source=f"{device.source} {SUSTAINED:.0%} of the peak: our choice. {coding_source(device)}",
+        coding=_coding_of(device),
+        cores=CORES,
     )
+
+
+def coding_source(device: Device) -> str:
+    """Where the coding rates of a named device come from, for people."""
+    name, times = _reference().name, _times_reference(device)
+    return (
+        f"Coding takes {times:.3g} times what was measured on {name}, as training does, and nothing else is computed "
+        "meanwhile; messages take as long as there, or longer where the device is slower: our choice."
+    )
+
+
+@cache
+def _reference() -> DeviceProfile:
+    """The reference machine; its forward pass is one operation."""
+    return load_device(REFERENCE, forward_flops=1.0)
+
+
+def _times_reference(device: Device) -> float:
+    """How many times as long as on the reference machine arithmetic takes."""
+    return 1 / (SUSTAINED * device.peak_flops * _reference().forward_s)
+
+
+def _coding_of(device: Device) -> CodingRates:
+    reference, times = _reference().coding, _times_reference(device)
+    assert reference is not None
+    return reference.scaled(times, max(1.0, times))
 
 
 def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
@@ -116,11 +165,14 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
     else:
         forward = top.number("forward_s", 0.0 if layers else None)
     backward = top.number("backward_s") if "backward_s" in top else None
-    optimizer, slowdown, memory = (
+    optimizer, slowdown, memory, cores = (
         top.number("optimizer_s", 0.0),
         top.number("slowdown", 1.0),
         top.whole("memory_nbytes"),
+        top.number("cores", 2.0),
     )
+    operations = _operations(top.tables("coding"))
+    messages = {key: top.number(key) for key in _MESSAGES if key in top}
     stragglers: tuple[Straggler, ...] = (
         *(_occasional(one) for one in top.tables("occasional")),
         *(_varying(one) for one in top.tables("varying")),
@@ -128,7 +180,17 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
     )
     return top.make(
         lambda: DeviceProfile(
-            name, forward, backward, optimizer, layers, slowdown, stragglers, memory, str(path)
+            name,
+            forward,
+            backward,
+            optimizer,
+            layers,
+            slowdown,
+            stragglers,
+            memory,
+            str(path),
+            CodingRates(operations, **messages) if operations or messages else None,
+            cores,
         )
     )
 
@@ -147,6 +209,10 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
     lines += [f"optimizer_s = {device.optimizer_s!r}", f"slowdown = {device.slowdown!r}"]
     if device.memory_nbytes is not None:
         lines.append(f"memory_nbytes = {device.memory_nbytes}")
+    lines.append(f"cores = {device.cores!r}")
+    coding = device.coding or CodingRates()
+    if device.coding is not None:
+        lines += [f"{key} = {getattr(coding, key)!r}" for key in _MESSAGES]
     for layer, name in zip_longest(device.layers, layers):
         lines += [
             "",
@@ -154,6 +220,15 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
             f"numel = {layer.numel}",
             f"forward_s = {layer.forward_s!r}",
             f"backward_s = {layer.backward_s!r}",
+        ]
+    for (operation, method), points in sorted(coding.operations.items()):
+        lines += [
+            "",
+            "[[coding]]",
+            f"operation = {json.dumps(operation)}",
+            *([f"method = {json.dumps(method)}"] if method else []),
+            f"numel = {[numel for numel, _ in points]}",
+            f"seconds = {[seconds for _, seconds in points]}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -164,6 +239,23 @@ def _layer(table: Table) -> Layer:
         raise ConfigError(f"{table.where}: numel is missing")
     forward, backward = table.number("forward_s"), table.number("backward_s")
     return table.make(lambda: Layer(numel, forward, backward))
+
+
+def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
+    found: dict[tuple[str, str], Points] = {}
+    for table in tables:
+        key = table.text("operation"), table.text("method", "")
+        sizes, seconds = table.wholes("numel"), table.numbers("seconds")
+        if len(sizes) != len(seconds):
+            raise ConfigError(
+                f"{table.where}: numel has {len(sizes)} entries and seconds {len(seconds)}: give each size one time"
+            )
+        if key in found:
+            raise ConfigError(
+                f"{table.where}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
+            )
+        found |= table.make(partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})).operations
+    return found
 
 
 def _occasional(table: Table) -> Occasional:
@@ -178,10 +270,8 @@ def _varying(table: Table) -> Varying:
 
 def _scheduled(table: Table) -> Scheduled:
     begin, end, factor = table.number("begin_s"), table.number("end_s"), table.number("factor")
-    ranks = table.numbers("ranks") if "ranks" in table else ()
-    if not all(0 <= rank < math.inf and rank == int(rank) for rank in ranks):
-        raise table.error("ranks", list(ranks), "must be a list of whole numbers")
-    return table.make(lambda: Scheduled(begin, end, factor, tuple(int(rank) for rank in ranks)))
+    ranks = table.wholes("ranks") if "ranks" in table else ()
+    return table.make(lambda: Scheduled(begin, end, factor, ranks))
 
 
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:

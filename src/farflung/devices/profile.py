@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from farflung.devices.coding import CodingRates
+from farflung.devices.coding import CodingRates, check_seconds
 from farflung.devices.stragglers import Moment, Straggler
 from farflung.errors import ConfigError
 from farflung.types import Cost
@@ -36,8 +36,8 @@ class Layer:
     def __post_init__(self) -> None:
         if self.numel < 0:
             raise ConfigError(f"numel = {self.numel}: must be 0 or more")
-        _check_seconds("forward_s", self.forward_s)
-        _check_seconds("backward_s", self.backward_s)
+        check_seconds("forward_s", self.forward_s)
+        check_seconds("backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         if self.layers and (self.forward_s or self.backward_s is not None):
             raise ConfigError("layers: give them or forward_s and backward_s, not both")
-        _check_seconds("forward_s", self.forward_s)
-        _check_seconds("backward_s", self.backward_s or 0.0)
-        _check_seconds("optimizer_s", self.optimizer_s)
+        check_seconds("forward_s", self.forward_s)
+        check_seconds("backward_s", self.backward_s or 0.0)
+        check_seconds("optimizer_s", self.optimizer_s)
         if not (self.slowdown > 0 and math.isfinite(self.slowdown)):
             raise ConfigError(f"slowdown = {self.slowdown}: must be above 0; 2 takes twice as long")
         if self.memory_nbytes is not None and self.memory_nbytes < 1:
@@ -156,8 +156,3 @@ class DeviceProfile:
             share = spent[bisect_left(passed, filled[bucket])] / whole
             shares.append(max(share, shares[-1]) if shares else share)
         return shares
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    if not (seconds >= 0 and math.isfinite(seconds)):
-        raise ConfigError(f"{name} = {seconds}: must be a number of seconds, 0 or more")

@@ -3,6 +3,17 @@
 from farflung.faults.condition import Condition
 from farflung.faults.injector import FaultInjector, Stage
 from farflung.faults.loading import load_faults
-from farflung.faults.plan import FAULTS, Fault, FaultPlan
+from farflung.faults.plan import FAULTS, PASSING, Fault, FaultPlan
+from farflung.faults.standing import Standing
 
-__all__ = ["FAULTS", "Condition", "Fault", "FaultInjector", "FaultPlan", "Stage", "load_faults"]
+__all__ = [
+    "FAULTS",
+    "PASSING",
+    "Condition",
+    "Fault",
+    "FaultInjector",
+    "FaultPlan",
+    "Stage",
+    "Standing",
+    "load_faults",
+]

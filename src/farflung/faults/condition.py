@@ -25,11 +25,10 @@ class Condition:
     bandwidth_bps: float = math.inf
 
     def after(self, fault: Fault) -> Condition:
-        """What one more fault of ``cut``, ``throttle``, ``lose`` and ``restore`` makes of it."""
+        """What one more fault of ``cut``, ``throttle`` or ``lose`` makes of it."""
         if fault.kind == "cut":
             return replace(self, cut=True)
         if fault.bandwidth_bps is not None:
             return replace(self, bandwidth_bps=fault.bandwidth_bps)
-        if fault.loss is not None:
-            return replace(self, loss=fault.loss)
-        return Condition()
+        assert fault.loss is not None
+        return replace(self, loss=fault.loss)

@@ -14,12 +14,20 @@ __all__ = ["FaultInjector", "Stage"]
 class Stage(Protocol):
     """A world in which things go wrong."""
 
+    def now(self) -> float:
+        """Seconds since the first step began."""
+        ...
+
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when the run's clock shows ``t`` seconds."""
+        """Calls ``fn`` when ``t`` seconds have passed since then."""
         ...
 
     def strike(self, fault: Fault) -> None:
         """Makes a fault happen, now."""
+        ...
+
+    def undo(self, fault: Fault) -> None:
+        """The time of a fault that has happened is over."""
         ...
 
 
@@ -39,7 +47,7 @@ class FaultInjector:
                 told = 0 if fault.kind == "join" else fault.rank
                 self._waiting.setdefault((told, fault.at_step), []).append(fault)
             elif fault.at_s is not None:
-                stage.at(fault.at_s, lambda fault=fault: stage.strike(fault))  # type: ignore[misc]
+                stage.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
     def __call__(self, event: Event) -> None:
         """Takes in one event of one replica."""
@@ -47,4 +55,9 @@ class FaultInjector:
             return
         done = int(str(event["step"])) + (event["event"] == "step")
         for fault in self._waiting.pop((int(str(event["rank"])), done), ()):
-            self._stage.strike(fault)
+            self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self._stage.strike(fault)
+        if fault.for_s is not None:
+            self._stage.at(self._stage.now() + fault.for_s, lambda: self._stage.undo(fault))

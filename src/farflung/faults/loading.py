@@ -5,8 +5,9 @@
     [[fault]]
     kind = "slow"    # crash, hang, leave, join, slow, cut, throttle, lose, restore, corrupt
     rank = 1
-    at_s = 30.0      # seconds on the run's clock
+    at_s = 30.0      # seconds since the first step
     factor = 4       # of slow alone
+    for_s = 10.0     # of cut, hang, lose, slow and throttle: then it is undone by itself; lasts when left out
 
     [[fault]]
     kind = "cut"
@@ -54,7 +55,8 @@ def _fault(table: Table) -> Fault:
     if rank is None:
         raise ConfigError(f"{table.where}: rank is missing")
     at_step, peer = table.whole("at_step"), table.whole("peer")
-    at_s, factor, bandwidth_bps, loss = (
-        table.number(key) if key in table else None for key in ("at_s", "factor", "bandwidth_bps", "loss")
+    at_s, factor, bandwidth_bps, loss, for_s = (
+        table.number(key) if key in table else None
+        for key in ("at_s", "factor", "bandwidth_bps", "loss", "for_s")
     )
-    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss))
+    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s))

@@ -27,6 +27,8 @@ PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """What a kind needs, and no other kind has."""
 BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
 """The kinds that may have a peer."""
+PASSING = ("cut", "hang", "lose", "slow", "throttle")
+"""The kinds that may last for a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class Fault:
       kind: a name in :data:`FAULTS`.
       rank: to whom.
       at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
-      at_s: at this time instead, in seconds on the run's clock.
+      at_s: at this time instead, in seconds since the first step: since it began on the first replica to begin.
       factor: of ``slow``: how many times as long computations take.
       peer: of ``cut``, ``throttle``, ``lose`` and ``restore``: the other end; ``None``: all others.
       bandwidth_bps: of ``throttle``: bits per second.
       loss: of ``lose``: share of packets, besides what the network itself loses.
+      for_s: of ``cut``, ``hang``, ``lose``, ``slow`` and ``throttle``: after so many seconds it is undone by itself;
+        ``None``: it lasts.
 
     Raises:
       UnknownName: no such kind.
@@ -56,6 +60,7 @@ class Fault:
     peer: int | None = None
     bandwidth_bps: float | None = None
     loss: float | None = None
+    for_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -67,7 +72,10 @@ class Fault:
         if self.at_step is not None and self.at_step < 0:
             raise ConfigError(f"at_step = {self.at_step}: must be 0 or more")
         if self.at_s is not None and not (self.at_s >= 0 and math.isfinite(self.at_s)):
-            raise ConfigError(f"at_s = {self.at_s}: must be a number of seconds, 0 or more")
+            raise ConfigError(
+                f"at_s = {self.at_s}: must be a number of seconds, 0 or more; the first step begins at 0, and nothing "
+                "goes wrong before"
+            )
         for kind, name in PARAMETERS.items():
             value = getattr(self, name)
             if (value is None) == (self.kind == kind):
@@ -84,6 +92,12 @@ class Fault:
             raise ConfigError(f"peer = {self.peer}: only {', '.join(BETWEEN_TWO)} have one")
         if self.peer is not None and (self.peer < 0 or self.peer == self.rank):
             raise ConfigError(f"peer = {self.peer}: must be another rank")
+        if self.for_s is not None and self.kind not in PASSING:
+            raise ConfigError(f"for_s = {self.for_s}: only {', '.join(PASSING)} last for a time")
+        if self.for_s is not None and not (self.for_s > 0 and math.isfinite(self.for_s)):
+            raise ConfigError(
+                f"for_s = {self.for_s}: must be a number of seconds above 0; leave it out and it lasts"
+            )
 
     def ways(self, size: int) -> Iterator[tuple[int, int]]:
         """The ways of messages that it concerns among so many replicas, as pairs of sender and receiver."""
@@ -94,12 +108,13 @@ class Fault:
     def __str__(self) -> str:
         """For messages.
 
-        >>> str(Fault("cut", 2, at_step=10, peer=0))
-        'cut of rank 2 from rank 0 at step 10'
+        >>> str(Fault("cut", 2, at_step=10, peer=0, for_s=3))
+        'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
         whom = f" from rank {self.peer}" if self.peer is not None else ""
         when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
-        return f"{self.kind} of rank {self.rank}{whom} at {when}"
+        long = "" if self.for_s is None else f" for {self.for_s:g} s"
+        return f"{self.kind} of rank {self.rank}{whom} at {when}{long}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +135,11 @@ class FaultPlan:
         """The replica ends at once, and its connections close."""
         return self._with(Fault("crash", rank, at_step, at_s))
 
-    def hang(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
+    def hang(
+        self, rank: int, *, at_step: int | None = None, at_s: float | None = None, for_s: float | None = None
+    ) -> FaultPlan:
         """The replica stands still with its connections open."""
-        return self._with(Fault("hang", rank, at_step, at_s))
+        return self._with(Fault("hang", rank, at_step, at_s, for_s=for_s))
 
     def leave(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
         """The replica takes leave of the others and ends."""
@@ -133,16 +150,28 @@ class FaultPlan:
         return self._with(Fault("join", rank, at_step, at_s))
 
     def slow(
-        self, rank: int, *, factor: float, at_step: int | None = None, at_s: float | None = None
+        self,
+        rank: int,
+        *,
+        factor: float,
+        at_step: int | None = None,
+        at_s: float | None = None,
+        for_s: float | None = None,
     ) -> FaultPlan:
         """All that the replica computes takes ``factor`` times as long."""
-        return self._with(Fault("slow", rank, at_step, at_s, factor))
+        return self._with(Fault("slow", rank, at_step, at_s, factor, for_s=for_s))
 
     def cut(
-        self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None
+        self,
+        rank: int,
+        peer: int | None = None,
+        *,
+        at_step: int | None = None,
+        at_s: float | None = None,
+        for_s: float | None = None,
     ) -> FaultPlan:
         """Nothing passes between the replica and its peer, or anybody."""
-        return self._with(Fault("cut", rank, at_step, at_s, peer=peer))
+        return self._with(Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s))
 
     def throttle(
         self,
@@ -152,9 +181,12 @@ class FaultPlan:
         bandwidth_bps: float,
         at_step: int | None = None,
         at_s: float | None = None,
+        for_s: float | None = None,
     ) -> FaultPlan:
         """Between the replica and its peer, or each other replica, no more bandwidth each way."""
-        return self._with(Fault("throttle", rank, at_step, at_s, peer=peer, bandwidth_bps=bandwidth_bps))
+        return self._with(
+            Fault("throttle", rank, at_step, at_s, peer=peer, bandwidth_bps=bandwidth_bps, for_s=for_s)
+        )
 
     def lose(
         self,
@@ -164,9 +196,10 @@ class FaultPlan:
         loss: float,
         at_step: int | None = None,
         at_s: float | None = None,
+        for_s: float | None = None,
     ) -> FaultPlan:
         """Of the packets between the replica and its peer, or anybody, this share is lost."""
-        return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss))
+        return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss, for_s=for_s))
 
     def restore(
         self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None

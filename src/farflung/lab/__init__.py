@@ -3,7 +3,8 @@
 from farflung.lab.abilities import Ability, abilities, why_not
 from farflung.lab.job import JobResult, run_job
 from farflung.lab.lab import Counters, Lab
-from farflung.lab.measure import TOLERANCE, Measured
+from farflung.lab.measure import TOLERANCE, Measured, as_measured
+from farflung.lab.stage import check_plan
 
 __all__ = [
     "TOLERANCE",
@@ -13,6 +14,8 @@ __all__ = [
     "Lab",
     "Measured",
     "abilities",
+    "as_measured",
+    "check_plan",
     "run_job",
     "why_not",
 ]

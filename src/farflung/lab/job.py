@@ -33,6 +33,8 @@ class JobResult:
       lost_packets: packets that full queues, a profile's loss or cuts have taken.
       seconds: from the first worker's start to the last one's end.
       stopped: whether it was asked to stop.
+      began_s: from the first worker's start to when each worker began its first step, in rank order; times of a plan
+        count from the first of them. ``None`` of one that has told of none.
     """
 
     exit_codes: tuple[int, ...]
@@ -40,6 +42,7 @@ class JobResult:
     lost_packets: int
     seconds: float
     stopped: bool
+    began_s: tuple[float | None, ...] = ()
 
 
 def run_job(
@@ -60,13 +63,13 @@ def run_job(
       environment: for all; each node's own variables are added.
       outputs: a descriptor for each node that takes what its worker says.
       plan: what goes wrong.
-      told: a datagram socket on which workers tell of their events; without it, nothing happens at a step, and times
-        of the plan are counted from the workers' start.
+      told: a datagram socket on which workers tell of their events; times of the plan are counted from the first step.
+        Without it there are no steps, and times are counted from the workers' start.
       bell: a descriptor from which a byte comes for every request to stop: the first is passed on to the workers as
         SIGINT, the second kills them.
 
     Raises:
-      ConfigError: the plan cannot be carried.
+      Unsupported, ConfigError: the plan cannot be carried.
       LabError: the delay line ended.
     """
     stage = LabStage(lab, plan or FaultPlan(), told=told is not None)
@@ -100,7 +103,9 @@ def run_job(
                 lab.signal(node, signal.SIGINT)
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in _codes(lab)]
     counted = tuple(lab.counters(node) - before[node] for node in range(lab.nodes))
-    return JobResult(tuple(codes), counted, lab.lost(), time.monotonic() - begun, stops > 0)
+    seconds = time.monotonic() - begun
+    began = tuple(stage.began[node] - begun if node in stage.began else None for node in range(lab.nodes))
+    return JobResult(tuple(codes), counted, lab.lost(), seconds, stops > 0, began)
 
 
 def _codes(lab: Lab) -> list[int | None]:

@@ -20,9 +20,9 @@ from farflung.faults import Condition
 from farflung.lab.children import Child
 from farflung.lab.kernel import inside
 from farflung.lab.line import run_line
-from farflung.lab.measure import Measured, Pair, expected, measure_bandwidths, measure_latencies
+from farflung.lab.measure import Measured, Pair, expected, measure_latencies, measure_trains
 from farflung.lab.queues import Queues
-from farflung.lab.tun import INTERFACE, address_of
+from farflung.lab.tun import INTERFACE, address_of, chosen_congestion_control
 from farflung.lab.worker import members, start_worker
 from farflung.network import NetworkProfile, Trace, Wiring
 from farflung.network.trace import mean_capacity
@@ -74,7 +74,8 @@ class Lab:
       profile: the network.
       nodes: how many nodes.
       fair: how a capacity is shared; see :class:`farflung.lab.queues.Queues`.
-      congestion_control: of the nodes' TCP, as the kernel names it; ``None``: this machine's.
+      congestion_control: of the nodes' TCP, as the kernel names it; ``None``: the profile's, or this machine's where
+        that names none.
       seed: of jitter and loss.
 
     Raises:
@@ -99,7 +100,8 @@ class Lab:
         """What runs at each node."""
         self._queues = Queues(self.profile, seed, fair=fair)
         self._largest_packet = _largest_packet(self.profile)
-        self._congestion_control = congestion_control
+        self.congestion_control = congestion_control or self.profile.congestion or ""
+        """Of the nodes' TCP, once they are there."""
         self._namespaces: list[int] = []
         self._control: socket.socket | None = None
         self._line: Child | None = None
@@ -111,7 +113,7 @@ class Lab:
         parent, largest = os.getpid(), self._largest_packet
 
         def carry() -> None:
-            run_line(theirs, parent, self._queues, largest, self._congestion_control)
+            run_line(theirs, parent, self._queues, largest, self.congestion_control or None)
 
         self._line = Child(carry, keep=[theirs.fileno()])
         theirs.close()
@@ -122,6 +124,8 @@ class Lab:
             for _ in range(self.nodes):
                 _, (namespace,), _, _ = socket.recv_fds(ours, 1, 1)
                 self._namespaces.append(namespace)
+            with inside(self._namespaces[0]):
+                self.congestion_control = chosen_congestion_control()
         except BaseException:
             self.close()
             raise
@@ -156,43 +160,57 @@ class Lab:
     def _measured(self, wanted: Mapping[Pair, tuple[float, float]]) -> list[Measured]:
         if not wanted:
             return []
-        speeds = measure_bandwidths(
+        self._tell({"do": "lose", "now": True})
+        trains = measure_trains(
             self._namespaces,
             self.profile,
             {pair: speed for pair, (_, speed) in wanted.items()},
             self._largest_packet,
+            self.lost,
         )
+        self._tell({"do": "lose", "now": False})
         latencies = measure_latencies(self._namespaces)
         return [
-            Measured(*pair, latencies[pair], latency, speeds[pair], speed)
+            Measured(
+                *pair, latencies[pair], latency, trains[pair].bandwidth_bps, speed,
+                trains[pair].loss, self.profile.link(*pair).loss, trains[pair].packets,
+            )
             for pair, (latency, speed) in wanted.items()
-        ]
+        ]  # fmt: skip
 
-    def check(self) -> list[Measured]:
+    def check(self, *, any_delay: bool = False) -> list[Measured]:
         """Measures every pair, and those anew that something else on this machine may have disturbed.
+
+        Args:
+          any_delay: take delays as this machine makes them; :func:`farflung.lab.as_measured` is then the network that
+            there is.
 
         Raises:
           LabError: one of them is further from the profile than :data:`farflung.lab.TOLERANCE`, however often it is
             measured; says which.
         """
         wanted = expected(self.profile)
+
+        def off(found: Mapping[Pair, Measured]) -> list[Measured]:
+            return [pair for pair in found.values() if not (pair.usable if any_delay else pair.fits)]
+
         for _ in range(ATTEMPTS):
             found = {(pair.src, pair.dst): pair for pair in self.measure()}
             for _ in range(ATTEMPTS - 1):
                 for again in self._measured(
-                    {(one.src, one.dst): wanted[one.src, one.dst] for one in _wrong(found)}
+                    {(one.src, one.dst): wanted[one.src, one.dst] for one in off(found)}
                 ):
                     of = again.src, again.dst
                     found[of] = min(found[of], again, key=_off)
-            if not _wrong(found):
+            if not (wrong := off(found)):
                 return list(found.values())
-        wrong = _wrong(found)
         worst = max(wrong, key=_off)
         raise LabError(
             f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
             f"{worst.expected_latency_s * 1e3:.3g}, {worst.bandwidth_bps / 1e6:.4g} Mbit/s instead of "
-            f"{worst.expected_bandwidth_bps / 1e6:.4g}: use fewer nodes, a slower profile or an idle machine"
+            f"{worst.expected_bandwidth_bps / 1e6:.4g}, {worst.loss:.2%} lost instead of "
+            f"{worst.expected_loss:.2%}: use fewer nodes, a slower profile or an idle machine"
         )
 
     def begin(self) -> None:
@@ -306,10 +324,6 @@ class Lab:
 
 def _off(pair: Measured) -> float:
     return pair.off
-
-
-def _wrong(found: Mapping[Pair, Measured]) -> list[Measured]:
-    return [pair for pair in found.values() if not pair.fits]
 
 
 def _largest_packet(profile: NetworkProfile) -> int:

@@ -1,24 +1,32 @@
-"""What a lab's links do in fact: the delay and the speed of every pair of nodes, against the profile."""
+"""What a lab's links do in fact: delay, speed and loss of every pair of nodes, against the profile."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import selectors
 import socket
 import statistics
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from farflung.lab.kernel import inside
-from farflung.lab.queues import WIRE_OVER_PAYLOAD
+from farflung.lab.queues import WIRE_OVER_PAYLOAD, without_loss
 from farflung.lab.tun import address_of
-from farflung.network import NetworkProfile, Path, Wiring
+from farflung.network import Link, NetworkProfile, Path, Wiring
 from farflung.network.trace import capacity_at
 
-__all__ = ["TOLERANCE", "Measured", "Pair", "expected", "measure_bandwidths", "measure_latencies"]
+__all__ = [
+    "TOLERANCE",
+    "Measured",
+    "Pair",
+    "Train",
+    "as_measured",
+    "expected",
+    "measure_latencies",
+    "measure_trains",
+]
 
 TOLERANCE = 0.1
 """How far a pair may be from its profile, as a share of it."""
@@ -30,9 +38,16 @@ PATIENCE_S = 5.0
 """How long anything may take beyond what it should."""
 TRAIN_S = 0.25
 """How long a train of packets is, within these bounds."""
+LOSSY_TRAIN_S = 1.0
+"""And where some of them are to be lost, which takes more of them to tell."""
+CHANCE = 4.0
+"""Standard deviations by which the number of lost packets may differ by chance."""
+QUIET_S = 0.05
+"""After so long without a packet, what is missing may have been lost."""
 LEAST_NBYTES, MOST_NBYTES = 75_000, 6_000_000
 _PORT = 7
 _PING = struct.Struct("!HHd")
+_NUMBER = struct.Struct("!I")
 _PING_WIRE_NBYTES = 28 + _PING.size
 _WIRE, _DATAGRAM = 1500, 1472
 _SAME_S = 2e-6
@@ -53,8 +68,12 @@ class Measured:
       dst: the node that receives.
       latency_s: one way, the median of several small packets; infinity where none arrived.
       expected_latency_s: what the profile says, with the time that such a packet takes to pass.
-      bandwidth_bps: bits per second of payload in a train of packets, as much of each as TCP would put in it.
+      bandwidth_bps: bits per second of payload in a train of packets, as much of each as TCP would put in it; those
+        that were lost count, since they took their time.
       expected_bandwidth_bps: what the profile says, at the beginning of its traces.
+      loss: share of the train's packets that never arrived.
+      expected_loss: what the profile says.
+      packets: of the train; 0 where none was sent, because the link has no limit.
     """
 
     src: int
@@ -63,6 +82,9 @@ class Measured:
     expected_latency_s: float
     bandwidth_bps: float
     expected_bandwidth_bps: float
+    loss: float = 0.0
+    expected_loss: float = 0.0
+    packets: int = 0
 
     @property
     def latency_off(self) -> float:
@@ -78,19 +100,34 @@ class Measured:
         return abs(self.bandwidth_bps / self.expected_bandwidth_bps - 1.0)
 
     @property
+    def loss_off(self) -> float:
+        """How far the loss is from the profile's, as a share of all packets; what chance explains counts as none."""
+        if not self.packets:
+            return 0.0
+        share = max(self.expected_loss, 1 / self.packets)
+        by_chance = CHANCE * math.sqrt(share * (1 - self.expected_loss) / self.packets)
+        off = abs(self.loss - self.expected_loss)
+        return 0.0 if off <= by_chance else off
+
+    @property
     def off(self) -> float:
-        """The larger of both."""
-        return max(self.latency_off, self.bandwidth_off)
+        """The largest of the three."""
+        return max(self.latency_off, self.bandwidth_off, self.loss_off)
 
     @property
     def fits(self) -> bool:
-        """Whether both are within :data:`TOLERANCE`."""
-        return self.off <= TOLERANCE
+        """Whether delay and speed are within :data:`TOLERANCE`, and the loss is what chance explains."""
+        return max(self.latency_off, self.bandwidth_off) <= TOLERANCE and not self.loss_off
+
+    @property
+    def usable(self) -> bool:
+        """Whether all but the delay fits, and packets arrive at all."""
+        return self.bandwidth_off <= TOLERANCE and not self.loss_off and math.isfinite(self.latency_s)
 
 
 def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
-    """Delay of a small packet and bits per second, of every ordered pair."""
-    wiring, nodes = Wiring(profile), range(profile.nodes or 0)
+    """Delay of a small packet and bits per second of the links, of every ordered pair; loss takes nothing off them."""
+    wiring, nodes = Wiring(without_loss(profile)), range(profile.nodes or 0)
 
     def of(path: Path) -> tuple[float, float]:
         speeds = [capacity_at(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
@@ -98,6 +135,48 @@ def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
         return path.latency_s + sum(bits / speed for speed in speeds), min(speeds, default=math.inf)
 
     return {(src, dst): of(wiring.path(src, dst)) for src in nodes for dst in nodes if src != dst}
+
+
+def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkProfile:
+    """A profile with the delays that its links have on this machine, to simulate what a lab has run on.
+
+    Where a pair's delay does not fit, the link between its sites gets the median delay of their pairs; speeds stay.
+
+    Args:
+      profile: with its number of nodes.
+      pairs: of all nodes, as a lab has measured them.
+    """
+    over: dict[tuple[int, int], list[Measured]] = {}
+    for pair in pairs:
+        over.setdefault((profile.site_index(pair.src), profile.site_index(pair.dst)), []).append(pair)
+    late = {
+        ends: statistics.median(pair.latency_s - pair.expected_latency_s for pair in found)
+        for ends, found in over.items()
+        if any(pair.latency_off > TOLERANCE for pair in found)
+    }
+    if not late:
+        return profile
+
+    def link(src: int, dst: int) -> Link:
+        known = profile.connection(src, dst).link
+        latency_s = max(0.0, known.latency_s + late.get((src, dst), 0.0))
+        return replace(known, latency_s=latency_s, jitter_s=min(known.jitter_s, latency_s))
+
+    sites, ends = profile.sites, range(len(profile.sites))
+    return replace(
+        profile,
+        sites=tuple(
+            site if site.nodes == 1 else replace(site, inside=link(place, place))
+            for place, site in enumerate(sites)
+        ),
+        connections=tuple(
+            replace(profile.connection(src, dst), link=link(src, dst))
+            for src in ends
+            for dst in ends
+            if src != dst
+        ),
+        changes=(*profile.changes, "delays as measured"),
+    )
 
 
 def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
@@ -155,21 +234,50 @@ def _take_pings(
     return count
 
 
-def measure_bandwidths(
-    namespaces: Sequence[int], profile: NetworkProfile, speeds: dict[Pair, float], largest_nbytes: int
-) -> dict[Pair, float]:
-    """Bits per second of every pair that has a limit: those at once that share nothing.
+@dataclass(frozen=True, slots=True)
+class Train:
+    """What came of a train of packets.
+
+    Args:
+      bandwidth_bps: bits per second of payload.
+      loss: share of its packets that never arrived.
+      packets: how many it had.
+    """
+
+    bandwidth_bps: float
+    loss: float = 0.0
+    packets: int = 0
+
+
+def measure_trains(
+    namespaces: Sequence[int],
+    profile: NetworkProfile,
+    speeds: dict[Pair, float],
+    largest_nbytes: int,
+    lost: Callable[[], int],
+) -> dict[Pair, Train]:
+    """A train of packets for every pair that has a limit: at once for those that share nothing.
 
     Args:
       namespaces: of the nodes.
       profile: what pairs share.
       speeds: bits per second to expect.
       largest_nbytes: the most in one packet.
+      lost: how many packets the delay line has lost so far.
     """
-    found: dict[Pair, float] = {}
+    found: dict[Pair, Train] = {}
     for group in _apart(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
-        found.update(_transfer(namespaces, {pair: speeds[pair] for pair in group}, largest_nbytes))
-    return {pair: found.get(pair, math.inf) for pair in speeds}
+        wanted = {
+            pair: _train_packets(speeds[pair], LOSSY_TRAIN_S if profile.link(*pair).loss else TRAIN_S)
+            for pair in group
+        }
+        patience_s = PATIENCE_S + max(8 * _WIRE * count / speeds[pair] for pair, count in wanted.items())
+        found.update(_transfer(namespaces, wanted, largest_nbytes, patience_s, lost))
+    return {pair: found.get(pair, Train(math.inf)) for pair in speeds}
+
+
+def _train_packets(bps: float, seconds: float) -> int:
+    return round(min(max(bps * seconds / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE)
 
 
 def _apart(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
@@ -189,38 +297,51 @@ def _apart(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair
         left = rest
 
 
-def _transfer(namespaces: Sequence[int], speeds: dict[Pair, float], largest_nbytes: int) -> dict[Pair, float]:
-    ends = _all_listening(namespaces)
-    seen: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in speeds}
-    count = {
-        p: round(min(max(s * TRAIN_S / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE) for p, s in speeds.items()
-    }
+def _transfer(
+    namespaces: Sequence[int],
+    wanted: dict[Pair, int],
+    largest_nbytes: int,
+    patience_s: float,
+    lost: Callable[[], int],
+) -> dict[Pair, Train]:
+    ends, before = _all_listening(namespaces), lost()
+    seen: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in wanted}
     # The kernel cuts what is sent at once into datagrams, at the device where that can take it whole.
     at_once = max(1, largest_nbytes // _WIRE)
     try:
-        for (src, dst), packets in count.items():
+        for (src, dst), packets in wanted.items():
             ends[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM)
-            for left in range(packets, 0, -at_once):
-                ends[src].sendto(bytes(_DATAGRAM * min(at_once, left)), (address_of(dst), _PORT))
-        until = time.monotonic() + PATIENCE_S + max(8 * _WIRE * count[p] / speeds[p] for p in speeds)
-        for (_, dst), packets in count.items():
-            ends[dst].settimeout(PATIENCE_S)
-            with contextlib.suppress(TimeoutError):
-                while len(seen[dst]) < packets and time.monotonic() < until:
-                    datagram, notes, _, _ = ends[dst].recvmsg(_WIRE, 64)
-                    seen[dst].append((_seconds(notes[0][2]), len(datagram)))
+            for first in range(0, packets, at_once):
+                numbers = range(first, min(first + at_once, packets))
+                whole = b"".join(_NUMBER.pack(number) + bytes(_DATAGRAM - _NUMBER.size) for number in numbers)
+                ends[src].sendto(whole, (address_of(dst), _PORT))
+        until = time.monotonic() + patience_s
+        with selectors.DefaultSelector() as selector:
+            for dst in seen:
+                selector.register(ends[dst], selectors.EVENT_READ, dst)
+            missing = sum(wanted.values())
+            while missing and time.monotonic() < until:
+                ready = selector.select(QUIET_S)
+                for key, _ in ready:
+                    datagram, notes, _, _ = ends[key.data].recvmsg(_WIRE, 64)
+                    seen[key.data].append((_seconds(notes[0][2]), *_NUMBER.unpack_from(datagram)))
+                missing -= len(ready)
+                if not ready and missing <= lost() - before:
+                    break
     finally:
         for end in ends:
             end.close()
-    return {pair: _speed(seen[pair[1]]) for pair in speeds}
+    return {pair: _train(seen[pair[1]], packets) for pair, packets in wanted.items()}
 
 
-def _speed(seen: Sequence[tuple[float, int]]) -> float:
-    """Bits per second of payload, as if it were TCP's; what came at the first moment does not count."""
+def _train(seen: Sequence[tuple[float, int]], packets: int) -> Train:
+    """Payload per second, as if it were TCP's, of all packets sent after those that came first, up to the last."""
+    loss = 1 - len(seen) / packets
     if not seen or seen[-1][0] == seen[0][0]:
-        return 0.0
-    counted = sum(1 for t, _ in seen if t > seen[0][0] + _SAME_S)
-    return 8 * counted * _WIRE / WIRE_OVER_PAYLOAD / (seen[-1][0] - seen[0][0])
+        return Train(0.0, loss, packets)
+    begun = max(number for t, number in seen if t <= seen[0][0] + _SAME_S)
+    bits = 8 * (seen[-1][1] - begun) * _WIRE / WIRE_OVER_PAYLOAD
+    return Train(bits / (seen[-1][0] - seen[0][0]), loss, packets)
 
 
 def _seconds(note: bytes) -> float:

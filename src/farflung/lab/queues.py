@@ -13,7 +13,7 @@ from farflung.network.link import both_lose
 from farflung.network.trace import Capacity
 from farflung.noise import uniform
 
-__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s", "without_loss"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
@@ -55,6 +55,8 @@ class _Packet:
     data: bytes
     first_s: float
     """When its first segment came to where it is."""
+    lost: bool
+    """On the way to its node, after all queues: it takes its part of the bandwidth before."""
     hop: int = 0
 
 
@@ -128,7 +130,7 @@ class Queues:
 
     def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
         assert profile.nodes is not None
-        wiring, self.nodes, self._seed = Wiring(_without_loss(profile)), profile.nodes, seed
+        wiring, self.nodes, self._seed = Wiring(without_loss(profile)), profile.nodes, seed
         self._fair = fair
         self._ways: dict[tuple[int, int], _Way] = {}
         for src in range(self.nodes):
@@ -143,6 +145,8 @@ class Queues:
         self._sequence = 0
         self.begin_s = math.inf
         """When traces begin, and jitter and loss; before, each trace is at its first value."""
+        self.loses = False
+        """Whether there is a profile's loss before that, to be measured."""
         self.early_s = 0.0
         """How much sooner than modelled a packet leaves, for what handing it over takes."""
         self.lost = 0
@@ -177,12 +181,11 @@ class Queues:
         way.sent += 1
         condition = way.condition
         loss = both_lose(way.loss, condition.loss)
-        if condition.cut or (
-            loss and now >= self.begin_s and uniform(self._seed, 1, src, dst, way.sent) < loss
-        ):
-            self.lost += 1
-            return
-        self._go_on(now, _Packet(way, 8.0 * wire_nbytes, data, now))
+        drawn = loss and (self.loses or now >= self.begin_s)
+        lost = condition.cut or bool(drawn and uniform(self._seed, 1, src, dst, way.sent) < loss)
+        self.lost += lost
+        if not condition.cut:
+            self._go_on(now, _Packet(way, 8.0 * wire_nbytes, data, now, lost))
 
     def due(self) -> float:
         """When :meth:`leave` is to be called next; infinity where nothing is on its way."""
@@ -207,9 +210,11 @@ class Queues:
             number, times = way.uses[packet.hop]
             queue = self._queues[number]
             if not queue.add(packet, packet.bits * times):
-                self.lost += 1
+                self.lost += not packet.lost
             elif queue.serving is None:
                 self._serve(t, number, queue)
+            return
+        if packet.lost:
             return
         if way.jitter_s and t >= self.begin_s and t > way.last_left + BURST_S:
             way.bursts += 1
@@ -264,7 +269,7 @@ def finish_s(trace: Trace, begin_s: float, bits: float) -> float:
         t = until
 
 
-def _without_loss(profile: NetworkProfile) -> NetworkProfile:
+def without_loss(profile: NetworkProfile) -> NetworkProfile:
     """Its bandwidths whole: packets are lost here, so nothing is taken off for it."""
 
     def whole(link: Link | None) -> Link | None:

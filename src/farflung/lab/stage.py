@@ -7,15 +7,35 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 
-from farflung.faults import Fault, FaultInjector, FaultPlan
+from farflung.errors import ConfigError
+from farflung.faults import Fault, FaultInjector, FaultPlan, Standing
 from farflung.lab.lab import Lab
 from farflung.telemetry import Event
 
-__all__ = ["CARRIED", "LabStage"]
+__all__ = ["CARRIED", "LabStage", "check_plan"]
 
 CARRIED = frozenset({"crash", "hang", "cut", "throttle", "lose", "restore"})
 """The kinds of faults that a lab carries."""
+
+
+def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
+    """Whether a lab can carry a plan.
+
+    Args:
+      plan: what goes wrong.
+      nodes: how many there are.
+      told: whether workers tell of their events.
+
+    Raises:
+      Unsupported: a kind of fault that it does not carry.
+      ConfigError: a rank that there is not, or a step of workers that tell of none.
+    """
+    plan.check(nodes, CARRIED, "a lab")
+    for fault in plan.faults:
+        if fault.at_step is not None and not told:
+            raise ConfigError(f"{fault}: the program tells of no steps, as train does: give at_s")
 
 
 class LabStage:
@@ -23,33 +43,41 @@ class LabStage:
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
     connections open; ``cut`` loses every packet and ``lose`` a share of them, without a word to either end;
-    ``throttle`` has packets wait; ``restore`` undoes all but a crash.
+    ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes all but a crash.
 
     Args:
       lab: where.
       plan: what goes wrong.
-      told: whether workers tell of their events; then times are counted from when rank 0's run began, otherwise from
-        the moment this is made.
+      told: whether workers tell of their events; then times are counted from when the first of them begins its first
+        step, and nothing goes wrong while they start. Otherwise from the moment this is made.
 
     Raises:
-      ConfigError: a rank that there is not, or a kind of fault that a lab does not carry.
+      Unsupported, ConfigError: as :func:`check_plan`.
     """
 
     def __init__(self, lab: Lab, plan: FaultPlan, *, told: bool) -> None:
-        plan.check(lab.nodes, CARRIED, "a lab")
-        self._lab = lab
+        check_plan(plan, lab.nodes, told=told)
+        self._lab, self._standing = lab, Standing(lab.nodes)
         self._origin = math.inf if told else time.monotonic()
+        self.began: dict[int, float] = {}
+        """When each worker that has told of it began its first step, on the machine's monotonic clock."""
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
         self._injector = FaultInjector(plan, self)
 
+    def now(self) -> float:
+        """Seconds since the first step began; below 0 before."""
+        return time.monotonic() - self._origin
+
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` at a time of the run's clock, in seconds."""
-        heapq.heappush(self._waiting, (t, len(self._waiting), fn))
+        """Calls ``fn`` when ``t`` seconds have passed since then."""
+        heapq.heappush(self._waiting, (t, next(self._order), fn))
 
     def hear(self, event: Event) -> None:
         """Takes in one event of one worker."""
-        if event["event"] == "begin" and event["rank"] == 0:
-            self._origin = time.monotonic() - float(str(event["t"]))
+        if event["event"] == "begin":
+            now = self.began[int(str(event["rank"]))] = time.monotonic()
+            self._origin = min(self._origin, now)
         self._injector(event)
 
     def due(self) -> float:
@@ -65,10 +93,19 @@ class LabStage:
         """Makes a fault happen, now."""
         if fault.kind == "crash":
             self._lab.kill(fault.rank)
-        elif fault.kind == "hang":
-            self._lab.signal(fault.rank, signal.SIGSTOP)
         else:
-            for way in fault.ways(self._lab.nodes):
-                self._lab.change(*way, self._lab.condition(*way).after(fault))
-            if fault.kind == "restore" and fault.peer is None:
-                self._lab.signal(fault.rank, signal.SIGCONT)
+            self._change(fault, self._standing.begin)
+
+    def undo(self, fault: Fault) -> None:
+        """The time of a fault is over."""
+        self._change(fault, self._standing.end)
+
+    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
+        hung = self._standing.hangs(fault.rank)
+        how(fault)
+        for way in fault.ways(self._lab.nodes):
+            condition = self._standing.condition(*way)
+            if condition != self._lab.condition(*way):
+                self._lab.change(*way, condition)
+        if self._standing.hangs(fault.rank) != hung:
+            self._lab.signal(fault.rank, signal.SIGCONT if hung else signal.SIGSTOP)

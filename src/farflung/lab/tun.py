@@ -14,6 +14,7 @@ __all__ = [
     "INTERFACE",
     "LARGEST_PACKET",
     "address_of",
+    "chosen_congestion_control",
     "configure",
     "node_of",
     "open_tun",
@@ -123,6 +124,11 @@ def configure(node: int, largest_nbytes: int, congestion_control: str | None) ->
         raise OSError(error.code, f"setting up {INTERFACE}: {error}") from None
 
 
+def chosen_congestion_control() -> str:
+    """Of the TCP in the calling thread's namespace."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
+
+
 def _choose(congestion_control: str) -> None:
     try:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(congestion_control, encoding="ascii")
@@ -130,5 +136,6 @@ def _choose(congestion_control: str) -> None:
         allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text(encoding="ascii")
         raise OSError(
             errno.EPERM,
-            f"congestion control {congestion_control!r}: allowed on this machine: {allowed.strip()}",
+            f"congestion control {congestion_control!r}: allowed on this machine: {allowed.strip()}; "
+            "--congestion-control takes another",
         ) from None

@@ -146,7 +146,8 @@ class Bundles:
                 self._numbers[resource] = len(self.capacities)
                 self.capacities.append(capacity)
             uses.append(Use(self._numbers[resource], count))
-        return Path(link.latency_s, link.jitter_s, tuple(uses))
+        round_trip_s = self._profile.round_trip_s(one.site, other.site)
+        return Path(link.latency_s, link.jitter_s, tuple(uses), self._profile.congestion, round_trip_s)
 
 
 def _nodes(profile: NetworkProfile) -> int:

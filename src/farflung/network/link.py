@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 
 from farflung.errors import ConfigError
+from farflung.network.tcp import CongestionControl, window_share_bps
 from farflung.network.trace import Capacity, Trace, check_capacity, map_capacity
 
 __all__ = ["Link", "both_lose"]
-
-SEGMENT_NBYTES = 1448
-"""Payload of one TCP segment on Ethernet: 1500 bytes less IP and TCP headers and the timestamp option."""
 
 
 def both_lose(one: float, other: float) -> float:
@@ -56,23 +54,21 @@ class Link:
         if not 0 <= self.loss < 1:
             raise ConfigError(f"loss = {self.loss}: must be a share of packets, at least 0 and below 1")
 
-    def goodput_bps(self, round_trip_s: float) -> Capacity:
+    def goodput_bps(self, round_trip_s: float, control: CongestionControl | None = None) -> Capacity:
         r"""What is left of the bandwidth for one TCP connection under loss: loss is modelled as less throughput.
 
-        .. math:: \min\Big( (1-p)\,b,\ \frac{8 \cdot 1448}{R} \max\big( 1.054\,(R/p)^{3/4},\ \sqrt{1.5 / p} \big) \Big)
+        Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and one connection gets no more than its
+        average window carries: the smaller of :math:`(1-p)\,b` and
+        :func:`farflung.network.tcp.window_share_bps`. A lost packet's own delay is not modelled. What is sent again
+        is charged to this link, not to what it shares.
 
-        with bandwidth :math:`b`, loss :math:`p` and round trip :math:`R`. The first term is what retransmissions
-        take; the second the average window of CUBIC, or of Reno where that is larger, over the round trip. A lost
-        packet's own delay is not modelled. What is sent again is charged to this link, not to what it shares.
-
-        References: RFC 8312 Eq. 7 (CUBIC, C = 0.4); Mathis et al. 1997 (Reno).
+        Args:
+          round_trip_s: both delays, in seconds.
+          control: the congestion control in force; ``None`` counts as CUBIC.
         """
         if self.loss == 0.0:
             return self.bandwidth_bps
-        ceiling = math.inf
-        if round_trip_s > 0:
-            window = max(1.054 * (round_trip_s / self.loss) ** 0.75, math.sqrt(1.5 / self.loss))
-            ceiling = 8 * SEGMENT_NBYTES * window / round_trip_s
+        ceiling = window_share_bps(control, self.loss, round_trip_s)
         return map_capacity(self.bandwidth_bps, lambda bps: min((1 - self.loss) * bps, ceiling))
 
     def scaled(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:

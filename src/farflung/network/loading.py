@@ -3,6 +3,7 @@
 .. code-block:: toml
 
     name = "office and field"          # optional; the file's name otherwise
+    congestion = "bbr"                 # optional, or "cubic", "reno": of TCP, which then has to find its rate
 
     [default]                          # optional: the link of every pair that nothing else is said about
     latency_s = 0.02
@@ -55,6 +56,7 @@ from pathlib import Path
 from farflung.files import naming, read_text, reading
 from farflung.network.link import Link
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+from farflung.network.tcp import check_congestion
 from farflung.network.trace import Capacity, Trace
 from farflung.tables import Table, open_toml
 
@@ -68,14 +70,24 @@ def load_profile(path: Path) -> NetworkProfile:
       ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
     """
     top = open_toml(path)
-    name = top.text("name", path.stem)
+    name, congestion = top.text("name", path.stem), top.text("congestion") if "congestion" in top else None
     traces = {one.text("name"): _trace(one, path.parent) for one in top.tables("trace")}
     default = top.table("default")
     sites = tuple(_site(one, traces) for one in top.tables("site"))
     ways = tuple(way for one in top.tables("link") for way in _connections(one, traces))
     media = tuple(_medium(one, traces) for one in top.tables("medium"))
     link = None if default is None else _link(default, traces)
-    return top.make(lambda: NetworkProfile(name, sites, ways, media, link, source=str(path)))
+    return top.make(
+        lambda: NetworkProfile(
+            name,
+            sites,
+            ways,
+            media,
+            link,
+            source=str(path),
+            congestion=check_congestion(name, congestion),
+        )
+    )
 
 
 def _site(table: Table, traces: Mapping[str, Trace]) -> Site:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from farflung.errors import UnknownName
 from farflung.network.link import Link
 from farflung.network.loading import load_profile
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+from farflung.network.tcp import check_congestion
 
 __all__ = ["NETWORKS", "network_profile"]
+
+_WITH_CONGESTION = re.compile(r"(?P<name>.+)\((?P<setting>congestion=(?P<control>\w+))\)")
 
 
 def network_profile(name: str) -> NetworkProfile:
     """A profile by its name in :data:`NETWORKS`, or from a TOML file where ``name`` ends in ``.toml``.
 
+    Either with a congestion control after it, as in ``four-regions(congestion=bbr)``.
+
     Raises:
       UnknownName: there is no such name.
-      ConfigError: the file is wrong; names file and key.
+      ConfigError: the file is wrong; names file and key. No congestion control of that name.
     """
+    if (said := _WITH_CONGESTION.fullmatch(name)) is not None:
+        plain, congestion = network_profile(said["name"]), check_congestion(said["name"], said["control"])
+        return replace(plain, name=f"{plain.name}({said['setting']})", congestion=congestion)
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:

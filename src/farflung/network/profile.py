@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from farflung.errors import ConfigError
 from farflung.network.link import Link
+from farflung.network.tcp import CongestionControl, check_congestion
 from farflung.network.trace import Capacity, Trace, check_capacity, map_capacity
 
 __all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
@@ -101,9 +102,12 @@ class NetworkProfile:
       default: the link of nodes, and between sites, that nothing else is said about.
       source: where the figures come from.
       changes: what has been done to them since, oldest first.
+      congestion: the congestion control of the nodes' TCP, which then has to find its rate on every connection, see
+        :class:`farflung.network.tcp.Tcp`; ``None``: messages have the whole bandwidth from their first byte.
 
     Raises:
-      ConfigError: a site named twice or not at all, an unknown medium, a pair that cannot reach each other.
+      ConfigError: a site named twice or not at all, an unknown medium or congestion control, a pair that cannot reach
+        each other.
     """
 
     name: str
@@ -113,12 +117,14 @@ class NetworkProfile:
     default: Link | None = None
     source: str = ""
     changes: tuple[str, ...] = ()
+    congestion: CongestionControl | None = None
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _links: dict[tuple[str, str], Connection] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sites:
             raise ConfigError(f"{self.name}: site: there is none")
+        check_congestion(self.name, self.congestion)
         _once(self.name, "site", (site.name for site in self.sites))
         _once(self.name, "medium", (medium.name for medium in self.media))
         _once(self.name, "link", (f"{way.src} to {way.dst}" for way in self.connections))
@@ -216,8 +222,13 @@ class NetworkProfile:
 
     def goodput_bps(self, src_site: int, dst_site: int) -> Capacity:
         """The bandwidth of a connection under its loss; see :meth:`Link.goodput_bps`."""
+        link = self.connection(src_site, dst_site).link
+        return link.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion)
+
+    def round_trip_s(self, src_site: int, dst_site: int) -> float:
+        """Both delays between the nodes of two of :attr:`sites`, in seconds."""
         there, back = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
-        return there.goodput_bps(there.latency_s + back.latency_s)
+        return there.latency_s + back.latency_s
 
     def all_links(self) -> Iterator[Link]:
         """Each link that is named anywhere."""

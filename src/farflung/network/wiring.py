@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from farflung.network.profile import Medium, NetworkProfile
+from farflung.network.tcp import CongestionControl
 from farflung.network.trace import Capacity, Trace
 
 __all__ = ["Path", "Use", "Wiring"]
@@ -21,11 +22,21 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a message from one node to another meets."""
+    """What a message from one node to another meets.
+
+    Args:
+      latency_s: one way.
+      jitter_s: of it, plus or minus.
+      uses: of the resources it shares.
+      congestion: the congestion control of its connection, which then has to find its rate; ``None``: it has not.
+      round_trip_s: both delays, for that.
+    """
 
     latency_s: float
     jitter_s: float
     uses: tuple[Use, ...]
+    congestion: CongestionControl | None = None
+    round_trip_s: float = 0.0
 
 
 class Wiring:
@@ -71,7 +82,13 @@ class Wiring:
             number = self._number(key, capacity)
             if number is not None:
                 uses.append(Use(number, times))
-        return Path(there.link.latency_s, there.link.jitter_s, tuple(uses))
+        return Path(
+            there.link.latency_s,
+            there.link.jitter_s,
+            tuple(uses),
+            profile.congestion,
+            profile.round_trip_s(a, b),
+        )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
         if key not in self._numbers:

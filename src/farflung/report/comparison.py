@@ -100,6 +100,7 @@ class Compared:
       bytes_sent_per_replica: by rank 0 in all.
       duration_s: of the whole run.
       time_s: by part, of rank 0.
+      coding_s: in which it coded and moved messages, beside these; 0 where its device has no rates for that.
     """
 
     network: str
@@ -114,6 +115,7 @@ class Compared:
     bytes_sent_per_replica: float
     duration_s: float
     time_s: Mapping[str, float]
+    coding_s: float
 
     def to_json(self) -> dict[str, Json]:
         """For ``--json``."""
@@ -144,6 +146,9 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 bytes_sent_per_replica=fmean(_figure(course, "bytes_sent_per_replica") for course in group),
                 duration_s=fmean(_figure(course, "duration_s") for course in group),
                 time_s={part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME},
+                coding_s=fmean(
+                    _figure(course, "coding_s") if "coding_s" in course.summary else 0.0 for course in group
+                ),
             )
         )
     return rows
@@ -167,6 +172,8 @@ def _part(course: Course, part: str) -> float:
 def comparison_table(rows: Sequence[Compared], target: float) -> Table:
     """The comparison for people; it says that all times are simulated.
 
+    Coding, which goes on beside the parts that a replica's time is split into, is a share of the same time.
+
     Raises:
       MissingExtra: rich is not installed.
     """
@@ -181,7 +188,8 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
     table.add_column("network", no_wrap=True)
     table.add_column("recipe", style="bold")
     counted = any(row.time_s["evaluation"] for row in rows)
-    shares = ("compute", "waiting", "evaluation") if counted else ("compute", "waiting")
+    coded = any(row.coding_s for row in rows)
+    shares = ["compute", "waiting", *(["evaluation"] if counted else []), *(["coding"] if coded else [])]
     for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", *shares):
         table.add_column(column, justify="right", no_wrap=True)
     before = None
@@ -204,6 +212,7 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
             f"{100 * row.time_s['compute'] / total:.0f} %",
             f"{100 * waiting / total:.0f} %",
             *([f"{100 * row.time_s['evaluation'] / total:.0f} %"] if counted else []),
+            *([f"{100 * row.coding_s / total:.0f} %"] if coded else []),
         )
         before = row.network
     return table

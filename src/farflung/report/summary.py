@@ -89,6 +89,13 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     for name, words in PARTS_OF_TIME.items():
         share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
         table.add_row(f"  {words}{clock}", f"{duration_words(seconds[name])}  {share}")
+    if "coding_s" in summary:
+        coding = _number(summary, "coding_s")
+        each = duration_words(coding / max(1.0, _number(summary, "steps")))
+        table.add_row(f"coding and messages{clock}", f"{duration_words(coding)}, {each} a step")
+    unknown = summary.get("coding_not_charged")
+    if isinstance(unknown, list):
+        table.add_row("coding not charged", ", ".join(str(method) or "plain sums" for method in unknown))
     return table
 
 

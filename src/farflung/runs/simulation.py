@@ -24,6 +24,7 @@ from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
+from farflung.runs.uncharged import coding_told, say_uncharged
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
@@ -101,6 +102,7 @@ def simulate_prepared(
     *,
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
+    said: set[str] | None = None,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
 
@@ -109,13 +111,16 @@ def simulate_prepared(
       show: gets the events of all replicas.
       stop_asked: whether somebody asked to stop; then all stop after the same step.
       checkpointed: whether checkpoints are kept.
+      said: the methods without rates of which somebody was told; grows.
 
     Raises:
       BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
     with run.begun():
-        return _simulated(run, show, stop_asked, checkpointed)
+        ended = _simulated(run, show, stop_asked, checkpointed)
+    say_uncharged(ended, set() if said is None else said)
+    return ended
 
 
 def _simulated(
@@ -151,7 +156,7 @@ def _simulated(
             keep_once(replicas)
         summary, model = _run(world, replicas, whole)
     save_tree(files.model, model)
-    return _kept(run, {**summary.to_json(), "collective": collective})
+    return _kept(run, {**summary.to_json(), "collective": collective}, world)
 
 
 async def whole(replica: Replica) -> tuple[Summary, State]:
@@ -200,13 +205,16 @@ def retime(
     return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
 
 
-def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
+def retime_prepared(
+    run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere, *, said: set[str] | None = None
+) -> Run:
     """A stored run once more on another network or device, in a folder that is made here.
 
     Args:
       run: the configuration of the stored run, with another network or device; and where to keep it.
       stored: the run.
       show: gets the events of all replicas.
+      said: the methods without rates of which somebody was told; grows.
 
     Raises:
       BadInput: the run cannot be retimed; says why.
@@ -219,7 +227,9 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
         replace(run, replay=replay).begun(),
         reading(stored.path, "its events and its traffic are damaged; simulate it anew", DataError),
     ):
-        return _retimed(run, stored, show, events, traffic, checkpointed)
+        ended = _retimed(run, stored, show, events, traffic, checkpointed)
+    say_uncharged(ended, set() if said is None else said)
+    return ended
 
 
 def _retimed(
@@ -255,7 +265,7 @@ def _retimed(
         write_whole(files.model, partial(shutil.copyfile, stored.model))
     (end,) = (event for event in files.events()[0] if event["event"] == "end")
     told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
-    return _kept(run, {**told, "collective": collective})
+    return _kept(run, {**told, "collective": collective}, world)
 
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:
@@ -295,9 +305,14 @@ def _run(
         return world.run([body(replica) for replica in replicas])[0]
 
 
-def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json]) -> Run:
+def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
     split = run.config.split_json(run.config.split())
-    found: dict[str, Json] = {**summary, "partition": split, "simulated": run.config.world_json()}
+    found: dict[str, Json] = {
+        **summary,
+        **coding_told(world, resumed=run.files.resumed),
+        "partition": split,
+        "simulated": run.config.world_json(),
+    }
     write_json(run.files.summary, found)
     return run.ended(found)
 

@@ -9,7 +9,7 @@ from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.pauses import Pauses, pair
 from farflung.errors import DeadlinePassed, PeerLost
-from farflung.faults import Condition, Fault, FaultPlan
+from farflung.faults import Fault, FaultPlan, Standing
 from farflung.tasks import Pending
 
 __all__ = ["CARRIED", "VirtualStage"]
@@ -40,8 +40,7 @@ class VirtualStage:
     ) -> None:
         plan.check(len(network.mailboxes), CARRIED, "virtual time")
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
-        self._factors: dict[int, float] = {}
-        self._conditions: dict[tuple[int, int], Condition] = {}
+        self._standing = Standing(len(network.mailboxes))
         self._crashed: set[int] = set()
         self._waiting_for_data: set[int] = set()
         self._excused: dict[int, float] = {}
@@ -54,37 +53,41 @@ class VirtualStage:
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
+    def now(self) -> float:
+        """See :class:`farflung.faults.Stage`; the first step begins when virtual time does."""
+        return self._clock.now()
+
     def at(self, t: float, fn: Callable[[], None]) -> None:
         """See :class:`farflung.faults.Stage`."""
         self._clock.at(t, fn)
 
     def strike(self, fault: Fault) -> None:
         """See :class:`farflung.faults.Stage`."""
-        assert self._pauses is not None
-        rank, pauses = fault.rank, self._pauses
         if fault.kind == "crash":
-            self._crash(rank)
-        elif fault.kind == "hang":
-            self._excuse(rank)
-            pauses.stop(rank)
-        elif fault.kind == "slow":
-            assert fault.factor is not None
-            self._factors[rank] = fault.factor
-        else:
-            for way in fault.ways(len(self._network.mailboxes)):
-                self._change(way, fault)
-            if fault.kind == "restore" and fault.peer is None:
-                self._factors.pop(rank, None)
-                pauses.go_on(rank)
+            self._crash(fault.rank)
+            return
+        if fault.kind == "hang":
+            self._excuse(fault.rank)
+        self._change(fault, self._standing.begin)
 
-    def _change(self, way: tuple[int, int], fault: Fault) -> None:
+    def undo(self, fault: Fault) -> None:
+        """See :class:`farflung.faults.Stage`."""
+        self._change(fault, self._standing.end)
+
+    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
+        """Has replica and ways feel what a fault's beginning or end changes."""
         assert self._pauses is not None
-        before = self._conditions.get(way, Condition())
-        after = self._conditions[way] = before.after(fault)
-        if after.cut != before.cut:
-            (self._pauses.stop if after.cut else self._pauses.go_on)(pair(*way))
-        if (after.bandwidth_bps, after.loss) != (before.bandwidth_bps, before.loss):
-            self._network.limit(*way, bandwidth_bps=after.bandwidth_bps, loss=after.loss)
+        standing, rank, ways = self._standing, fault.rank, list(fault.ways(len(self._network.mailboxes)))
+        hung, before = standing.hangs(rank), [standing.condition(*way) for way in ways]
+        how(fault)
+        for way, was in zip(ways, before, strict=True):
+            now = standing.condition(*way)
+            if now.cut != was.cut:
+                (self._pauses.stop if now.cut else self._pauses.go_on)(pair(*way))
+            if (now.bandwidth_bps, now.loss) != (was.bandwidth_bps, was.loss):
+                self._network.limit(*way, bandwidth_bps=now.bandwidth_bps, loss=now.loss)
+        if standing.hangs(rank) != hung:
+            (self._pauses.go_on if hung else self._pauses.stop)(rank)
 
     def _crash(self, rank: int) -> None:
         self._crashed.add(rank)
@@ -98,7 +101,7 @@ class VirtualStage:
 
     def slowed(self, rank: int) -> float:
         """How many times as long a replica computes."""
-        return self._factors.get(rank, 1.0)
+        return self._standing.slowdown(rank)
 
     def after(self, rank: int, seconds: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when a replica has been running for ``seconds``."""

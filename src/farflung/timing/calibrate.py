@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from farflung.config import Training
-from farflung.devices import DeviceProfile, Layer, saved_nbytes, training_nbytes
+from farflung.devices import CodingRates, DeviceProfile, Layer, saved_nbytes, training_nbytes
 from farflung.errors import ConfigError
 from farflung.replica import GradientBuckets
 from farflung.seeding import RandomState, derive, generator
+from farflung.timing.coding import CodingTask, coding_points, tensors_like
+from farflung.timing.messages import message_costs
 from farflung.timing.peak_memory import peak_nbytes
-from farflung.types import Batch, Dataset, Workload
+from farflung.timing.sharing import Sharing, company
+from farflung.types import Batch, Dataset, TensorSpec, Workload
 
 __all__ = ["Calibration", "Spread", "calibrate"]
 
 WARM_UP = 3
 """Steps that are not counted: the first ones allocate."""
+ROUNDS_EACH = 3
+"""Steps that are timed for each exchange that is, and for each round of messages."""
 
 
 class Spread(NamedTuple):
@@ -72,9 +77,12 @@ def calibrate(
     *,
     rounds: int = 30,
     name: str = "this machine",
-    clock: Callable[[], float] = time.perf_counter,
+    coding: Sequence[CodingTask] = (),
+    sharing: Sharing | None = None,
+    clock: Callable[[], float] | None = None,
+    begins: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
-    """Times the passes of a replica's step, alone on this machine and with the threads that torch has now.
+    """Times the passes of a replica's step, and the arithmetic and the messages of its exchanges.
 
     Passes are timed whole first, then once more with a look at the clock after each layer; the layers' shares of the
     second are laid over the medians of the first, so that looking costs nothing. A layer is a module with parameters
@@ -84,15 +92,20 @@ def calibrate(
     Args:
       work: what to measure.
       training: batch size and optimizer.
-      rounds: of each pass.
+      rounds: of each pass; of exchanges and messages there are a third as many.
       name: of the device.
-      clock: in seconds.
+      coding: the codecs and reducers to measure; none: neither these nor messages.
+      sharing: of the machine, with as many threads as torch has now; one replica of one thread when not given.
+      clock: in seconds; the sharing's when not given.
+      begins: is told what is measured next.
 
     Raises:
       ConfigError: fewer than two rounds, or a batch larger than the training set.
     """
     if rounds < 2:
         raise ConfigError(f"--rounds {rounds}: must be 2 or more")
+    sharing = sharing or Sharing()
+    clock = clock or sharing.clock
     with RandomState.scope():
         RandomState(derive(training.seed, "replica", 0)).install()
         train, _ = work.datasets()
@@ -101,11 +114,14 @@ def calibrate(
                 f"--batch-size {training.batch_size}: {work.name} has {len(train)} training samples"
             )
         step = _Step(work, train, training, clock)
-        for _ in range(WARM_UP):
-            step.run()
-        taken = [step.run() for _ in range(rounds)]
-        with step.watched():
-            watched = [step.run() for _ in range(rounds)]
+        with company(sharing.replicas - 1, partial(_forever, step, rounds, coding)):
+            begins("forward and backward")
+            for _ in range(WARM_UP):
+                step.run()
+            taken = [step.run() for _ in range(rounds)]
+            with step.watched():
+                watched = [step.run() for _ in range(rounds)]
+            rates = _rates(coding, step.specs, max(1, rounds // ROUNDS_EACH), clock, sharing, begins)
         predicted = step.predicted_nbytes()
         del step
         measured = peak_nbytes(lambda: _two_steps(work, train, training, clock))
@@ -120,10 +136,39 @@ def calibrate(
         strict=True,
     )
     layers = tuple(Layer(numel, fore, back) for (_, numel), (fore, back) in zip(found, shares, strict=True))
-    device = DeviceProfile(name, optimizer_s=optimizer.median, layers=layers)
+    device = DeviceProfile(
+        name, optimizer_s=optimizer.median, layers=layers, coding=rates, cores=sharing.cores
+    )
     return Calibration(
         device, tuple(n for n, _ in found), size, rounds, forward, backward, optimizer, predicted, measured
     )
+
+
+def _forever(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
+    """What is measured, over and over."""
+    while True:
+        for _ in range(rounds):
+            step.run()
+            yield
+        for task in coding:
+            coding_points([task], step.specs, rounds=1)
+            yield
+
+
+def _rates(
+    coding: Sequence[CodingTask],
+    specs: Sequence[TensorSpec],
+    rounds: int,
+    clock: Callable[[], float],
+    sharing: Sharing,
+    begins: Callable[[str], None],
+) -> CodingRates | None:
+    """What exchanges of these buckets take; ``None`` where nothing is to be measured."""
+    if not coding:
+        return None
+    points = coding_points(coding, tensors_like(specs), rounds=rounds, clock=clock, begins=begins)
+    begins("messages")
+    return CodingRates(points, *message_costs(rounds=rounds, turns=sharing.turns))
 
 
 def _medians(rounds: Sequence[Sequence[float]], whole: float) -> list[float]:
@@ -213,6 +258,11 @@ class _Step:
 
     def _note_backward(self, layer: _Watched) -> None:
         layer.backward_at = self._clock()
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Of the buckets."""
+        return [bucket.spec for bucket in self._buckets.buckets]
 
     def predicted_nbytes(self) -> int:
         """Of a step, by the formula."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
 from farflung.network import Fabric, Flow, Path, Use
+from farflung.network.tcp import Tcp
 from farflung.network.trace import Capacity, map_capacity
 from farflung.noise import uniform
 from farflung.tasks import Pending
@@ -24,7 +25,8 @@ AFTER_ALL_ELSE = 1
 
 @dataclass(slots=True)
 class _Message:
-    bits: int
+    bits: float
+    """That have not left yet."""
     arrived: Callable[[float], None]
     left: Pending[None]
 
@@ -38,6 +40,8 @@ class _Line:
     dst: int
     priority: int
     queue: deque[_Message]
+    tcp: Tcp | None
+    """What its connection knows of its rate, where it has to find it."""
     sent: int = 0
     last_arrival: float = 0.0
 
@@ -85,7 +89,8 @@ class Flows:
             path = self._paths.path(src, dst)
             if (src, dst) in self._ceilings:
                 path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
-            line = self._lines[key] = _Line(path, src, dst, priority, deque())
+            tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
+            line = self._lines[key] = _Line(path, src, dst, priority, deque(), tcp)
         message = _Message(bits, arrived, Pending())
         self._under_way += 1
         line.queue.append(message)
@@ -116,15 +121,44 @@ class Flows:
         return not self._under_way
 
     def _start(self, line: _Line) -> None:
-        """The first message of a line sets out; what takes no time has left at once."""
+        """The first message of a line goes on; what takes no time has left at once."""
         while line.queue:
             bits = line.queue[0].bits
+            if bits and line.tcp is not None:
+                self._clock.at(max(line.tcp.free_s, self._clock.now()), lambda: self._fly(line))
+                return
             if bits and line.path.uses:
-                flow = self._fabric.start(bits, line.path.uses, line.priority)
-                self._flying[flow] = line
-                self._settle_soon()
+                self._flow(line, bits)
                 return
             self._leave(line)
+
+    def _fly(self, line: _Line) -> None:
+        """As much of a line's first message sets out as its connection sends before it hears from the other end."""
+        assert line.tcp is not None
+        bits = line.tcp.flight(self._clock.now(), line.queue[0].bits)
+        if line.path.uses:
+            self._flow(line, bits)
+        else:
+            line.queue[0].bits -= bits
+            self._passed(line)
+
+    def _flow(self, line: _Line, bits: float) -> None:
+        line.queue[0].bits -= bits
+        self._flying[self._fabric.start(bits, line.path.uses, line.priority)] = line
+        self._settle_soon()
+
+    def _passed(self, line: _Line) -> None:
+        """The network has taken all of a line that was under way."""
+        left = self._clock.now() if line.tcp is None else line.tcp.passed(self._clock.now())
+        if left > self._clock.now():
+            self._clock.at(left, lambda: self._go_on(line))
+        else:
+            self._go_on(line)
+
+    def _go_on(self, line: _Line) -> None:
+        if not line.queue[0].bits:
+            self._leave(line)
+        self._start(line)
 
     def _leave(self, line: _Line) -> None:
         """The last bit of a line's first message has left."""
@@ -161,7 +195,5 @@ class Flows:
             return  # an earlier moment has been set since, and has had its turn
         self._wakes_at = math.inf
         for flow in self._fabric.ended(now):
-            line = self._flying.pop(flow)
-            self._leave(line)
-            self._start(line)
+            self._passed(self._flying.pop(flow))
         self._settle_soon()

@@ -54,9 +54,18 @@ class Lane:
         """When the communication thread is through with all it was asked for, and how long that takes in all."""
         self._first_at, self._moved_at, self._moving_s = 0.0, 0.0, 0.0
         """The same of the I/O thread; before them, when it is through with the first piece of each message."""
+        self.not_charged: dict[str, None] = {}
+        """The methods for some of whose work there is no rate, in the order in which they came."""
+
+    @property
+    def busy_s(self) -> float:
+        """For how long the two threads work in all, for what they were asked for so far."""
+        return self._coding_s + self._moving_s
 
     def charge(self, cost: CodingCost) -> None:
         """Takes a piece of coding on, behind all that was asked for before."""
+        if (cost.operation, cost.method) not in self._rates.operations:
+            self.not_charged[cost.method] = None
         self._take(self._rates.seconds(cost))
 
     def through(self) -> Pending[None]:

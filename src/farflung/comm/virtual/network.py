@@ -54,7 +54,8 @@ class VirtualNetwork:
       seed: of the jitter.
       closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
         that nothing shares all of them are, and no message may have a priority; elsewhere those in which owners add,
-        where all ranks join at one time, nothing else is under way, and no link jitters.
+        where all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile
+        names a congestion control, since what a message takes then depends on those before it.
       mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
@@ -82,6 +83,7 @@ class VirtualNetwork:
         self._carrier: Carrier
         self._whole: ClosedForms | None = None
         self._symmetric: Symmetric | None = None
+        closed_form = closed_form and self.profile.congestion is None
         if closed_form and is_dedicated(self.profile):
             self._carrier = pairs = Pairs(clock, self.profile, seed)
             self._whole = ClosedForms(clock, pairs, size)
@@ -136,7 +138,7 @@ class VirtualNetwork:
         """
         link, back = self.profile.link(src, dst), self.profile.link(dst, src)
         lossy = replace(link, loss=both_lose(link.loss, loss))
-        goodput = lossy.goodput_bps(link.latency_s + back.latency_s)
+        goodput = lossy.goodput_bps(link.latency_s + back.latency_s, self.profile.congestion)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def recv(

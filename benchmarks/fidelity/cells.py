@@ -1,0 +1,199 @@
+"""One recipe on one network, in virtual time and in the lab."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import farflung as package
+from benchmarks.common.runs import farflung, last_event
+from benchmarks.fidelity.recipes import RECIPES
+from farflung.devices import DeviceProfile, device_profile
+from farflung.lab import Measured, as_measured
+from farflung.lab.tun import chosen_congestion_control
+from farflung.network import NetworkProfile, network_profile
+from farflung.recipes import Recipe, recipe
+from farflung.telemetry import Event, read_events
+
+__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "measured", "recipe_of"]
+
+WORKLOAD, BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 64
+FORWARD_S = 0.008
+"""Of a paced device, per sample: a step computes for 0.384 s, so that four nodes' own time fits in on this machine."""
+SHORT = 5
+"""Steps that are a short run of their own, in which TCP finds its rates; those after them are judged apart."""
+LEAST, MOST = 5, 17
+"""Of those after."""
+RUN_S = 12.0
+"""No more steps than these take, beyond the least."""
+HEADER_NBYTES = 52
+"""Of IP and TCP with timestamps, in each packet that an interface counts."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared.
+
+    Args:
+      network: its name.
+      profile: as TOML, of a network that was drawn; empty: the name is known.
+      recipe: a name in :data:`benchmarks.fidelity.recipes.RECIPES`.
+      nodes: how many replicas.
+      paced: whether they compute at the pace of a slow device; otherwise as fast as this machine does.
+      seed: that drew it; of jitter and loss in the lab.
+    """
+
+    network: str
+    profile: str
+    recipe: str
+    nodes: int
+    paced: bool
+    seed: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return BATCH_SIZE if self.paced else UNPACED_BATCH_SIZE
+
+
+def calibrated(cell: Cell, recipes: Collection[str], *, rounds: int) -> str:
+    """This machine as a device, as TOML, with as many replicas at once as are to run on it.
+
+    Args:
+      cell: says how many, and how large their steps are.
+      recipes: names of those whose coding is measured.
+      rounds: steps that are timed.
+    """
+    chosen = [recipe_of(name) for name in recipes]
+    codecs = {str(one.codec) for one in chosen if one.reducer == "codec"}
+    reducers = {str(one.reducer) for one in chosen} - {"codec"}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "device.toml"
+        farflung(
+            "calibrate", "--workload", WORKLOAD, "--data", "packaged", "--batch-size", str(cell.batch_size),
+            "--replicas", str(cell.nodes), "--rounds", str(rounds), "--out", str(out),
+            *(["--codecs", *sorted(codecs)] if codecs else []),
+            *(["--reducers", *sorted(reducers)] if reducers else []),
+        )  # fmt: skip
+        return out.read_text(encoding="utf-8")
+
+
+def measured(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dict[str, Any]:
+    """Both worlds' times of a cell's first steps, and of those after them.
+
+    Args:
+      cell: which.
+      calibration: this machine with as many replicas, as TOML.
+      scratch: an empty folder.
+      quick: as few steps as make sense.
+    """
+    network = _network(cell, scratch)
+    control = chosen_congestion_control()
+    profile = network_profile(f"{network}(congestion={control})").for_nodes(cell.nodes)
+    machine = scratch / "machine.toml"
+    machine.write_text(calibration, encoding="utf-8")
+    device = device_profile(str(machine))
+    if cell.paced:
+        # Coding and messages are this machine's own, and take the processor while the replica idles.
+        device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0, cores=2.0)
+    events = _simulated(cell, profile, device, SHORT + (LEAST if quick else MOST))
+    virtual = _ends(events)
+    fit = sum(end <= RUN_S for end in virtual)
+    steps = max(SHORT + LEAST, min(fit, len(virtual) - 1))
+    lab, report = _in_lab(cell, network, steps, scratch)
+    real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
+    began = [float(one) for one in report["began_s"]]
+    real = [end - (max(began) - began[0]) for end in real]  # from when all have begun
+    there = as_measured(profile, [Measured(**pair) for pair in report["pairs"]])
+    if there != profile:
+        virtual = _ends(_simulated(cell, there, device, steps))
+    durations = [after - before for before, after in pairwise(real[SHORT:])]
+    paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)] if cell.paced else []
+    return {
+        "steps": steps,
+        **_compared("short", real[SHORT], virtual[SHORT]),
+        **_compared("", _mean(real[SHORT : steps + 1]), _mean(virtual[SHORT : steps + 1])),
+        "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
+        **_bytes(lab, cell.nodes, report["counters"]),
+        "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
+        "delays_measured": there != profile,
+        "congestion_control": report["congestion_control"],
+        "lab_seconds": report["seconds"],
+    }
+
+
+def recipe_of(name: str) -> Recipe:
+    """One of :data:`RECIPES` as an object."""
+    changes = dict(RECIPES[name])
+    return recipe(changes.pop("recipe")).but(**changes)
+
+
+def _network(cell: Cell, scratch: Path) -> str:
+    if not cell.profile:
+        return cell.network
+    file = scratch / "network.toml"
+    file.write_text(cell.profile, encoding="utf-8")
+    return str(file)
+
+
+def _settings(cell: Cell, steps: int) -> dict[str, object]:
+    """Of both worlds."""
+    return {
+        **RECIPES[cell.recipe],
+        "workload": WORKLOAD,
+        "data": "packaged",
+        "workers": cell.nodes,
+        "steps": steps,
+        "batch_size": cell.batch_size,
+        "checkpoint_every": 0,
+        "evaluate_every": 0,
+    }
+
+
+def _simulated(cell: Cell, network: NetworkProfile, device: DeviceProfile, steps: int) -> Sequence[Event]:
+    run = package.simulate(**_settings(cell, steps), network=network, device=device)  # type: ignore[arg-type]
+    return run.events[0]
+
+
+def _in_lab(cell: Cell, network: str, steps: int, scratch: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The run's folder, and what the lab has reported."""
+    out, report, device = scratch / "lab", scratch / "report.json", scratch / "device.toml"
+    device.write_text(f'name = "paced"\nforward_s = {FORWARD_S}\n', encoding="utf-8")
+    settings = _settings(cell, steps)
+    farflung(
+        "lab", "--network", network, "--nodes", str(cell.nodes), "--seed", str(cell.seed), "--any-delay",
+        "--report", str(report), "--logs", str(scratch / "logs"), "train", "--json", "--quiet", "--out", str(out),
+        *(text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))),
+        *(["--pace", str(device)] if cell.paced else []),
+    )  # fmt: skip
+    return out, json.loads(report.read_text(encoding="utf-8"))
+
+
+def _ends(events: Sequence[Event]) -> list[float]:
+    """0, and when each step has ended, in seconds since the first one began."""
+    times = [float(str(one["t"])) for one in events if one["event"] in ("begin", "step")]
+    return [t - times[0] for t in times]
+
+
+def _mean(ends: Sequence[float]) -> float:
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _compared(name: str, real_s: float, virtual_s: float) -> dict[str, float]:
+    begins = f"{name}_" if name else ""
+    error = abs(virtual_s / real_s - 1.0)
+    return {f"{begins}lab_s": real_s, f"{begins}simulated_s": virtual_s, f"{begins}error": error}
+
+
+def _bytes(lab: Path, nodes: int, counters: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    ends = [last_event(lab, rank, "end") for rank in range(nodes)]
+    said = sum(end["bytes_sent_per_replica"] for end in ends)
+    counted = sum(one["sent_nbytes"] - HEADER_NBYTES * one["sent_packets"] for one in counters)
+    return {"bytes": said, "counted_bytes": counted, "bytes_error": abs(counted / said - 1.0)}
