@@ -13,9 +13,16 @@ from typing import TypeVar
 from farflung.comm import ExchangeChannel
 from farflung.types import CodingCost
 
-__all__ = ["Meter"]
+__all__ = ["MAIN", "ROLES", "Meter"]
 
 T = TypeVar("T")
+ROLES = (MAIN, COMMUNICATION, ZEROMQ, OTHERS) = (
+    "main thread",
+    "communication thread",
+    "ZeroMQ",
+    "gloo and others",
+)
+"""Threads of a process, by what they do."""
 TASKS = Path("/proc/self/task")
 SENT = Path("/proc/self/net/dev")
 
@@ -61,13 +68,14 @@ class Meter:
         return found
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """What has been added to an earlier reading."""
-        return {name: now - before.get(name, 0.0) for name, now in self.read().items()}
+        """What has been added to an earlier reading, but for what has not changed."""
+        added = {name: now - before.get(name, 0.0) for name, now in self.read().items()}
+        return {name: spent for name, spent in added.items() if spent}
 
 
 def _role(task: int, name: str) -> str:
     if task == os.getpid():
-        return "main thread"
+        return MAIN
     if name == "farflung-communication":
-        return "communication thread"
-    return "ZeroMQ" if name.startswith("ZMQbg") else "gloo and other threads"
+        return COMMUNICATION
+    return ZEROMQ if name.startswith("ZMQbg") else OTHERS

@@ -223,7 +223,10 @@ BENCHMARK = Benchmark(
     [
         *(Group((row,), functools.partial(best_codec, row), "measured", 8.0, SOURCES) for row in BEST),
         Group(tuple(WORST), worst_network, "measured", 6.0, SOURCES),
-        *(Group((row,), functools.partial(as_accurate, row), "measured", 0.1, SOURCES) for row in AS_ACCURATE),
+        *(
+            Group((row,), functools.partial(as_accurate, row), "measured", 0.1, SOURCES)
+            for row in AS_ACCURATE
+        ),
     ],
     TRAININGS,
 )

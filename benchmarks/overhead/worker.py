@@ -8,7 +8,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
+from benchmarks.common.meter import MAIN, ROLES, Meter
 from farflung.comm import ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
@@ -28,8 +30,6 @@ from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
 from farflung.workloads import workload
 
-Timed = tuple[float, float, float]
-"""Wall and processor seconds for each repetition, and those of the communication thread."""
 BATCH = 32
 
 
@@ -40,58 +40,77 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
+    meter = Meter()
     kind, _, detail = what.partition(":")
-    theirs, ours, thread_s, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
+    theirs, ours, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
         detail, rank, size, store
     )
-    timed(theirs, thread_s)
-    timed(ours, thread_s)
+    timed(theirs, meter)
+    timed(ours, meter)
     pairs = []
     for round_ in range(rounds):
         # Taking turns in going first evens out a drift of the machine.
         if round_ % 2:
-            own = timed(ours, thread_s)
-            pairs.append((timed(theirs, thread_s), own))
+            own = timed(ours, meter)
+            pairs.append((timed(theirs, meter), own))
         else:
-            other = timed(theirs, thread_s)
-            pairs.append((other, timed(ours, thread_s)))
+            other = timed(theirs, meter)
+            pairs.append((other, timed(ours, meter)))
     close()
     dist.barrier()
     if rank == 0:
-        ratios = [o[0] / t[0] for t, o in pairs]
+        ratios = [own.wall_s / other.wall_s for other, own in pairs]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        print(
-            json.dumps(
-                {
-                    "ratio": statistics.median(ratios),
-                    "spread": [quartiles[0], quartiles[2]],
-                    "theirs_ms": 1e3 * statistics.median(t[0] for t, _ in pairs),
-                    "ours_ms": 1e3 * statistics.median(o[0] for _, o in pairs),
-                    "cpu_ratio": statistics.median(o[1] / t[1] for t, o in pairs),
-                    "theirs_cpu_ms": 1e3 * statistics.median(t[1] for t, _ in pairs),
-                    "ours_cpu_ms": 1e3 * statistics.median(o[1] for _, o in pairs),
-                    "communication_thread_cpu_ms": 1e3 * statistics.median(o[2] for _, o in pairs),
-                }
-            ),
-            flush=True,
-        )
+        said = {
+            "ratio": statistics.median(ratios),
+            "spread": [quartiles[0], quartiles[2]],
+            "cpu_ratio": statistics.median(own.processor_ms / other.processor_ms for other, own in pairs),
+            "theirs": profile([other for other, _ in pairs]),
+            "ours": profile([own for _, own in pairs]),
+        }
+        print(json.dumps(said), flush=True)
 
 
-def timed(run: Callable[[], int], thread_s: Callable[[], float]) -> Timed:
+@dataclass(frozen=True)
+class Timed:
+    """One repetition of what is timed, on average of a block.
+
+    Args:
+      wall_s: on the clock.
+      spent: in the words of :class:`benchmarks.common.meter.Meter`.
+    """
+
+    wall_s: float
+    spent: Mapping[str, float]
+
+    @property
+    def processor_ms(self) -> float:
+        """Of all threads."""
+        return sum(self.spent.get(role, 0.0) for role in ROLES)
+
+
+def timed(run: Callable[[], int], meter: Meter) -> Timed:
     """Runs it, once all are there."""
     dist.barrier()
-    thread, cpu, wall = thread_s(), time.process_time(), time.perf_counter()
+    before, wall = meter.read(), time.perf_counter()
     count = run()
     dist.barrier()
-    return (
-        (time.perf_counter() - wall) / count,
-        (time.process_time() - cpu) / count,
-        (thread_s() - thread) / count,
-    )
+    wall_s = time.perf_counter() - wall
+    return Timed(wall_s / count, {name: spent / count for name, spent in meter.since(before).items()})
 
 
-Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], float], Callable[[], None]]
-"""Theirs and ours, each giving how often it did what is timed; the communication thread's clock; what ends it all."""
+def profile(blocks: Sequence[Timed]) -> dict[str, float]:
+    """Where the milliseconds go, each the median of the blocks; what the main thread does not compute, it waits."""
+    names = sorted({name for block in blocks for name in block.spent})
+    found = {name: statistics.median(block.spent.get(name, 0.0) for block in blocks) for name in names}
+    wall_ms = 1e3 * statistics.median(block.wall_s for block in blocks)
+    waiting_ms = statistics.median(1e3 * block.wall_s - block.spent[MAIN] for block in blocks)
+    said = {"wall": wall_ms, "main thread waiting": waiting_ms, **found}
+    return {name: round(spent, 3) for name, spent in said.items() if spent}
+
+
+Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], None]]
+"""Theirs and ours, each giving how often it did what is timed; what ends it all."""
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -124,7 +143,6 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     return (
         lambda: loop(their_model, their_optimizer),
         lambda: loop(our_model, our_optimizer),
-        lambda: handle.communication_cpu_s,
         handle.finish,
     )
 
@@ -168,7 +186,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         runtime.close()
         folder.cleanup()
 
-    return theirs, lambda: runtime.run(steps()), lambda: runtime.communication_cpu_s, close
+    return theirs, lambda: runtime.run(steps()), close
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -197,7 +215,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         tensor.fill_(1)
         return count
 
-    return theirs, ours, lambda: runtime.communication_cpu_s, runtime.close
+    return theirs, ours, runtime.close
 
 
 if __name__ == "__main__":
