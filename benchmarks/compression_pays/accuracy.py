@@ -14,7 +14,7 @@ from benchmarks.compression_pays.methods import METHODS, OWN_MOMENTUM, SYNCHRONO
 
 __all__ = ["TRAININGS", "Equality", "Hooked", "Learned"]
 
-WORKLOAD, REPLICAS, BATCH, STEPS, MOMENTUM = "cifar10/resnet20", 4, 8, 1000, 0.9
+WORKLOAD, REPLICAS, BATCH, STEPS, MOMENTUM = "cifar10/resnet8", 4, 8, 2000, 0.9
 RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 FIRST_RATE = 0.1
 SEEDS = (0, 1, 2)
