@@ -1,8 +1,13 @@
-"""Which methods learn as well as synchronous SGD: trainings in virtual time, each method at its own best rate."""
+"""Which methods learn as well as synchronous SGD: trainings in virtual time, each method at its own best rate.
+
+python -m benchmarks.compression_pays.accuracy METHOD ...    # trains these ahead of the times
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,3 +151,17 @@ def _around(rate: float) -> list[float]:
     """It and its neighbours on the grid."""
     place = RATES.index(rate)
     return list(RATES[max(0, place - 1) : place + 2])
+
+
+def main() -> None:
+    """Prints of each method what it came to, and whether that is equal."""
+    equality = Equality()
+    for method in sys.argv[1:]:
+        holds = equality.holds(method)
+        print(
+            json.dumps({"method": method, "equal": holds, **equality.learned[method].to_json()}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
