@@ -80,7 +80,7 @@ TRAININGS = Trainings(
     Path(__file__).parent / "results" / "accuracies.jsonl",
     Hooked,
     [*TRIED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
-    minutes=0.3,
+    minutes=0.1,
 )
 
 
