@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,28 +35,29 @@ BATCH = 32
 
 
 def main() -> None:
-    """``worker what rounds``; rank 0 prints one JSON object."""
+    """``worker what rounds shorter``, the last by how much blocks are shorter; rank 0 prints one JSON object."""
     torch.set_num_threads(1)
-    what, rounds = sys.argv[1], int(sys.argv[2])
+    what, (rounds, shorter) = sys.argv[1], map(int, sys.argv[2:4])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
     meter = Meter()
     kind, _, detail = what.partition(":")
-    theirs, ours, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
+    theirs, ours, close, block = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
         detail, rank, size, store
     )
-    timed(theirs, meter)
-    timed(ours, meter)
+    count = max(1, block // shorter)
+    timed(theirs, count, meter)
+    timed(ours, count, meter)
     pairs = []
     for round_ in range(rounds):
         # Taking turns in going first evens out a drift of the machine.
         if round_ % 2:
-            own = timed(ours, meter)
-            pairs.append((timed(theirs, meter), own))
+            own = timed(ours, count, meter)
+            pairs.append((timed(theirs, count, meter), own))
         else:
-            other = timed(theirs, meter)
-            pairs.append((other, timed(ours, meter)))
+            other = timed(theirs, count, meter)
+            pairs.append((other, timed(ours, count, meter)))
     close()
     dist.barrier()
     if rank == 0:
@@ -89,11 +91,11 @@ class Timed:
         return sum(self.spent.get(role, 0.0) for role in ROLES)
 
 
-def timed(run: Callable[[], int], meter: Meter) -> Timed:
-    """Runs it, once all are there."""
+def timed(run: Callable[[int], object], count: int, meter: Meter) -> Timed:
+    """Runs a block of so many, once all are there."""
     dist.barrier()
     before, wall = meter.read(), time.perf_counter()
-    count = run()
+    run(count)
     dist.barrier()
     wall_s = time.perf_counter() - wall
     return Timed(wall_s / count, {name: spent / count for name, spent in meter.since(before).items()})
@@ -109,8 +111,8 @@ def profile(blocks: Sequence[Timed]) -> dict[str, float]:
     return {name: round(spent, 3) for name, spent in said.items() if spent}
 
 
-Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], None]]
-"""Theirs and ours, each giving how often it did what is timed; what ends it all."""
+Sides = tuple[Callable[[int], object], Callable[[int], object], Callable[[], None], int]
+"""Theirs and ours, each doing what is timed so many times; what ends it all; how many times a block is."""
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -125,15 +127,13 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
 
     inputs = torch.randn(BATCH, *((784,) if name == "mlp" else (3, 32, 32)))
     targets = torch.randint(10, (BATCH,))
-    count = 60 if name == "mlp" else 8
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return count
 
     their_model = DistributedDataParallel(made())
     their_optimizer = torch.optim.SGD(their_model.parameters(), lr=0.01, momentum=0.9)
@@ -141,9 +141,10 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
     handle = farflung.attach(our_model, our_optimizer, encrypt=option == "encrypted")
     return (
-        lambda: loop(their_model, their_optimizer),
-        lambda: loop(our_model, our_optimizer),
+        partial(loop, their_model, their_optimizer),
+        partial(loop, our_model, our_optimizer),
         handle.finish,
+        60 if name == "mlp" else 8,
     )
 
 
@@ -166,27 +167,25 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     )
     random = torch.Generator().manual_seed(rank)
     order = torch.randperm(len(data), generator=random).split(BATCH)
-    count, at = 8, [0]
+    at = [0]
 
-    def theirs() -> int:
+    def theirs(count: int) -> None:
         for _ in range(count):
             batch = data.take(order[at[0] % (len(order) - 1)], train=True)
             at[0] += 1
             work.loss(model, batch).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return count
 
-    async def steps() -> int:
+    async def steps(count: int) -> None:
         for _ in range(count):
             await replica.step()
-        return count
 
     def close() -> None:
         runtime.close()
         folder.cleanup()
 
-    return theirs, lambda: runtime.run(steps()), close
+    return theirs, lambda count: runtime.run(steps(count)), close, 8
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -195,27 +194,24 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     runtime = WallRuntime(rank, size, store)
     tensor = torch.ones(int(nbytes) // 4)
     side = torch.ones(1, dtype=torch.float64)
-    count = 100 if int(nbytes) < 1 << 20 else 3
     exchange = [0]
 
-    def theirs() -> int:
+    def theirs(count: int) -> None:
         for _ in range(count):
             dist.all_reduce(tensor)
         tensor.fill_(1)
-        return count
 
     async def one() -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
         return (await channel.collective(name)(channel, tensor, side))[0]
 
-    def ours() -> int:
+    def ours(count: int) -> None:
         for _ in range(count):
             runtime.launch(one()).wait()
         tensor.fill_(1)
-        return count
 
-    return theirs, ours, runtime.close
+    return theirs, ours, runtime.close, 100 if int(nbytes) < 1 << 20 else 3
 
 
 if __name__ == "__main__":
