@@ -135,11 +135,10 @@ class Equality:
             rates = self._accuracies(method, _around(FIRST_RATE), SEEDS[0])
             while more := [rate for rate in _around(max(rates, key=rates.__getitem__)) if rate not in rates]:
                 rates |= self._accuracies(method, more, SEEDS[0])
-            first = max(rates.values())
-            others = [] if first < hopeless else [
-                Hooked(method, max(rates, key=rates.__getitem__), seed) for seed in SEEDS[1:]
-            ]  # fmt: skip
-            self.learned[method] = Learned(rates, [first, *self._trainings.accuracies(others)])
+            best = max(rates, key=rates.__getitem__)
+            seeds = SEEDS[1:] if rates[best] >= hopeless else ()
+            others = self._trainings.accuracies([Hooked(method, best, seed) for seed in seeds])
+            self.learned[method] = Learned(rates, [rates[best], *others])
         return self.learned[method]
 
     def _accuracies(self, method: str, rates: list[float], seed: int) -> dict[float, float]:
