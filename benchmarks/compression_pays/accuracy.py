@@ -21,7 +21,7 @@ __all__ = ["TRAININGS", "Equality", "Hooked", "Learned"]
 
 WORKLOAD, REPLICAS, BATCH, STEPS, MOMENTUM = "cifar10/resnet8", 4, 8, 2000, 0.9
 RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
-FIRST_RATE = 0.1
+FIRST_RATE = 0.05
 SEEDS = (0, 1, 2)
 EQUAL_POINTS = 1.0
 """How much less accurate than synchronous SGD a method may be on average to count as equal."""

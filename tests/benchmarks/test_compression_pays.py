@@ -42,9 +42,9 @@ def best_at(places: dict[str, tuple[float, float]]) -> Callable[[Hooked], float]
 @pytest.mark.parametrize(
     ("rate", "tried"),
     [
-        (0.1, [0.05, 0.1, 0.2]),
-        (0.025, [0.05, 0.1, 0.2, 0.025, 0.0125]),
-        (RATES[-1], [0.05, 0.1, 0.2, 0.4, 0.8]),
+        (0.05, [0.025, 0.05, 0.1]),
+        (0.0125, [0.025, 0.05, 0.1, 0.0125]),
+        (RATES[-1], [0.025, 0.05, 0.1, 0.2, 0.4, 0.8]),
     ],
 )
 def test_a_rate_is_sought_until_its_neighbours_are_worse(rate: float, tried: list[float]) -> None:
