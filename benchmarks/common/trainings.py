@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from threading import Lock
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from rich.console import Console
 
@@ -16,8 +22,11 @@ from farflung.errors import FarflungError
 
 __all__ = ["TRAINED", "CannotTell", "Training", "Trainings"]
 
-TRAINED = ["src/farflung/**/*.py", *(f"!src/farflung/{above}/*.py" for above in ("cli", "lab", "report"))]
-"""What a training may depend on besides its settings and its own script: all but what stands above it."""
+TRAINED = [
+    "src/farflung/**/*.py",
+    *(f"!src/farflung/{apart}/**/*.py" for apart in ("cli", "integrations", "lab", "report")),
+]
+"""What a training may depend on besides its settings and its own script: all but what no training goes through."""
 
 
 class CannotTell(FarflungError):
@@ -48,6 +57,8 @@ class Training(Protocol):
 
 
 T = TypeVar("T", bound=Training)
+Where: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Calls something, here or in another process, and returns its value."""
 
 
 @dataclass(slots=True)
@@ -99,6 +110,7 @@ class Trainings(Generic[T]):
     def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str], *, minutes: float) -> None:
         self.sources, self.minutes = sources, minutes
         self._path, self._kind = path, kind
+        self._writing = Lock()
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def stored(self) -> list[T]:
@@ -120,18 +132,40 @@ class Trainings(Generic[T]):
         Raises:
           CannotTell: the stored one is of another machine.
         """
+        return self._accuracy(training, lambda work: work())
+
+    def accuracies(self, trainings: Sequence[T]) -> list[float]:
+        """Of several, as many at a time as there are processors, each in a process of its own.
+
+        Raises:
+          CannotTell: a stored one is of another machine.
+        """
+        count = max(1, min(len(trainings), os.cpu_count() or 1))
+        with (
+            ProcessPoolExecutor(
+                count, multiprocessing.get_context("spawn"), _end_when_interrupted
+            ) as processes,
+            ThreadPoolExecutor(count) as threads,
+        ):
+
+            def in_a_process(work: Callable[[], Any]) -> Any:
+                return processes.submit(work).result()
+
+            return list(threads.map(partial(self._accuracy, where=in_a_process), trainings))
+
+    def _accuracy(self, training: T, where: Where) -> float:
         line = next((line for line in self._lines() if self._training(line) == training), None)
         current, here = source_hash(self.sources), machine()
         if line is not None and line.sources == current and here in line.digests:
             return line.accuracy
         steps = max(training.first_steps(), 0 if line is None else line.first_steps)
         self._console.print(f"first {steps} steps of {training.title}")
-        found = training.digest(steps)
+        found = where(partial(training.digest, steps))
         if line is not None and line.sources != current and not self._holds(line, steps, found):
             line = None
         if line is None:
             self._console.print(f"training {training.title}")
-            line = _Line(asdict(training), training.accuracy())
+            line = _Line(asdict(training), where(training.accuracy))
         digests = line.digests if line.first_steps == steps else {}
         self._store(_Line(asdict(training), line.accuracy, current, steps, {**digests, here: found}))
         return line.accuracy
@@ -159,10 +193,16 @@ class Trainings(Generic[T]):
     def _store(self, new: _Line) -> None:
         """In the place of the line with the same settings."""
         training = self._training(new)
-        lines = self._lines()
-        place = next((i for i, line in enumerate(lines) if self._training(line) == training), len(lines))
-        lines[place : place + 1] = [new]
-        self._path.parent.mkdir(exist_ok=True)
-        part = self._path.with_suffix(".part")
-        part.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
-        part.replace(self._path)
+        with self._writing:
+            lines = self._lines()
+            place = next((i for i, line in enumerate(lines) if self._training(line) == training), len(lines))
+            lines[place : place + 1] = [new]
+            self._path.parent.mkdir(exist_ok=True)
+            part = self._path.with_suffix(".part")
+            part.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
+            part.replace(self._path)
+
+
+def _end_when_interrupted() -> None:
+    """Of a worker process: Ctrl-C ends it without a word; its parent says what there is to say."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

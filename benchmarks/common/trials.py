@@ -67,7 +67,7 @@ class Trial:
       seed: of everything.
     """
 
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
     workload: str = "cifar10/vgg"
     replicas: int = 4
     batch_size: int = 16

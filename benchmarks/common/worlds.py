@@ -19,7 +19,7 @@ def replicas_in(
     world: VirtualWorld,
     task: Workload,
     training: Training,
-    parts: Mapping[str, str],
+    parts: Mapping[str, object],
     sink: Callable[[Event], None] | None = None,
 ) -> list[Replica]:
     """One for each of the world's runtimes.

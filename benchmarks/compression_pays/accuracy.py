@@ -1,103 +1,165 @@
-"""Trains resnet20 on CIFAR-10 under DDP with one method as its hook.
+"""Which methods learn as well as synchronous SGD: trainings in virtual time, each method at its own best rate.
 
-torchrun ... -m benchmarks.compression_pays.accuracy METHOD SEED STEPS TESTED
+python -m benchmarks.compression_pays.accuracy METHOD ...    # trains these ahead of the times
 """
 
 from __future__ import annotations
 
 import json
-import os
+import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from benchmarks.common import Trainings, Trial
+from benchmarks.common.trials import TRIED
+from benchmarks.compression_pays.methods import METHODS, OWN_MOMENTUM, SYNCHRONOUS
 
-from benchmarks.common import torchrun
-from benchmarks.common.first_steps import combined, digest, first_steps
-from benchmarks.compression_pays.methods import METHODS, wrapped
-from farflung.reducers import CodecReducer
-from farflung.schedules import Synchronous
-from farflung.seeding import derive, generator
-from farflung.workloads import workload
+__all__ = ["TRAININGS", "Equality", "Hooked", "Learned"]
 
-WORKLOAD, PROCESSES, BATCH, LEARNING_RATE, MOMENTUM = "cifar10/resnet20", 4, 32, 0.05, 0.9
-ALL, FEW = 10_000, 500
-"""Test samples, and those that say whether scoring is what it was."""
+WORKLOAD, REPLICAS, BATCH, STEPS, MOMENTUM = "cifar10/resnet8", 4, 8, 2000, 0.9
+RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
+FIRST_RATE = 0.05
+SEEDS = (0, 1, 2)
+EQUAL_POINTS = 1.0
+"""How much less accurate than synchronous SGD a method may be on average to count as equal."""
+HOPELESS_POINTS = 4.0
+"""How much less with the first seed at its best rate, so that the others are not tried; seeds differ by less."""
 
 
 @dataclass(frozen=True)
 class Hooked:
-    """A training on loopback with one method as DDP's hook.
+    """One training with a method.
 
     Args:
       method: by its name in tables.
-      seed: of the model and the order of samples.
+      learning_rate: of the first step; falls linearly to 0.
+      seed: of the model and the order of samples, so the same for all methods.
       steps: updates.
     """
 
     method: str
+    learning_rate: float
     seed: int
-    steps: int
+    steps: int = STEPS
 
     @property
     def title(self) -> str:
-        """Method and seed."""
-        return f"{self.method}, seed {self.seed}"
+        """All of it but the steps."""
+        return f"{self.method}, rate {self.learning_rate:g}, seed {self.seed}"
 
     def first_steps(self) -> int:
         """Until everything that the method does has happened twice."""
-        model = workload(WORKLOAD).model(generator(self.seed, "model"))
-        return first_steps(model, Synchronous(), METHODS.get(self.method, CodecReducer()), self.steps)
+        return self._trial.first_steps()
 
     def digest(self, steps: int) -> str:
-        """Of all processes after the first steps, and of their score."""
-        said = sorted(self._run(steps, FEW), key=lambda one: int(one["rank"]))
-        return combined(f"{one['digest']} {one['accuracy']!r}" for one in said)
+        """Of all replicas after the first steps, and of their score."""
+        return self._trial.digest(steps)
 
     def accuracy(self) -> float:
         """On the test set at the end, in percent."""
-        return float(self._run(self.steps, ALL)[0]["accuracy"])
+        return self._trial.accuracy()
 
-    def _run(self, steps: int, tested: int) -> list[dict[str, Any]]:
-        module = "benchmarks.compression_pays.accuracy"
-        return torchrun(PROCESSES, module, self.method, str(self.seed), str(steps), str(tested))
+    @property
+    def _trial(self) -> Trial:
+        return Trial(
+            {"reducer": METHODS[self.method]},
+            WORKLOAD,
+            REPLICAS,
+            BATCH,
+            self.steps,
+            self.learning_rate,
+            momentum=0.0 if self.method in OWN_MOMENTUM else MOMENTUM,
+            seed=self.seed,
+        )
+
+
+TRAININGS = Trainings(
+    Path(__file__).parent / "results" / "accuracies.jsonl",
+    Hooked,
+    [*TRIED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
+    minutes=0.1,
+)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a method came to.
+
+    Args:
+      rates: those tried with the first seed, and the accuracy of each in percent.
+      accuracies: of each seed at the best of them; of the first alone where that is hopeless.
+    """
+
+    rates: Mapping[float, float]
+    accuracies: list[float]
+
+    @property
+    def rate(self) -> float:
+        """The best."""
+        return max(self.rates, key=lambda rate: self.rates[rate])
+
+    @property
+    def mean(self) -> float:
+        """Of all seeds, in percent."""
+        return statistics.fmean(self.accuracies)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a row's configuration."""
+        return {"rate": self.rate, "accuracies": self.accuracies, "of_rates": dict(self.rates)}
+
+
+class Equality:
+    """Compares methods with synchronous SGD.
+
+    Args:
+      trainings: that are stored.
+    """
+
+    def __init__(self, trainings: Trainings[Hooked] = TRAININGS) -> None:
+        self._trainings = trainings
+        self.learned: dict[str, Learned] = {}
+        """Of all methods that have been asked for."""
+
+    def holds(self, method: str) -> bool:
+        """Whether the mean of all seeds is within a point of synchronous SGD's own best."""
+        goal = self._best(SYNCHRONOUS).mean
+        learned = self._best(method, hopeless=goal - HOPELESS_POINTS)
+        return len(learned.accuracies) == len(SEEDS) and learned.mean >= goal - EQUAL_POINTS
+
+    def _best(self, method: str, hopeless: float = 0.0) -> Learned:
+        """At the rate that is better than its neighbours on the grid for the first seed."""
+        if method not in self.learned:
+            rates = self._accuracies(method, _around(FIRST_RATE), SEEDS[0])
+            while more := [rate for rate in _around(max(rates, key=rates.__getitem__)) if rate not in rates]:
+                rates |= self._accuracies(method, more, SEEDS[0])
+            best = max(rates, key=rates.__getitem__)
+            seeds = SEEDS[1:] if rates[best] >= hopeless else ()
+            others = self._trainings.accuracies([Hooked(method, best, seed) for seed in seeds])
+            self.learned[method] = Learned(rates, [rates[best], *others])
+        return self.learned[method]
+
+    def _accuracies(self, method: str, rates: list[float], seed: int) -> dict[float, float]:
+        found = self._trainings.accuracies([Hooked(method, rate, seed) for rate in rates])
+        return dict(zip(rates, found, strict=True))
+
+
+def _around(rate: float) -> list[float]:
+    """It and its neighbours on the grid."""
+    place = RATES.index(rate)
+    return list(RATES[max(0, place - 1) : place + 2])
 
 
 def main() -> None:
-    """Every process prints where its model ended, and the test accuracy of all in percent."""
-    torch.set_num_threads(1)
-    method, (seed, steps, tested) = sys.argv[1], map(int, sys.argv[2:5])
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    task = workload(WORKLOAD)
-    train, test = task.datasets()
-    model = task.model(generator(seed, "model"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    ddp, close = wrapped(method, model)
-    torch.manual_seed(derive(seed, "samples", rank))  # of how they are shifted and mirrored
-    order = torch.randperm(len(train), generator=generator(seed, "order"))
-    for step in range(steps):
-        places = torch.arange(BATCH) + (step * size + rank) * BATCH
-        batch = train.take(order[places % len(order)], train=True)
-        task.loss(ddp, batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        mine = torch.arange(rank, tested, size)
-        right = sum(
-            (task.metric(model, test.take(ids, train=False)).sum() for ids in mine.split(250)),
-            torch.zeros(()),
+    """Prints of each method what it came to, and whether that is equal."""
+    equality = Equality()
+    for method in sys.argv[1:]:
+        holds = equality.holds(method)
+        print(
+            json.dumps({"method": method, "equal": holds, **equality.learned[method].to_json()}), flush=True
         )
-    dist.all_reduce(right)
-    said = {"rank": rank, "digest": digest(model), "accuracy": 100 * float(right) / tested}
-    sys.stdout.write(json.dumps(said) + "\n")  # in one piece: all processes write to one pipe
-    sys.stdout.flush()
-    close()
-    del ddp  # its own threads have to be gone before the group
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

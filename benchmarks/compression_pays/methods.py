@@ -27,18 +27,33 @@ from farflung.codecs import (
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.types import Reducer
 
-__all__ = ["AUTO", "DDP", "FP16_HOOK", "METHODS", "POWERSGD_HOOK", "TORCH", "wrapped"]
+__all__ = [
+    "AUTO",
+    "DDP",
+    "FP16_HOOK",
+    "METHODS",
+    "OWN_MOMENTUM",
+    "POWERSGD_HOOK",
+    "REFERENCES",
+    "SYNCHRONOUS",
+    "TIGHT",
+    "TRUNCATE16",
+    "wrapped",
+]
 
 DDP = "DDP"
 FP16_HOOK = "PyTorch's fp16 hook"
 POWERSGD_HOOK = "PyTorch's PowerSGD hook, rank 2"
-TORCH = (DDP, FP16_HOOK, POWERSGD_HOOK)
-AUTO = "identity, auto, falls back"
+REFERENCES = (DDP, FP16_HOOK, POWERSGD_HOOK)
+"""What PyTorch has."""
+AUTO, SYNCHRONOUS, TRUNCATE16 = "identity, auto, falls back", "identity", "truncate16"
+TIGHT = (AUTO, SYNCHRONOUS, TRUNCATE16)
+"""Those whose goals are close to 1."""
 
 METHODS: dict[str, Reducer] = {
     AUTO: CodecReducer(collective="auto"),
-    "identity": CodecReducer(),
-    "truncate16": CodecReducer(Truncate16()),
+    SYNCHRONOUS: CodecReducer(),
+    TRUNCATE16: CodecReducer(Truncate16()),
     "int8": CodecReducer(Int8()),
     "int8, stochastic, gathered": CodecReducer(Int8("stochastic")),
     "qsgd, 4 bits, gathered": CodecReducer(QSGD(bits=4)),
@@ -60,6 +75,8 @@ METHODS: dict[str, Reducer] = {
     "shared_scale_qsgd, 4 bits": SharedScaleQSGD(bits=4),
 }
 """farflung's, by what they are called in tables; every codec and reducer has a row."""
+OWN_MOMENTUM = ("dgc, 0.1%",)
+"""Those that have the momentum in themselves, so that the optimizer has none."""
 
 
 def wrapped(method: str, model: nn.Module) -> tuple[DistributedDataParallel, Callable[[], None]]:

@@ -8,7 +8,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
+from benchmarks.common.meter import MAIN, ROLES, Meter
 from farflung.comm import ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
@@ -28,70 +31,88 @@ from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
 from farflung.workloads import workload
 
-Timed = tuple[float, float, float]
-"""Wall and processor seconds for each repetition, and those of the communication thread."""
 BATCH = 32
 
 
 def main() -> None:
-    """``worker what rounds``; rank 0 prints one JSON object."""
+    """``worker what rounds shorter``, the last by how much blocks are shorter; rank 0 prints one JSON object."""
     torch.set_num_threads(1)
-    what, rounds = sys.argv[1], int(sys.argv[2])
+    what, (rounds, shorter) = sys.argv[1], map(int, sys.argv[2:4])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
+    meter = Meter()
     kind, _, detail = what.partition(":")
-    theirs, ours, thread_s, close = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
+    theirs, ours, close, block = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
         detail, rank, size, store
     )
-    timed(theirs, thread_s)
-    timed(ours, thread_s)
+    count = max(1, block // shorter)
+    timed(theirs, count, meter)
+    timed(ours, count, meter)
     pairs = []
     for round_ in range(rounds):
         # Taking turns in going first evens out a drift of the machine.
         if round_ % 2:
-            own = timed(ours, thread_s)
-            pairs.append((timed(theirs, thread_s), own))
+            own = timed(ours, count, meter)
+            pairs.append((timed(theirs, count, meter), own))
         else:
-            other = timed(theirs, thread_s)
-            pairs.append((other, timed(ours, thread_s)))
+            other = timed(theirs, count, meter)
+            pairs.append((other, timed(ours, count, meter)))
     close()
     dist.barrier()
     if rank == 0:
-        ratios = [o[0] / t[0] for t, o in pairs]
+        ratios = [own.wall_s / other.wall_s for other, own in pairs]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        print(
-            json.dumps(
-                {
-                    "ratio": statistics.median(ratios),
-                    "spread": [quartiles[0], quartiles[2]],
-                    "theirs_ms": 1e3 * statistics.median(t[0] for t, _ in pairs),
-                    "ours_ms": 1e3 * statistics.median(o[0] for _, o in pairs),
-                    "cpu_ratio": statistics.median(o[1] / t[1] for t, o in pairs),
-                    "theirs_cpu_ms": 1e3 * statistics.median(t[1] for t, _ in pairs),
-                    "ours_cpu_ms": 1e3 * statistics.median(o[1] for _, o in pairs),
-                    "communication_thread_cpu_ms": 1e3 * statistics.median(o[2] for _, o in pairs),
-                }
-            ),
-            flush=True,
-        )
+        said = {
+            "ratio": statistics.median(ratios),
+            "spread": [quartiles[0], quartiles[2]],
+            "cpu_ratio": statistics.median(own.processor_ms / other.processor_ms for other, own in pairs),
+            "theirs": profile([other for other, _ in pairs]),
+            "ours": profile([own for _, own in pairs]),
+        }
+        print(json.dumps(said), flush=True)
 
 
-def timed(run: Callable[[], int], thread_s: Callable[[], float]) -> Timed:
-    """Runs it, once all are there."""
+@dataclass(frozen=True)
+class Timed:
+    """One repetition of what is timed, on average of a block.
+
+    Args:
+      wall_s: on the clock.
+      spent: in the words of :class:`benchmarks.common.meter.Meter`.
+    """
+
+    wall_s: float
+    spent: Mapping[str, float]
+
+    @property
+    def processor_ms(self) -> float:
+        """Of all threads."""
+        return sum(self.spent.get(role, 0.0) for role in ROLES)
+
+
+def timed(run: Callable[[int], object], count: int, meter: Meter) -> Timed:
+    """Runs a block of so many, once all are there."""
     dist.barrier()
-    thread, cpu, wall = thread_s(), time.process_time(), time.perf_counter()
-    count = run()
+    before, wall = meter.read(), time.perf_counter()
+    run(count)
     dist.barrier()
-    return (
-        (time.perf_counter() - wall) / count,
-        (time.process_time() - cpu) / count,
-        (thread_s() - thread) / count,
-    )
+    wall_s = time.perf_counter() - wall
+    return Timed(wall_s / count, {name: spent / count for name, spent in meter.since(before).items()})
 
 
-Sides = tuple[Callable[[], int], Callable[[], int], Callable[[], float], Callable[[], None]]
-"""Theirs and ours, each giving how often it did what is timed; the communication thread's clock; what ends it all."""
+def profile(blocks: Sequence[Timed]) -> dict[str, float]:
+    """Where the milliseconds go, each the median of the blocks; what the main thread does not compute, it waits."""
+    names = sorted({name for block in blocks for name in block.spent})
+    found = {name: statistics.median(block.spent.get(name, 0.0) for block in blocks) for name in names}
+    wall_ms = 1e3 * statistics.median(block.wall_s for block in blocks)
+    waiting_ms = statistics.median(1e3 * block.wall_s - block.spent[MAIN] for block in blocks)
+    said = {"wall": wall_ms, "main thread waiting": waiting_ms, **found}
+    return {name: round(spent, 3) for name, spent in said.items() if spent}
+
+
+Sides = tuple[Callable[[int], object], Callable[[int], object], Callable[[], None], int]
+"""Theirs and ours, each doing what is timed so many times; what ends it all; how many times a block is."""
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -106,15 +127,13 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
 
     inputs = torch.randn(BATCH, *((784,) if name == "mlp" else (3, 32, 32)))
     targets = torch.randint(10, (BATCH,))
-    count = 60 if name == "mlp" else 8
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return count
 
     their_model = DistributedDataParallel(made())
     their_optimizer = torch.optim.SGD(their_model.parameters(), lr=0.01, momentum=0.9)
@@ -122,10 +141,10 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
     handle = farflung.attach(our_model, our_optimizer, encrypt=option == "encrypted")
     return (
-        lambda: loop(their_model, their_optimizer),
-        lambda: loop(our_model, our_optimizer),
-        lambda: handle.communication_cpu_s,
+        partial(loop, their_model, their_optimizer),
+        partial(loop, our_model, our_optimizer),
         handle.finish,
+        60 if name == "mlp" else 8,
     )
 
 
@@ -148,27 +167,25 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     )
     random = torch.Generator().manual_seed(rank)
     order = torch.randperm(len(data), generator=random).split(BATCH)
-    count, at = 8, [0]
+    at = [0]
 
-    def theirs() -> int:
+    def theirs(count: int) -> None:
         for _ in range(count):
             batch = data.take(order[at[0] % (len(order) - 1)], train=True)
             at[0] += 1
             work.loss(model, batch).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return count
 
-    async def steps() -> int:
+    async def steps(count: int) -> None:
         for _ in range(count):
             await replica.step()
-        return count
 
     def close() -> None:
         runtime.close()
         folder.cleanup()
 
-    return theirs, lambda: runtime.run(steps()), lambda: runtime.communication_cpu_s, close
+    return theirs, lambda count: runtime.run(steps(count)), close, 8
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -177,27 +194,24 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     runtime = WallRuntime(rank, size, store)
     tensor = torch.ones(int(nbytes) // 4)
     side = torch.ones(1, dtype=torch.float64)
-    count = 100 if int(nbytes) < 1 << 20 else 3
     exchange = [0]
 
-    def theirs() -> int:
+    def theirs(count: int) -> None:
         for _ in range(count):
             dist.all_reduce(tensor)
         tensor.fill_(1)
-        return count
 
     async def one() -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
         return (await channel.collective(name)(channel, tensor, side))[0]
 
-    def ours() -> int:
+    def ours(count: int) -> None:
         for _ in range(count):
             runtime.launch(one()).wait()
         tensor.fill_(1)
-        return count
 
-    return theirs, ours, lambda: runtime.communication_cpu_s, runtime.close
+    return theirs, ours, runtime.close, 100 if int(nbytes) < 1 << 20 else 3
 
 
 if __name__ == "__main__":

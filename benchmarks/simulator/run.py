@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import Benchmark, Group, Measured, main
+from benchmarks.common.workers import ROOT, environment
 from farflung.comm import ExchangeChannel
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.runtime import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Runtime
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 3
 COUNTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of replicas whose cost is stored."""
@@ -109,8 +109,7 @@ def _rounds(what: str, count: int, steps: int, quick: bool) -> list[dict[str, An
 def _worker(what: str, count: int, steps: int) -> dict[str, Any]:
     """One simulation in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.simulator.worker", what, str(count), str(steps)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return {**json.loads(done.stdout.splitlines()[-1]), "replicas": count, "steps": steps}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,6 +162,37 @@ def test_a_setting_that_is_new_has_its_default(kept: Trainings[Fake], tmp_path: 
     path.write_text(json.dumps(line) + "\n")
     assert kept.accuracy(Fake(0.1)) == 50.0
     assert asked() == []
+
+
+@dataclass(frozen=True)
+class Apart:
+    parent: int
+    seed: int
+    title = "apart"
+
+    def first_steps(self) -> int:
+        return 20
+
+    def digest(self, steps: int) -> str:
+        return f"{steps} {self}"
+
+    def accuracy(self) -> float:
+        assert os.getpid() != self.parent
+        return float(self.seed)
+
+
+def test_several_are_trained_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # importing torch is what costs
+    kept = Trainings(tmp_path / "results" / "apart.jsonl", Apart, ["*.py"], minutes=0.0)
+    wanted = [Apart(os.getpid(), seed) for seed in (3, 1, 2)]
+    assert kept.accuracies(wanted) == [3.0, 1.0, 2.0]
+    assert kept.stored() == wanted
+    assert not kept.due()
+    monkeypatch.setattr(Apart, "accuracy", None)
+    assert kept.accuracies(wanted[1:]) == [1.0, 2.0]
+    assert kept.accuracies([]) == []
 
 
 # --- how many steps ---------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Where the time of steps goes: processor time by thread, arithmetic of exchanges by operation, bytes sent."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from farflung.comm import ExchangeChannel
+from farflung.types import CodingCost
+
+__all__ = ["MAIN", "ROLES", "Meter"]
+
+T = TypeVar("T")
+ROLES = (MAIN, COMMUNICATION, ZEROMQ, OTHERS) = (
+    "main thread",
+    "communication thread",
+    "ZeroMQ",
+    "gloo and others",
+)
+"""Threads of a process, by what they do."""
+TASKS = Path("/proc/self/task")
+SENT = Path("/proc/self/net/dev")
+
+
+class Meter:
+    """One for a process: from when it is made on, all that exchanges compute is timed."""
+
+    def __init__(self) -> None:
+        self._coding_s: defaultdict[str, float] = defaultdict(float)
+        compute, coding_s = ExchangeChannel.compute, self._coding_s
+
+        def timed(channel: ExchangeChannel, cost: CodingCost, fn: Callable[[], T]) -> T:
+            begin = time.thread_time()
+            value = compute(channel, cost, fn)
+            coding_s[cost.operation] += time.thread_time() - begin
+            return value
+
+        ExchangeChannel.compute = timed  # type: ignore[method-assign, assignment]
+
+    def read(self) -> dict[str, float]:
+        """So far: processor milliseconds of each thread, those of exchanges' arithmetic by operation, and kB sent.
+
+        The arithmetic is part of the communication thread's. Bytes are those of all interfaces but loopback, with the
+        headers of TCP.
+        """
+        found: defaultdict[str, float] = defaultdict(float)
+        own = {thread.native_id: thread.name for thread in threading.enumerate()}
+        for task in TASKS.iterdir():
+            try:
+                name = (task / "comm").read_text().strip()
+                spent_s = time.clock_gettime(
+                    ~int(task.name) << 3 | 6
+                )  # the kernel's number of a thread's clock
+            except OSError:  # it has ended
+                continue
+            found[_role(int(task.name), own.get(int(task.name), name))] += 1e3 * spent_s
+        for operation, spent_s in self._coding_s.items():
+            found[f"coding: {operation}"] = 1e3 * spent_s
+        for line in SENT.read_text().splitlines()[2:]:
+            interface, fields = line.split(":")
+            if interface.strip() != "lo":
+                found["kB sent"] += int(fields.split()[8]) / 1e3
+        return found
+
+    def since(self, before: Mapping[str, float]) -> dict[str, float]:
+        """What has been added to an earlier reading, but for what has not changed."""
+        added = {name: now - before.get(name, 0.0) for name, now in self.read().items()}
+        return {name: spent for name, spent in added.items() if spent}
+
+
+def _role(task: int, name: str) -> str:
+    if task == os.getpid():
+        return MAIN
+    if name == "farflung-communication":
+        return COMMUNICATION
+    return ZEROMQ if name.startswith("ZMQbg") else OTHERS

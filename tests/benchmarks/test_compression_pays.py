@@ -1,0 +1,84 @@
+"""Which methods count as equally accurate, and where the milliseconds of a step are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from benchmarks.common.meter import MAIN, Meter
+from benchmarks.compression_pays.accuracy import RATES, SEEDS, Equality, Hooked
+from benchmarks.compression_pays.methods import METHODS, OWN_MOMENTUM, SYNCHRONOUS
+from farflung.comm import ExchangeChannel
+from farflung.runtime import VirtualWorld
+from farflung.types import CodingCost
+
+
+class Table:
+    """Trainings that have been made already, and which of them were asked for."""
+
+    def __init__(self, accuracy: Callable[[Hooked], float]) -> None:
+        self._accuracy = accuracy
+        self.asked: list[Hooked] = []
+
+    def accuracies(self, trainings: Sequence[Hooked]) -> list[float]:
+        self.asked += trainings
+        return [self._accuracy(one) for one in trainings]
+
+    def rates(self, method: str) -> list[float]:
+        return [one.learning_rate for one in self.asked if one.method == method and one.seed == SEEDS[0]]
+
+
+def best_at(places: dict[str, tuple[float, float]]) -> Callable[[Hooked], float]:
+    """The accuracy of each method at its best rate, two points less for each place on the grid farther away."""
+
+    def accuracy(one: Hooked) -> float:
+        rate, best = places[one.method]
+        return best - 2.0 * abs(RATES.index(one.learning_rate) - RATES.index(rate)) - 0.1 * one.seed
+
+    return accuracy
+
+
+@pytest.mark.parametrize(
+    ("rate", "tried"),
+    [
+        (0.05, [0.025, 0.05, 0.1]),
+        (0.0125, [0.025, 0.05, 0.1, 0.0125]),
+        (RATES[-1], [0.025, 0.05, 0.1, 0.2, 0.4, 0.8]),
+    ],
+)
+def test_a_rate_is_sought_until_its_neighbours_are_worse(rate: float, tried: list[float]) -> None:
+    table = Table(best_at({SYNCHRONOUS: (rate, 50.0)}))
+    equality = Equality(table)  # type: ignore[arg-type]
+    assert equality.holds(SYNCHRONOUS)
+    assert table.rates(SYNCHRONOUS) == tried
+    learned = equality.learned[SYNCHRONOUS]
+    assert (learned.rate, len(learned.accuracies)) == (rate, len(SEEDS))
+    assert learned.mean == pytest.approx(49.9)
+
+
+@pytest.mark.parametrize(("best", "holds", "seeds"), [(49.1, True, 3), (48.9, False, 3), (45.0, False, 1)])
+def test_equal_is_within_a_point_of_synchronous_each_at_its_own_rate(
+    best: float, holds: bool, seeds: int
+) -> None:
+    table = Table(best_at({SYNCHRONOUS: (0.1, 50.0), "int8": (0.4, best)}))
+    equality = Equality(table)  # type: ignore[arg-type]
+    assert equality.holds("int8") is holds
+    assert len(equality.learned["int8"].accuracies) == seeds
+    before = len(table.asked)
+    assert equality.holds("int8") is holds
+    assert len(table.asked) == before
+
+
+def test_methods_that_are_named_exist() -> None:
+    assert {*OWN_MOMENTUM, SYNCHRONOUS} <= METHODS.keys()
+
+
+def test_a_meter_tells_threads_apart_and_what_exchanges_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExchangeChannel, "compute", ExchangeChannel.compute)  # the meter puts its own there
+    meter = Meter()
+    before = meter.read()
+    channel = ExchangeChannel(VirtualWorld(1).runtimes[0].comm, 1, 0)
+    assert channel.compute(CodingCost("encode", "int8", 8), lambda: sum(range(100_000))) == 4999950000
+    added = meter.since(before)
+    assert 0 < added["coding: encode"] <= added[MAIN]
