@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from farflung.comm import ZmqCommunicator
 from farflung.runs import launching, prepare_training, train
+from farflung.runs.parent import Parent
 
 
-class Interrupted(subprocess.Popen[bytes]):
-    """Workers that take forever to start; whoever asks how they are is interrupted."""
-
-    def __init__(self, command: list[str], **options: Any) -> None:
-        del command
-        super().__init__([sys.executable, "-S", "-c", "import signal; signal.pause()"], **options)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            signal.raise_signal(signal.SIGINT)
-        return super().poll()
+def sleeper() -> Parent:
+    """Workers that take forever to start."""
+    command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    job = subprocess.Popen(command, start_new_session=True)
+    return Parent(job.pid, os.open(os.devnull, os.O_WRONLY), job.poll, job.wait)
 
 
 def test_an_interrupt_while_workers_start_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parent = sleeper()
+
+    def asked() -> int | None:
+        if parent.poll() is None:
+            signal.raise_signal(signal.SIGINT)
+        return parent.poll()
+
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(launching, "parent_of", lambda log: replace(parent, poll=asked))
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
+    assert parent.poll() == -signal.SIGKILL
 
 
 def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None:
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
-    with (
-        run.begun(),
-        subprocess.Popen(["true"], stdin=subprocess.PIPE) as job,
-        socket.socket() as events,
-    ):
-        watch = launching._Watch(job, 2, events, lambda event: None, run.files)
+    parent = sleeper()
+    with run.begun(), socket.socket() as events:
+        watch = launching._Watch(parent, 2, events, lambda event: None, run.files)
         for event in (
             {"event": "refused", "rank": 1, "t": 1.0, "messages": 0, "connections": 5},
             {"event": "end", "rank": 0, "t": 1.0, "steps": 3},
@@ -54,6 +55,7 @@ def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None
         ):
             watch._hear(json.dumps(event).encode())
         summary = watch._outcome()
+    parent.end()
     assert summary == {"steps": 3, "refused": {"messages": 2, "connections": 6}}
     assert json.loads(run.files.summary.read_text(encoding="utf-8")) == summary
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,19 +255,3 @@ def test_a_stored_configuration_is_the_run(tmp_path: Path) -> None:
     with folder.begun(run.config.to_json()):
         pass
     assert SimulatedConfig.resolve(SimulatedConfig.stored_in(folder)).to_json() == run.config.to_json()
-
-
-# --- what is imported ---------------------------------------------------------------------------------------------
-
-
-def test_simulating_draws_and_prints_nothing() -> None:
-    script = (
-        "import sys, farflung\n"
-        "assert 'farflung.runs' not in sys.modules\n"
-        "farflung.simulate('synthetic/quadratic', steps=2, workers=2)\n"
-        "print([name for name in ('matplotlib', 'rich', 'tyro', 'farflung.cli') if name in sys.modules])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
-    )
-    assert done.stdout.strip() == "[]"
