@@ -34,7 +34,7 @@ class Fork:
 
     def __init__(
         self,
-        call: Callable[[], object],
+        call: Callable[[], int | None],
         *,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -129,7 +129,7 @@ class _Process(ForkServerProcess):
     """One that gets descriptors with what it is told."""
 
     def __init__(
-        self, call: Callable[[], object], cwd: str, environment: dict[str, str], outputs: tuple[int, int]
+        self, call: Callable[[], int | None], cwd: str, environment: dict[str, str], outputs: tuple[int, int]
     ) -> None:
         preloaded()
         super().__init__()

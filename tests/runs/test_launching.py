@@ -16,6 +16,7 @@ import pytest
 from farflung.comm import ZmqCommunicator
 from farflung.runs import launching, prepare_training, train
 from farflung.runs.parent import Parent
+from farflung.telemetry import JsonLines, Telemetry
 
 
 def sleeper() -> Parent:
@@ -43,20 +44,20 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     assert parent.poll() == -signal.SIGKILL
 
 
-def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None:
+def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: Path) -> None:
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
+    for rank, *legs in ((1, (0, 5), (1, 0)), (0, (2, 1))):
+        for messages, connections in legs:
+            with JsonLines(run.files.telemetry(rank)) as file:
+                Telemetry(rank, file).emit("refused", t=1.0, messages=messages, connections=connections)
+                Telemetry(rank, file).emit("step", t=1.0, words='"refused"')
     parent = sleeper()
     with run.begun(), socket.socket() as events:
         watch = launching._Watch(parent, 2, events, lambda event: None, run.files)
-        for event in (
-            {"event": "refused", "rank": 1, "t": 1.0, "messages": 0, "connections": 5},
-            {"event": "end", "rank": 0, "t": 1.0, "steps": 3},
-            {"event": "refused", "rank": 0, "t": 1.0, "messages": 2, "connections": 1},
-        ):
-            watch._hear(json.dumps(event).encode())
+        watch._hear(b'{"event": "end", "rank": 0, "t": 1.0, "steps": 3}')
         summary = watch._outcome()
     parent.end()
-    assert summary == {"steps": 3, "refused": {"messages": 2, "connections": 6}}
+    assert summary == {"steps": 3, "refused": {"messages": 3, "connections": 6}}
     assert json.loads(run.files.summary.read_text(encoding="utf-8")) == summary
 
 
@@ -71,3 +72,5 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert told == {"event": "refused", "rank": 0, "t": told["t"], **refused}
     assert "1,234 connections" in str(ended)
     assert "messages" not in str(ended)
+    resumed = train(resume=tmp_path / "run", steps=4)
+    assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}

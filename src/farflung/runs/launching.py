@@ -9,7 +9,6 @@ import signal
 import socket
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,7 +97,6 @@ class _Watch:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
-        self._refused: Counter[str] = Counter()
         self._interrupts = 0
         self._end_by: float | None = None
 
@@ -129,8 +127,6 @@ class _Watch:
         elif kind == "error":
             self._errors.append(event)
             self._end_by = self._end_by or time.monotonic() + GRACE_S
-        elif kind == "refused":
-            self._refused.update({name: int(str(event[name])) for name in ("messages", "connections")})
         elif kind == "end" and rank == 0:
             self._summary = event
         elif kind == "pace" and rank == 0 and self._summary is not None:
@@ -155,8 +151,8 @@ class _Watch:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
             kept = self._folder.stored_summary() if self._folder.summary.exists() else {}
             summary = {**kept, **told}
-            if self._refused:
-                summary["refused"] = dict(self._refused)
+            if refused := self._folder.refused():
+                summary["refused"] = dict(refused)
                 write_json(self._folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
