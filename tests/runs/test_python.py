@@ -174,7 +174,8 @@ def test_a_sampler_is_what_makes_one() -> None:
     [
         ({"workload": halves()}, r"workload <own/Linear>: workers in processes of their own can only import it"),
         ({"workload": lambda: halves(4)}, "workload <.*lambda.*>: workers in processes"),
-        ({"recipe": farflung.Recipe(codec=type("Here", (Coarse,), {"__qualname__": "f.<locals>.Here"})())},
+        ({"workload": "synthetic/quadratic",
+          "recipe": farflung.Recipe(codec=type("Here", (Coarse,), {"__qualname__": "f.<locals>.Here"})())},
          "codec <.*>: workers in processes"),
     ],
     ids=["object", "lambda", "local"],
