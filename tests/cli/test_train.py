@@ -101,6 +101,8 @@ def test_a_killed_command_leaves_nothing_and_no_worker_could_be_reached(
     with training(*ENDLESS, "--workers", "2", "--collective", "native", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(2)]
+        command, *forks = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (process.pid, *pids))
+        assert forks == [command] * 2, "another Python was started for them"
         addresses = {address for pid in (process.pid, *pids) for address, _ in listening(pid)}
         assert addresses == {"127.0.0.1"}, "what others can reach"
         ends = [os.pidfd_open(pid) for pid in pids]
