@@ -5,8 +5,11 @@ Run by a test, with the extras hidden, and by scripts/package where they are not
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import pkgutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +42,22 @@ def train() -> None:
     handle.finish()
 
 
+def say_the_version_and_what_the_command_needs() -> None:
+    from farflung.__main__ import main
+
+    for options, code, told in (
+        (["--version"], 0, f"farflung {farflung.__version__}\n"),
+        (["train"], 2, "farflung: the farflung command needs tyro: pip install 'farflung[cli]'\n"),
+    ):
+        said = io.StringIO()
+        sys.argv[1:] = options
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            assert main() == code
+        assert said.getvalue() == told
+
+
 def simulate() -> list[Event]:
+    """Which neither draws nor prints, so it imports nothing that would."""
     run = farflung.simulate("synthetic/quadratic", workers=2, steps=3, network="wifi-10mbps")
     assert refusal(run.table) == "a table needs rich: pip install 'farflung[report]'"
     return run.events[0]
@@ -75,6 +93,10 @@ def say_what_is_missing(events: list[Event]) -> None:
 
 
 if __name__ == "__main__":
-    import_everything()
     train()
-    say_what_is_missing(simulate())
+    assert "farflung.runs" not in sys.modules
+    events = simulate()
+    assert "farflung.cli" not in sys.modules
+    say_what_is_missing(events)
+    say_the_version_and_what_the_command_needs()
+    import_everything()

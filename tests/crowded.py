@@ -62,6 +62,7 @@ def scenario() -> None:
         assert [comm.lost for comm in members.comms] == [None, None]
 
 
-if __name__ == "__main__":
+def hopeless_scenario() -> None:
+    """The same in a process that may not open more files."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
     scenario()

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,13 @@ import torch.distributed as dist
 
 DEADLINE_S = 250
 """An upper bound for a job, and for the start of the processes, on a busy machine."""
+
+
+def preloaded() -> ForkServerContext:
+    """Makes processes that are forks of one that has imported torch and farflung."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
 
 
 class Pool:
@@ -61,8 +68,7 @@ class Pool:
                 process.kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preloaded"])
+        context = preloaded()
         self._links, self._processes = [], []
         for _ in range(self._size):
             ours, theirs = context.Pipe()

@@ -236,7 +236,7 @@ def test_who_averages_alone_is_told_what_for(pool: Pool) -> None:
 @pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
 def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
     for said in pool.run(2, "tests.attach_jobs.nonfinite", what="stop", how=how):
-        assert "at step 2 on rank 1" in said["said"]
+        assert "non-finite gradient at step 2 on rank 1" in said["said"]
     for what in ("skip", "exclude"):
         one, other = pool.run(2, "tests.attach_jobs.nonfinite", what=what, how=how)
         assert one["end"] == other["end"]

@@ -81,32 +81,13 @@ def test_all_is_every_extra_of_users() -> None:
 # --- the core alone ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def core_alone(tmp_path: Path) -> dict[str, str]:
-    """The environment of a Python that finds none of what extras install."""
+def test_the_core_alone_trains_and_simulates(tmp_path: Path) -> None:
     blocked = f"import sys\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\n"
     (tmp_path / "sitecustomize.py").write_text(blocked, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def python(*args: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-
-
-def test_the_core_alone_trains_and_simulates(core_alone: dict[str, str]) -> None:
-    done = python(str(ROOT / "tests" / "core_alone.py"), environment=core_alone)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "core_alone.py")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_the_command_says_what_to_install(core_alone: dict[str, str]) -> None:
-    done = python("-m", "farflung", "train", "--steps", "1", environment=core_alone)
-    said = "farflung: the farflung command needs tyro: pip install 'farflung[cli]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-
-
-def test_the_version_needs_no_extra(core_alone: dict[str, str]) -> None:
-    done = python("-m", "farflung", "--version", environment=core_alone)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"farflung \d+\.\d+\.\d+\n", done.stdout)

@@ -1,8 +1,8 @@
 """The README and the page on Python tell the truth: their commands and their Python run as they stand.
 
 A block of the README stands alone and runs in an empty folder. Those of the page run one after the other in one; a
-block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of
-the page that attaches, runs under torchrun on two processes.
+block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group runs under
+torchrun on two processes, and one of the page that attaches on two that are told what torchrun tells.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -14,12 +14,16 @@ import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from farflung.cli.main import main
+from tests.forks import Fork, of_torchrun, ran, script
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 250
@@ -104,6 +108,8 @@ def test_commands_run(
         words = program(command)
         if words[0] == "make":
             run(["make", "-n", *words[1:]], ROOT)
+        elif words[:2] == ["farflung", "train"] and command.startswith("farflung"):
+            ran(*words[1:])
         elif words[0] == "farflung" and command.startswith("farflung"):
             assert main(words[1:]) == 0, f"{command}\n{capfd.readouterr().err}"
         elif words[0] in RUN:
@@ -116,18 +122,33 @@ def test_commands_run(
 @pytest.mark.parametrize("block", PYTHON, ids=where)
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    script = tmp_path / "block.py"
-    script.write_text(block.text, encoding="utf-8")
-    python(script, several="init_process_group" in block.text)
+    path = tmp_path / "block.py"
+    path.write_text(block.text, encoding="utf-8")
+    python(path, several="init_process_group" in block.text)
 
 
-def python(script: Path, *, several: bool) -> None:
+def python(path: Path, *, several: bool) -> None:
     """Runs a script in its folder, on two processes under torchrun if it is for several, else in this one."""
     if several:
         together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        run([sys.executable, *together, str(script)], script.parent)
+        run([sys.executable, *together, str(path)], path.parent)
     else:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def two_replicas(path: Path) -> None:
+    """Runs a script on two processes, as torchrun would."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        replicas = [
+            stack.enter_context(
+                Fork(partial(script, path), environment=of_torchrun(rank, 2, "127.0.0.1", store.port))
+            )
+            for rank in range(2)
+        ]
+        for replica in replicas:
+            _, err = replica.finished()
+            assert replica.returncode == 0, "\n".join(err)
 
 
 @pytest.mark.timeout(LIMIT_S * 6)
@@ -144,10 +165,12 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert main(words[1:]) == 0, command
             continue
         named = re.match(r"# (\w+)\.py\n", block.text)
-        script = tmp_path / (f"{named[1]}.py" if named else f"block_{number}.py")
-        script.write_text(block.text, encoding="utf-8")
+        path = tmp_path / (f"{named[1]}.py" if named else f"block_{number}.py")
+        path.write_text(block.text, encoding="utf-8")
         if named:
             monkeypatch.delitem(sys.modules, named[1], raising=False)
+        elif "farflung.attach(" in block.text:
+            two_replicas(path)
         else:
-            python(script, several="farflung.attach(" in block.text)
+            runpy.run_path(str(path), run_name="__main__")
     assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")

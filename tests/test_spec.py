@@ -42,6 +42,16 @@ def test_the_text_of_a_part_makes_it_again(part: object) -> None:
         assert made == expected, text
 
 
+def test_there_is_one_hint_on_every_python() -> None:
+    def hints(density: float = 0.5, **options: object) -> None:
+        raise TypeError("TopK.__init__() got an unexpected keyword argument 'x'. Did you mean 'density'?")
+
+    with pytest.raises(ConfigError) as caught:
+        build("codec", "topk(densty=0.1)", {"topk": hints})
+    said = "got an unexpected keyword argument 'x'; did you mean density? topk takes density=0.5, **options"
+    assert str(caught.value).endswith(said)
+
+
 def test_what_has_no_text_is_told_apart_where_it_can_be() -> None:
     assert (
         text_of(lambda: 1)

@@ -63,6 +63,7 @@ def attach(
     *,
     seed: int = 0,
     deadline_s: float = 60.0,
+    seat: Seat | None = None,
     store: dist.Store | None = None,
     interface: str | None = None,
     encrypt: bool = False,
@@ -91,6 +92,7 @@ def attach(
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
+      seat: which replica this is; what started the process has said so when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
@@ -124,7 +126,7 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already: finish() its handle first")
-    seat = Seat.taken() or Seat(0, 1, 0, 1)
+    seat = seat or Seat.taken() or Seat(0, 1, 0, 1)
     rank, size = seat.rank, seat.size
     profile = network_profile(network) if isinstance(network, str) else network
     if store is None and (meeting := seat.store(_JOIN_S)) is not None:

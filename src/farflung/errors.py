@@ -156,16 +156,17 @@ class NonFinite(RunLost):
       step: the step at which it was seen.
       ranks: the replicas that saw it, where they can be told.
       count: how many did.
+      what: ``loss`` or ``gradient``.
     """
 
-    def __init__(self, step: int, ranks: Iterable[int], count: int) -> None:
-        self.step, self.ranks, self.count = step, sorted(ranks), count
+    def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
+        self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
         if self.ranks:
             who = f"rank {', '.join(map(str, self.ranks))}"
         else:
             who = f"{count} ranks"
         super().__init__(
-            f"non-finite loss at step {step} on {who}: stopped everywhere before the update; "
+            f"non-finite {what} at step {step} on {who}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"
         )
 

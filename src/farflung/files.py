@@ -84,11 +84,13 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Puts ``where`` in front of errors from inside that do not name it, but for an extra's absence."""
+    """Puts ``where`` in front of errors from inside that do not name it, but for an extra's absence and for a file that
+    cannot be written, which names itself.
+    """
     try:
         yield
     except FarflungError as error:
-        if str(where) not in str(error) and not isinstance(error, MissingExtra):
+        if str(where) not in str(error) and not isinstance(error, MissingExtra | StorageError):
             error.args = (f"{where}: {error}",)
         raise
 

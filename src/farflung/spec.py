@@ -204,6 +204,7 @@ def _make(
         return member(*positional, **{**given, **options})
     except TypeError as error:
         reason = str(error).rpartition("__init__() ")[2] or str(error)
+        reason = reason.partition(". Did you mean ")[0]  # Python's own hint, from 3.13 on
         raise ConfigError(f"{kind} {text!r}: {reason}; {_instead(name, member, options)}") from None
 
 

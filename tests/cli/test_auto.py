@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from farflung.cli.main import main
 from farflung.runtime import read_decisions
+from tests.forks import ran
 
 NETWORK = "wifi-shared-100mbps"
 
 
-def ran(capsys: pytest.CaptureFixture[str], folder: Path, command: str, *options: str) -> dict[str, object]:
-    """The summary of a small run on three replicas."""
+def summary(folder: Path, command: str, *options: str) -> dict[str, object]:
+    """Of a small run on three replicas."""
     size = ["--workers", "3", "--steps", "1", "--batch-size", "8", "--data", "packaged", "--json"]
     workload = ["--workload", "fashion-mnist/cnn", "--checkpoint-every", "0"]
-    assert main([command, *workload, *size, "--out", str(folder / command), *options]) == 0
-    summary: dict[str, object] = json.loads(capsys.readouterr().out)
-    return summary
+    found: dict[str, object] = json.loads(
+        ran(command, *workload, *size, "--out", str(folder / command), *options)
+    )
+    return found
 
 
-def test_simulated_and_paced_runs_send_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    simulated = ran(capsys, tmp_path, "simulate", "--network", NETWORK)
-    real = ran(capsys, tmp_path, "train", "--network", NETWORK)
+def test_simulated_and_paced_runs_send_alike(tmp_path: Path) -> None:
+    simulated = summary(tmp_path, "simulate", "--network", NETWORK)
+    real = summary(tmp_path, "train", "--network", NETWORK)
     for fact in ("bytes_sent_per_replica", "collective", "final_loss"):
         assert real[fact] == simulated[fact], fact
     assert real["collective"] == "parameter_server"
@@ -33,12 +32,10 @@ def test_simulated_and_paced_runs_send_alike(capsys: pytest.CaptureFixture[str],
     assert [(d.name, d.step, d.timing) for d in decided[0]] == [("collective", 0, False)]
 
 
-def test_a_real_run_takes_what_a_simulated_one_took(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    simulated = ran(capsys, tmp_path, "simulate", "--network", NETWORK)
+def test_a_real_run_takes_what_a_simulated_one_took(tmp_path: Path) -> None:
+    simulated = summary(tmp_path, "simulate", "--network", NETWORK)
     log = str(tmp_path / "simulate" / "decisions.jsonl")
-    replayed = ran(capsys, tmp_path, "train", "--replay", log)
+    replayed = summary(tmp_path, "train", "--replay", log)
     assert replayed["collective"] == "parameter_server"
     assert replayed["bytes_sent_per_replica"] == simulated["bytes_sent_per_replica"]
     assert replayed["final_loss"] == simulated["final_loss"]

@@ -84,7 +84,7 @@ def end(*, stopped: bool = False) -> Event:
 def test_the_bar_says_how_far_how_well_how_fast_and_how_long() -> None:
     clock = Clock()
     progress = Progress(console=console(), clock=clock)
-    assert shown(progress) == ["starting: torch is imported 0:00:00", ""]
+    assert shown(progress) == ["starting: the workers 0:00:00", ""]
     progress(begin())
     assert shown(progress) == ["training 0/1,000 0:00:00", ""]
     clock.now += 30  # the first step warms up: it says nothing about the pace
@@ -146,7 +146,7 @@ def test_starting_up_is_shown_as_it_goes() -> None:
     clock = Clock()
     progress = Progress(console=console(), clock=clock)
     clock.now += 3.0
-    assert shown(progress)[0] == "starting: torch is imported 0:00:03"
+    assert shown(progress)[0] == "starting: the workers 0:00:03"
     for rank in (1, 0):
         progress({"event": "hello", "rank": rank, "pid": 7})
     assert shown(progress)[0] == "starting: 2 up, they meet 0:00:03"
@@ -159,7 +159,7 @@ def test_starting_up_is_shown_as_it_goes() -> None:
 def test_other_ranks_are_counted_and_not_shown() -> None:
     progress = Progress(console=console(), clock=Clock())
     progress(begin(rank=2, step=7))
-    assert shown(progress) == ["starting: torch is imported 0:00:00", ""]
+    assert shown(progress) == ["starting: the workers 0:00:00", ""]
     progress(begin(rank=0))
     progress(step(0))
     before = shown(progress)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ from farflung.runs import RunFolder, simulate
 from farflung.runtime import read_decisions
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
+from tests.forks import farflung, ran
 
 SMALL = [
     "--workload", "synthetic/quadratic", "--steps", "8", "--batch-size", "4", "--evaluate-every", "4",
     "--checkpoint-every", "4", "--network", "wifi-10mbps",
 ]  # fmt: skip
-WITHIN_S = 250
 
 
 def simulated(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
@@ -96,8 +94,7 @@ def test_both_worlds_tell_the_same(tmp_path: Path) -> None:
         "--learning-rate-schedule", "linear(warmup=16, by='samples')",
     ]  # fmt: skip
     config = [*SMALL[:-2], *settings, "--device", "cpu"]
-    command = [sys.executable, "-m", "farflung", "train", *config, "--out", str(tmp_path / "real"), "--quiet"]
-    subprocess.run(command, check=True, capture_output=True, timeout=WITHIN_S)
+    ran("train", *config, "--out", str(tmp_path / "real"), "--quiet")
     assert main(["simulate", *SMALL, *settings, "--out", str(tmp_path / "virtual"), "--quiet"]) == 0
 
     def told(name: str) -> dict[int, list[Event]]:
@@ -182,24 +179,13 @@ def test_decisions_by_time_are_made_again_on_another_network(
 
 def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path) -> None:
     real, virtual = tmp_path / "real", tmp_path / "virtual"
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "farflung", "train", "--workload", "synthetic/quadratic", "--workers", "2",
-            "--steps", "1000000", "--batch-size", "4", "--checkpoint-every", "20", "--evaluate-every", "0",
-            "--out", str(real),
-        ],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
+    with farflung(
+        "train", "--workload", "synthetic/quadratic", "--workers", "2", "--steps", "1000000",
+        "--batch-size", "4", "--checkpoint-every", "20", "--evaluate-every", "0", "--out", str(real),
+    ) as process:  # fmt: skip
         assert any("checkpoint" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=WITHIN_S)
-    finally:
-        process.kill()
-        process.wait()
+        process.finished()
     assert process.returncode == 130
     steps = json.loads((real / "summary.json").read_text())["steps"]
     assert read_decisions(real / "decisions.jsonl")[1:] == [Decision("stop", steps - 1, True, timing=False)]

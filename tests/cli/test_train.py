@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,29 +17,21 @@ import torch
 
 from farflung.replica import load_tree
 from farflung.telemetry import read_events
+from tests.forks import Fork, farflung
 from tests.listening import listening
 
-TRAIN = [sys.executable, "-m", "farflung", "train", "--data", "packaged"]
 SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
 ENDLESS = ["--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5", "--evaluate-every", "0"]
 DEADLINE_S = 250
 
 
-@contextmanager
-def training(*options: str) -> Iterator[subprocess.Popen[str]]:
-    """A training command that is ended with the test."""
-    process = subprocess.Popen([*TRAIN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate(timeout=DEADLINE_S)
+def training(*options: str) -> Fork:
+    """A training command that is ended with the block."""
+    return farflung("train", "--data", "packaged", *options)
 
 
-def line_with(stream: IO[str] | None, text: str) -> str:
+def line_with(stream: IO[str], text: str) -> str:
     """The next line that contains ``text``; the lines come as things happen."""
-    assert stream is not None
     for line in stream:
         if text in line:
             return line
@@ -52,12 +42,6 @@ def worker(folder: Path, rank: int) -> int:
     """The process id of a worker that has begun."""
     events = read_events(folder / "telemetry" / f"rank-{rank}.jsonl")
     return next(int(str(event["pid"])) for event in events if event["event"] == "hello")
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
-    """All of stdout, and the last lines of stderr."""
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return out, err.strip().splitlines()
 
 
 def gone(pid: int) -> bool:
@@ -78,14 +62,12 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of 30 steps and what it printed."""
+    """A run of 30 steps and what it printed, by the command as a shell starts it."""
     out = tmp_path_factory.mktemp("train") / "whole"
-    with training(
-        *SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)
-    ) as process:
-        said, _ = finished(process)
-    assert process.returncode == 0
-    return out, json.loads(said)
+    options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
+    command = [sys.executable, "-m", "farflung", "train", "--data", "packaged", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    return out, json.loads(ended.stdout)
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
@@ -94,7 +76,7 @@ def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(3)]
         os.kill(pids[2], signal.SIGSTOP)
-        _, err = finished(process)
+        _, err = process.finished()
     assert process.returncode == 1
     assert "lost rank 2: waited 2" in err[-1]
     assert all(gone(pid) for pid in pids)
@@ -105,24 +87,31 @@ def test_the_only_worker_is_named(tmp_path: Path) -> None:
     with training(*ENDLESS, "--workers", "1", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         os.kill(worker(out, 0), signal.SIGKILL)
-        _, err = finished(process)
+        _, err = process.finished()
     assert process.returncode == 1
     assert "rank 0 was ended by SIGKILL (see " in err[-1]
 
 
-def test_a_killed_command_leaves_no_worker_and_none_could_be_reached(tmp_path: Path) -> None:
-    out = tmp_path / "run"
+def test_a_killed_command_leaves_nothing_and_no_worker_could_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     with training(*ENDLESS, "--workers", "2", "--collective", "native", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(2)]
+        command, *forks = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (process.pid, *pids))
+        assert forks == [command] * 2, "another Python was started for them"
         addresses = {address for pid in (process.pid, *pids) for address, _ in listening(pid)}
         assert addresses == {"127.0.0.1"}, "what others can reach"
         ends = [os.pidfd_open(pid) for pid in pids]
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         for end in ends:
             assert select.select([end], [], [], DEADLINE_S)[0], "still there"
             os.close(end)
     assert all(gone(pid) for pid in pids)
+    assert not list(scratch.glob("farflung-*"))
 
 
 def test_a_run_that_lost_a_worker_names_it_and_is_resumed_to_the_same_bits(
@@ -134,14 +123,14 @@ def test_a_run_that_lost_a_worker_names_it_and_is_resumed_to_the_same_bits(
     ) as process:
         line_with(process.stderr, "checkpoint")
         os.kill(worker(broken, 1), signal.SIGKILL)
-        _, err = finished(process)
+        _, err = process.finished()
     assert process.returncode == 1
     assert "lost rank 1: its connection was closed from its end" in err[-1]
     for later in sorted((broken / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)
 
     with training("--resume", str(broken), "--steps", "30", "--json") as process:
-        said, _ = finished(process)
+        said, _ = process.finished()
     assert process.returncode == 0
     assert json.loads(said)["steps"] == 30
     resumed = parameters(broken, 30)
@@ -150,7 +139,6 @@ def test_a_run_that_lost_a_worker_names_it_and_is_resumed_to_the_same_bits(
         assert torch.equal(value, resumed[name]), name
 
 
-@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
 def test_a_signal_to_stop_keeps_the_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +149,7 @@ def test_a_signal_to_stop_keeps_the_checkpoint(
     with training(*ENDLESS, "--workers", "2", "--out", str(out)) as process:
         line_with(process.stderr, "checkpoint")
         process.send_signal(number)
-        _, err = finished(process)
+        _, err = process.finished()
     assert process.returncode == 130, err
     assert "Traceback" not in "\n".join(err)
     summary = json.loads((out / "summary.json").read_text())
@@ -176,7 +164,7 @@ def test_a_non_finite_loss_stops_all_and_names_the_replica(tmp_path: Path) -> No
         "--workers", "2", "--steps", "50", "--batch-size", "4", "--learning-rate", "1e30", "--momentum", "0",
         "--out", str(out), "--checkpoint-every", "1", "--evaluate-every", "0",
     ) as process:  # fmt: skip
-        _, err = finished(process)
+        _, err = process.finished()
     assert process.returncode == 1
     assert "non-finite loss at step" in err[-1]
     assert "on rank" in err[-1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import struct
-import subprocess
-import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import pytest
 from farflung.comm import ZmqCommunicator, door
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
-from tests.crowded import LIMIT, scenario
+from tests.crowded import LIMIT, hopeless_scenario, scenario
+from tests.forks import Fork
 from tests.helpers import Group
 from tests.strangers import CURVE_GREETING, GREETING, PLAIN_GREETING, knock
 
@@ -30,7 +29,9 @@ def test_a_crowd_takes_no_descriptors_where_there_may_be_more() -> None:
 
 
 def test_a_crowd_takes_no_descriptors_where_there_are_no_more() -> None:
-    subprocess.run([sys.executable, "-m", "tests.crowded"], check=True, timeout=200)
+    with Fork(hopeless_scenario) as process:
+        _, err = process.finished()
+    assert process.returncode == 0, "\n".join(err)
 
 
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from farflung.errors import (
 from farflung.runtime import WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
+from tests.forks import Fork
 from tests.helpers import PATIENCE_S, Group, in_threads, joined, number_in, numbered, parted, tag
 
 
@@ -457,28 +458,21 @@ def test_an_error_on_the_communication_thread_ends_every_wait(monkeypatch: pytes
     parted(runtimes)
 
 
-CHILD = """
-import sys
-import torch.distributed as dist
-from farflung.runtime import WallRuntime
-from farflung.tasks import Pending
-
-runtime = WallRuntime(int(sys.argv[1]), 2, dist.FileStore(sys.argv[2], 2))
-sys.stdin.read()
-"""
+def silent(rank: int, meeting: str) -> None:
+    """One of two replicas, which says nothing."""
+    _runtime = WallRuntime(rank, 2, dist.FileStore(meeting, 2))
+    signal.pause()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_lost_by_name(victim: int, tmp_path: Path) -> None:
     meeting = str(tmp_path / "store")
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(victim), meeting], stdin=subprocess.PIPE
-    ) as child:
+    with Fork(partial(silent, victim, meeting)) as child:
         try:
             survivor = WallRuntime(1 - victim, 2, dist.FileStore(meeting, 2), join_s=PATIENCE_S)
             pending = survivor.launch(receive(survivor, victim))
         finally:
-            child.kill()
+            child.send_signal(signal.SIGKILL)
         with pytest.raises(PeerLost, match=f"lost rank {victim}: its connection was closed from its end"):
             pending.wait()
         survivor.close()

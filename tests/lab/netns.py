@@ -12,8 +12,11 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from tests.forks import Fork, command
 
 T = TypeVar("T")
 
@@ -36,24 +39,13 @@ class Machine:
     name: str
     address: str
     cable: str
-    _started: list[subprocess.Popen[str]] = field(default_factory=list)
+    _started: list[Fork] = field(default_factory=list)
 
-    def start(
-        self, command: list[str], log: Path, environment: Mapping[str, str], cwd: Path
-    ) -> subprocess.Popen[str]:
-        """Starts a command there; what it says goes to ``log``."""
-        with log.open("w", encoding="utf-8") as said:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                cwd=cwd,
-                text=True,
-            )
-        self._started.append(process)
-        return process
+    def start(self, *arguments: str, log: Path, environment: Mapping[str, str], cwd: Path) -> Fork:
+        """Starts ``farflung`` there; what it says goes to ``log``."""
+        started = Fork(partial(_there, self.name, *arguments), log=log, environment=environment, cwd=cwd)
+        self._started.append(started)
+        return started
 
     def inside(self, fn: Callable[[], T]) -> T:
         """Calls ``fn`` there; sockets made by it stay there."""
@@ -61,10 +53,7 @@ class Machine:
 
         def call() -> None:
             try:
-                with Path("/run/netns", self.name).open() as namespace:
-                    libc = ctypes.CDLL(None, use_errno=True)
-                    if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                        raise OSError(ctypes.get_errno(), "setns")
+                _enter(self.name)
                 results.append(fn())
             except BaseException as error:
                 results.append(error)
@@ -76,17 +65,6 @@ class Machine:
         if isinstance(result, BaseException):
             raise result
         return result
-
-    def free_port(self) -> int:
-        """A port that nobody uses there."""
-
-        def ask() -> int:
-            with socket.socket() as listener:
-                listener.bind((self.address, 0))
-                port: int = listener.getsockname()[1]
-                return port
-
-        return self.inside(ask)
 
     @contextlib.contextmanager
     def eavesdropper(self) -> Iterator[bytearray]:
@@ -125,8 +103,9 @@ class Machine:
         for pid in running.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        for process in self._started:
-            process.wait(END_S)
+        for started in self._started:
+            with started:
+                started.wait(END_S)
 
 
 @contextlib.contextmanager
@@ -152,6 +131,19 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             machine.end()
             # The cable goes with either of its ends.
             subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
+
+
+def _enter(name: str) -> None:
+    """From here on the calling thread is in the namespace of this name."""
+    with Path("/run/netns", name).open() as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _there(name: str, *arguments: str) -> int:
+    _enter(name)
+    return command(*arguments)
 
 
 def ip(*arguments: str) -> None:

@@ -1,15 +1,16 @@
-"""Two machines train one model under torchrun; what passes between them cannot be read."""
+"""Two machines train one model as under torchrun; what passes between them cannot be read."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from farflung.comm.keys import make_keys
 from farflung.replica.checkpoint import load_tree
+from tests.forks import of_torchrun
 from tests.helpers import same_tree
 from tests.lab.netns import Machine, two_machines
 
@@ -23,16 +24,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
 def machines() -> Iterator[tuple[Machine, Machine]]:
     with two_machines() as made:
         yield made
-
-
-def torchrun(node: int, master: Machine, port: int, *arguments: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"),
-        *(f"--master-addr={master.address}", f"--master-port={port}"),
-        *("-m", "farflung", "train", "--workload", "synthetic/quadratic", "--steps", str(STEPS)),
-        *("--out", "run", "--json", *arguments),
-    ]
 
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["keys through the store", "keys from folders"])
@@ -49,22 +40,23 @@ def test_two_machines_end_with_the_same_parameters(
             public = one / "keys" / f"{one.name}.public"
             (other / "keys" / public.name).write_bytes(public.read_bytes())
     first, second = machines
-    port = first.free_port()
+    store = first.inside(lambda: dist.TCPStore(first.address, 0, is_master=True, wait_for_workers=False))
+    what = ["train", "--workload", "synthetic/quadratic", "--steps", str(STEPS), "--out", "run", "--json"]
     # One finds its interface by the route to the master, the other is given its name.
     options = [["--interface", second.cable] if machine is second else [] for machine in machines]
     with second.eavesdropper() as heard:
-        processes = [
-            machine.start(
-                torchrun(node, first, port, *options[node], *(["--keys", "keys"] if with_keys else [])),
-                homes[node] / "log",
-                {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-                homes[node],
+        replicas = [
+            machines[node].start(
+                *(*what, *options[node], *(["--keys", "keys"] if with_keys else [])),
+                log=homes[node] / f"log-{rank}",
+                environment=of_torchrun(rank, 4, first.address, store.port, machines=2),
+                cwd=homes[node],
             )
-            for node, machine in enumerate(machines)
+            for rank, node in enumerate((0, 0, 1, 1))
         ]
-        codes = [process.wait(LIMIT_S) for process in processes]
-    said = "\n".join((home / "log").read_text() for home in homes)
-    assert codes == [0, 0], said
+        codes = [replica.wait(LIMIT_S) for replica in replicas]
+    said = "\n".join(log.read_text() for home in homes for log in home.glob("log-*"))
+    assert codes == [0] * 4, said
 
     trees = [
         load_tree(home / "run" / "checkpoints" / f"step-{STEPS:08d}" / "shared.safetensors") for home in homes

@@ -27,7 +27,7 @@ from farflung.workloads import workload
 def made(
     world: VirtualWorld, name: str, settings: Mapping[str, Json], events: list[Event], folder: Path | None
 ) -> list[Replica]:
-    work = workload(name)
+    work = workload(name, **({"data": "packaged"} if name.startswith("fashion-mnist") else {}))
     training = Training.resolve(work.defaults, {"steps": 4, "batch_size": 4, "seed": 1, **settings})
     return [
         Replica(

@@ -12,8 +12,9 @@ import pytest
 from farflung.cli.main import main
 from farflung.errors import BadInput, ConfigError, StorageError
 from farflung.files import drop_cut_line, held, write_text
-from farflung.runs import Run, asked_to_stop, simulate, train
+from farflung.runs import Run, asked_to_stop, simulate
 from farflung.telemetry import JsonLines
+from tests.forks import farflung
 
 SMALL: dict[str, Any] = {
     "steps": 4, "workers": 2, "batch_size": 4, "evaluate_every": 0, "checkpoint_every": 4, "network": "wifi-10mbps",
@@ -222,9 +223,11 @@ def test_a_disk_that_becomes_full_under_a_worker(tmp_path: Path) -> None:
     run = tmp_path / "run"
     full(run / "telemetry" / "rank-1.jsonl")
     full(run / "workers.log")
-    with pytest.raises(BadInput) as caught:
-        train(*WHAT, out=run, steps=2, workers=2, batch_size=4)
-    assert str(caught.value) == f"{run}/telemetry/rank-1.jsonl: cannot be written (No space left on device)"
+    options = ["--workload", WHAT[0], "--steps", "2", "--workers", "2", "--batch-size", "4"]
+    with farflung("train", *options, "--out", str(run), "--quiet") as process:
+        _, err = process.finished()
+    assert process.returncode == BadInput.exit_code
+    assert err == [f"farflung: {run}/telemetry/rank-1.jsonl: cannot be written (No space left on device)"]
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

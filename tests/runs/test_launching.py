@@ -3,58 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from farflung.comm import ZmqCommunicator
 from farflung.runs import launching, prepare_training, train
+from farflung.runs.parent import Parent
+from farflung.telemetry import JsonLines, Telemetry
 
 
-class Interrupted(subprocess.Popen[bytes]):
-    """Workers that take forever to start; whoever asks how they are is interrupted."""
-
-    def __init__(self, command: list[str], **options: Any) -> None:
-        del command
-        super().__init__([sys.executable, "-S", "-c", "import signal; signal.pause()"], **options)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            signal.raise_signal(signal.SIGINT)
-        return super().poll()
+def sleeper() -> Parent:
+    """Workers that take forever to start."""
+    command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    job = subprocess.Popen(command, start_new_session=True)
+    return Parent(job.pid, os.open(os.devnull, os.O_WRONLY), job.poll, job.wait)
 
 
 def test_an_interrupt_while_workers_start_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parent = sleeper()
+
+    def asked() -> int | None:
+        if parent.poll() is None:
+            signal.raise_signal(signal.SIGINT)
+        return parent.poll()
+
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(launching, "parent_of", lambda log: replace(parent, poll=asked))
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
+    assert parent.poll() == -signal.SIGKILL
 
 
-def test_what_all_workers_have_refused_is_in_the_summary(tmp_path: Path) -> None:
+def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: Path) -> None:
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
-    with (
-        run.begun(),
-        subprocess.Popen(["true"], stdin=subprocess.PIPE) as job,
-        socket.socket() as events,
-    ):
-        watch = launching._Watch(job, 2, events, lambda event: None, run.files)
-        for event in (
-            {"event": "refused", "rank": 1, "t": 1.0, "messages": 0, "connections": 5},
-            {"event": "end", "rank": 0, "t": 1.0, "steps": 3},
-            {"event": "refused", "rank": 0, "t": 1.0, "messages": 2, "connections": 1},
-        ):
-            watch._hear(json.dumps(event).encode())
+    for rank, *legs in ((1, (0, 5), (1, 0)), (0, (2, 1))):
+        for messages, connections in legs:
+            with JsonLines(run.files.telemetry(rank)) as file:
+                Telemetry(rank, file).emit("refused", t=1.0, messages=messages, connections=connections)
+                Telemetry(rank, file).emit("step", t=1.0, words='"refused"')
+    parent = sleeper()
+    with run.begun(), socket.socket() as events:
+        watch = launching._Watch(parent, 2, events, lambda event: None, run.files)
+        watch._hear(b'{"event": "end", "rank": 0, "t": 1.0, "steps": 3}')
         summary = watch._outcome()
-    assert summary == {"steps": 3, "refused": {"messages": 2, "connections": 6}}
+    parent.end()
+    assert summary == {"steps": 3, "refused": {"messages": 3, "connections": 6}}
     assert json.loads(run.files.summary.read_text(encoding="utf-8")) == summary
 
 
@@ -69,3 +72,5 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert told == {"event": "refused", "rank": 0, "t": told["t"], **refused}
     assert "1,234 connections" in str(ended)
     assert "messages" not in str(ended)
+    resumed = train(resume=tmp_path / "run", steps=4)
+    assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}

@@ -16,6 +16,7 @@ from farflung.replica import Replica
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.runtime import VirtualWorld
 from farflung.types import Json, SampleIds
+from tests.forks import farflung
 from tests.helpers import same_tree
 
 QUADRATIC: dict[str, Json] = {
@@ -211,16 +212,17 @@ def test_a_replica_without_samples_is_refused() -> None:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def test_shares_are_shown_drawn_and_summed_up(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_shares_are_shown_drawn_and_summed_up(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [
         "--workload", "synthetic/quadratic", "--workers", "2", "--steps", "3", "--batch-size", "4",
         "--partition", "labels(k=5)",
     ]  # fmt: skip
-    assert main(["train", *options, "--out", str(out)]) == 0
-    said, shown = capfd.readouterr()
-    assert "labels(k=5): 1,024 training samples on 2 replicas" in shown
-    assert "1 510 · · · · · 102 102 102 102 102" in " ".join(shown.split())
+    with farflung("train", *options, "--out", str(out)) as process:
+        said, shown = process.finished()
+    assert process.returncode == 0
+    assert "labels(k=5): 1,024 training samples on 2 replicas" in "\n".join(shown)
+    assert "1 510 · · · · · 102 102 102 102 102" in " ".join(" ".join(shown).split())
     assert f"shares     {out / 'partition.png'}" in said
     assert (out / "partition.png").read_bytes().startswith(b"\x89PNG")
     split = {
@@ -233,8 +235,8 @@ def test_shares_are_shown_drawn_and_summed_up(capfd: pytest.CaptureFixture[str],
     assert json.loads((out / "summary.json").read_text())["partition"] == split
     assert json.loads((out / "config.json").read_text())["partition"] == "labels(k=5)"
 
-    assert main(["train", "--resume", str(out), "--steps", "5", "--json"]) == 0
-    said, shown = capfd.readouterr()
+    with farflung("train", "--resume", str(out), "--steps", "5", "--json") as process:
+        said, shown = process.finished()
     assert json.loads(said)["partition"] == split
     assert json.loads(said)["steps"] == 5
-    assert shown == ""
+    assert shown == []

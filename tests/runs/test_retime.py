@@ -233,6 +233,18 @@ def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], t
     assert "only runs of farflung simulate record their traffic" in refused(capsys, stored.path)
 
 
+def test_what_cannot_be_written_is_no_fault_of_the_stored_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, stored = made(tmp_path / "base")
+    full = tmp_path / "full" / "telemetry" / "rank-0.jsonl"
+    full.parent.mkdir(parents=True)
+    full.symlink_to("/dev/full")
+    assert main(["retime", str(stored.path), "--out", str(tmp_path / "full")]) == 2
+    said = capsys.readouterr().err
+    assert said == f"farflung: {full}: cannot be written (No space left on device)\n"
+
+
 def test_events_of_another_run_are_noticed(tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
     _, other = made(tmp_path / "other", steps=4)

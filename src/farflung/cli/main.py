@@ -26,6 +26,8 @@ from farflung.cli.simulate import Simulate
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
+from farflung.runs import forked_ahead
+from farflung.runtime import Seat
 
 __all__ = ["main"]
 
@@ -56,9 +58,15 @@ COMMANDS: dict[str, Callable[..., Command]] = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs ``farflung`` with ``args``; returns the exit code."""
+    """Runs ``farflung`` with ``args``; returns the exit code.
+
+    Without them this process is the command: it has computed nothing yet.
+    """
     try:
-        return _parse(sys.argv[1:] if args is None else args).run()
+        command = _parse(sys.argv[1:] if args is None else args)
+        ahead = args is None and isinstance(command, Train) and Seat.taken() is None
+        with forked_ahead() if ahead else contextlib.nullcontext():
+            return command.run()
     except FarflungError as error:
         sys.stdout.flush()
         print(f"farflung: {error}", file=sys.stderr)

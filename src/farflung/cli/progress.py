@@ -56,7 +56,7 @@ class Progress:
         self._quiet, self._simulated, self._clock = quiet, simulated, clock
         self._console = console if console is not None else stderr_console()
         self._live: _Live | None = None
-        self._state = "starting: the simulator" if simulated else "starting: torch is imported"
+        self._state = "starting: the simulator" if simulated else "starting: the workers"
         self._up: set[int] = set()
         self._began: set[int] = set()
         self._first = self._done = self._steps = 0

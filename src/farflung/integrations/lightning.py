@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +11,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from farflung.attach import Handle, attach
-from farflung.errors import CheckpointError, RunLost, Unsupported
+from farflung.errors import RunLost, Unsupported
 from farflung.extras import need
+from farflung.integrations.own_files import restore_own
 from farflung.recipes import Recipe
-from farflung.replica import load_tree, save_tree
+from farflung.replica import save_tree
+from farflung.runtime import Seat
 
 need("farflung.integrations.lightning", "lightning", extra="lightning")
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 
 __all__ = ["FarflungStrategy"]
 
@@ -38,7 +38,7 @@ class FarflungStrategy(DDPStrategy):
 
     Args:
       how: a recipe or the name of one.
-      attached: further options of :func:`farflung.attach`, other than ``store``.
+      attached: further options of :func:`farflung.attach`, other than ``seat`` and ``store``.
       strategy: options of Lightning's ``DDPStrategy`` that are not for its wrapper.
 
     Raises:
@@ -71,13 +71,14 @@ class FarflungStrategy(DDPStrategy):
                 f"FarflungStrategy needs one optimizer: configure_optimizers() made {len(self.optimizers)}"
             )
         assert self.model is not None
-        # Lightning's own launcher leaves out what torchrun says.
-        os.environ.update(RANK=str(self.global_rank), WORLD_SIZE=str(self.world_size))
         store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
         self._fits += 1
         if store is not None:
             store = dist.PrefixStore(f"farflung-lightning-{self._fits}", store)
-        self._handle = attach(self.model, self.optimizers[0], self._how, store=store, **self._attached)
+        seat = Seat(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        self._handle = attach(
+            self.model, self.optimizers[0], self._how, seat=seat, store=store, **self._attached
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -124,13 +125,7 @@ class FarflungStrategy(DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._handle is None or self._loaded_from is None:
             return
-        own = self._own(self._loaded_from)
-        if self.reduce_boolean_decision(own.exists(), all=True):
-            self._handle.load_state_dict(load_tree(own))
-        elif self.reduce_boolean_decision(own.exists(), all=False):
-            raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
-        else:
-            rank_zero_warn(f"no {own}: what codecs and schedules remember begins anew")
+        restore_own(self._own(self._loaded_from), self._handle.load_state_dict, self.root_device)
 
     def _own(self, filepath: str | Path) -> Path:
         return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.ddp import HookState, ddp_hook
-from farflung.errors import CheckpointError, Unsupported
+from farflung.errors import Unsupported
 from farflung.extras import need
-from farflung.replica import load_tree, save_tree
+from farflung.integrations.own_files import restore_own
+from farflung.replica import save_tree
 from farflung.types import Codec, Reducer
 
 need("farflung.integrations.transformers", "transformers", extra="transformers")
@@ -65,7 +64,8 @@ class FarflungCallback(TrainerCallback):
             wrapped.register_comm_hook(self.state, hook)
             self._hooked = wrapped
             if state.global_step:
-                self._restore(_own_file(args, state), next(wrapped.parameters()).device)
+                device = next(wrapped.parameters()).device
+                restore_own(_own_file(args, state), self.state.load_state_dict, device)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise Unsupported(
                 f"FarflungCallback: the trainer wraps its model in {type(wrapped).__name__}; it has to be "
@@ -81,17 +81,6 @@ class FarflungCallback(TrainerCallback):
             own = _own_file(args, state)
             own.parent.mkdir(parents=True, exist_ok=True)
             save_tree(own, self.state.state_dict())
-
-    def _restore(self, own: Path, device: torch.device) -> None:
-        assert self.state is not None
-        there = torch.tensor([float(own.exists())], device=device)
-        dist.all_reduce(there)
-        if there.item() == dist.get_world_size():
-            self.state.load_state_dict(load_tree(own))
-        elif there.item():
-            raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
-        elif dist.get_rank() == 0:
-            warnings.warn(f"no {own}: what the codec remembers begins anew", stacklevel=2)
 
 
 def _own_file(args: TrainingArguments, state: TrainerState) -> Path:

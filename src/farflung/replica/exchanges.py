@@ -237,7 +237,8 @@ class Exchanges:
           Whether the optimizer has a gradient to step on.
 
         Raises:
-          NonFinite: a replica had a non-finite loss; on all replicas at the same step, before the update.
+          NonFinite: a replica had a non-finite loss, or gradient where it is looked for there; on all replicas at the
+            same step, before the update.
         """
         self._weigh()
         acting = {type(transfer.merge) for transfer in self._planned}
@@ -494,7 +495,8 @@ class Exchanges:
         reduced = await self._arrival(flight)
         tally = self._rider.read(reduced.rider)
         if tally.nonfinite and self._on_nonfinite == "stop":
-            raise NonFinite(flight.step, tally.ranks, tally.nonfinite)
+            what = "gradient" if self._looks else "loss"
+            raise NonFinite(flight.step, tally.ranks, tally.nonfinite, what)
         if tally.asks:
             channel = ExchangeChannel(self._runtime.comm, Purpose.UNUSED.at(flight.step), flight.number)
             with self._times.waiting():

@@ -4,6 +4,7 @@ from farflung.runs.comparison import COMPARED, Comparison, Contest, Row, Watch, 
 from farflung.runs.config import DEVICE, NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.events import EVENTS, listener
 from farflung.runs.folder import RunFolder
+from farflung.runs.parent import forked_ahead
 from farflung.runs.preparing import Filed, Prepared, prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
@@ -32,6 +33,7 @@ __all__ = [
     "asked_to_stop",
     "compare",
     "contest",
+    "forked_ahead",
     "listener",
     "make_replica",
     "prepare_training",

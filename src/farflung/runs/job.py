@@ -20,31 +20,45 @@ class Job:
       folder: the run's; it has been made.
       resumed: whether the run goes on from a checkpoint in it.
       workers: how many.
-      events: the datagram socket on which whoever started them listens; see :mod:`farflung.runs.events`.
-      meeting: a file of their own through which they find each other.
+      scratch: a folder of their own: there whoever started them listens (:mod:`farflung.runs.events`), and there they
+        find each other; gone with whoever started them.
       device: what to train on.
       pace: a device whose pace to keep; empty: as fast as they can.
       network: what lies between them, by name or as a TOML file; empty: that is not known.
-      model: the folder of the model of that network whose pace to keep; empty: none.
+      paced: whether the messages keep the pace of the model of that network, which is in ``scratch`` too.
     """
 
     folder: str
     resumed: bool
     workers: int
-    events: str
-    meeting: str
+    scratch: str
     device: str
     pace: str
     network: str
-    model: str
+    paced: bool
 
     @property
     def files(self) -> RunFolder:
         """The run's folder."""
         return RunFolder(Path(self.folder), resumed=self.resumed)
 
+    @property
+    def events(self) -> str:
+        """The datagram socket on which whoever started them listens."""
+        return f"{self.scratch}/events"
+
+    @property
+    def meeting(self) -> Path:
+        """The file through which they find each other."""
+        return Path(self.scratch, "meeting")
+
+    @property
+    def model(self) -> str:
+        """The folder of the model of the network; empty where there is none."""
+        return self.scratch if self.paced else ""
+
     def to_json(self) -> dict[str, Json]:
-        """For a command line."""
+        """For :meth:`from_json` in another process."""
         return asdict(self)
 
     @classmethod

@@ -137,10 +137,11 @@ def join(
             runtime.close(error)
             raise
         finally:
-            if refused := runtime.comm.refusals:
-                telemetry.emit("refused", t=runtime.now(), **refused)
+            if runtime.comm.refusals:
+                telemetry.emit("refused", t=runtime.now(), **runtime.comm.refusals)
         runtime.close()
-        summary |= {"refused": dict(refused)} if refused else {}
+        if refused := files.refused(rank):
+            summary["refused"] = dict(refused)
     if leader:
         save_tree(files.model, state)
     if rank == 0:

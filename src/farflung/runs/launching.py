@@ -7,11 +7,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +21,7 @@ from farflung.runs.config import RunConfig
 from farflung.runs.events import listener
 from farflung.runs.folder import RunFolder
 from farflung.runs.job import Job
+from farflung.runs.parent import Parent, parent_of
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.runs.stopping import on_stop
@@ -67,20 +65,14 @@ def launch(
         if network:
             profile = network_profile(network).for_nodes(config.workers)
             stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
-        told = Job(
-            str(folder.path), folder.resumed, config.workers, events.getsockname(), f"{scratch}/meeting",
-            device=device, pace=pace, network=network, model=scratch if network else "",
-        )  # fmt: skip
-        with writing(folder.log), folder.log.open("ab") as log:
-            job = subprocess.Popen(
-                [sys.executable, "-m", "farflung.runs.workers", json.dumps(told.to_json())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=_environment(),
-                start_new_session=True,
+        parent = parent_of(folder.log)
+        parent.begin(
+            Job(
+                str(folder.path), folder.resumed, config.workers, scratch,
+                device=device, pace=pace, network=network, paced=bool(network),
             )
-        summary = _Watch(job, config.workers, events, show, folder).run()
+        )  # fmt: skip
+        summary = _Watch(parent, config.workers, events, show, folder).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
@@ -89,24 +81,29 @@ class _Watch:
 
     def __init__(
         self,
-        job: subprocess.Popen[bytes],
+        parent: Parent,
         workers: int,
         events: socket.socket,
         show: Sink,
         folder: RunFolder,
     ) -> None:
-        self._job, self._workers, self._events, self._show, self._folder = job, workers, events, show, folder
+        self._parent, self._workers, self._events, self._show, self._folder = (
+            parent,
+            workers,
+            events,
+            show,
+            folder,
+        )
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
-        self._refused: Counter[str] = Counter()
         self._interrupts = 0
         self._end_by: float | None = None
 
     def run(self) -> Mapping[str, Json]:
         with on_stop(self._interrupt):
             try:
-                while self._job.poll() is None:
+                while self._parent.poll() is None:
                     self._listen()
                     if self._end_by is not None and time.monotonic() > self._end_by:
                         break
@@ -115,7 +112,7 @@ class _Watch:
                     while True:
                         self._hear(self._events.recv(1 << 20))
             finally:
-                self._end()
+                self._parent.end()
         return self._outcome()
 
     def _listen(self) -> None:
@@ -130,8 +127,6 @@ class _Watch:
         elif kind == "error":
             self._errors.append(event)
             self._end_by = self._end_by or time.monotonic() + GRACE_S
-        elif kind == "refused":
-            self._refused.update({name: int(str(event[name])) for name in ("messages", "connections")})
         elif kind == "end" and rank == 0:
             self._summary = event
         elif kind == "pace" and rank == 0 and self._summary is not None:
@@ -146,14 +141,6 @@ class _Watch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
-    def _end(self) -> None:
-        """Ends what is left of the workers: all of them are in the group of the process that was started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._job.pid, signal.SIGKILL)
-        self._job.wait()
-        if self._job.stdin is not None:
-            self._job.stdin.close()
-
     def _outcome(self) -> Mapping[str, Json]:
         if self._errors:
             # A worker's own error explains more than what the others saw of it.
@@ -164,18 +151,12 @@ class _Watch:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
             kept = self._folder.stored_summary() if self._folder.summary.exists() else {}
             summary = {**kept, **told}
-            if self._refused:
-                summary["refused"] = dict(self._refused)
+            if refused := self._folder.refused():
+                summary["refused"] = dict(refused)
                 write_json(self._folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt
         raise RunLost(
-            f"the workers ended (exit code {self._job.returncode}) and said nothing: see {self._folder.log}"
+            f"the workers ended (exit code {self._parent.poll()}) and said nothing: see {self._folder.log}"
         )
-
-
-def _environment() -> dict[str, str]:
-    # Workers import what was named from where this process would.
-    found = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}

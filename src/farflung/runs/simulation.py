@@ -223,10 +223,7 @@ def retime_prepared(
     events, checkpointed = _retimable(stored, config)
     traffic = Traffic.read(stored.traffic)
     replay = stored.decisions if stored.decisions.exists() else None
-    with (
-        replace(run, replay=replay).begun(),
-        reading(stored.path, "its events and its traffic are damaged; simulate it anew", DataError),
-    ):
+    with replace(run, replay=replay).begun():
         ended = _retimed(run, stored, show, events, traffic, checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended
@@ -260,7 +257,10 @@ def _retimed(
             )
         settle = partial(world.settle_collective, anew=True)
         collective = settled_collective(settle, config.recipe, replicas[0])
-        _run(world, replicas, Replica.run)
+        with reading(
+            stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
+        ):
+            _run(world, replicas, Replica.run)
     if stored.model.exists():
         write_whole(files.model, partial(shutil.copyfile, stored.model))
     (end,) = (event for event in files.events()[0] if event["event"] == "end")

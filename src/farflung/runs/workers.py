@@ -1,8 +1,7 @@
-"""The workers of a run on this machine: ``python -m farflung.runs.workers JOB``.
+"""The workers of a run on this machine, and the process whose forks they are; see :mod:`farflung.runs.parent`.
 
-Torch takes seconds to import, so one process imports what all of them need and forks one child for each replica. Its
-standard input is a pipe that the starting process holds open: at its end nobody waits for the run any more, and all of
-them end at once, however the starting process did.
+That process gets its job as a line of JSON from a pipe that the starting process holds open. At its end nobody waits
+for the run any more, and all of them end at once, however the starting process did.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,31 +28,49 @@ from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
 from farflung.telemetry import Event
 
-__all__ = ["main"]
+__all__ = ["serve"]
 
 LATE_S = 5.0
 """How long the others have to say whom they lost before this process does."""
 
 
-def main() -> int:
-    """Starts the workers, and waits for them; in each of them, trains."""
-    job = Job.from_json(json.loads(sys.argv[1]))
+def serve(pipe: int) -> int:
+    """Waits for the job, starts the workers, and waits for them; in each of them, trains.
+
+    Args:
+      pipe: where the job comes from.
+
+    Returns:
+      The exit code, of this process or of a worker.
+    """
     torch.optim.SGD([torch.zeros(1)])  # imports what torch leaves for the first optimizer
+    told = b""
+    while not told.endswith(b"\n"):
+        if not (more := os.read(pipe, 1 << 16)):
+            return 0  # there is nothing to be done
+        told += more
+    job = Job.from_json(json.loads(told))
+    with job.files.log.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     gc.collect()
     gc.freeze()
     ranks: dict[int, int] = {}
     for rank in range(job.workers):
         pid = os.fork()
         if pid == 0:
+            with Path(os.devnull).open("rb") as nothing:
+                os.dup2(nothing.fileno(), pipe)
             return _train(job, rank)
         ranks[pid] = rank
-    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    threading.Thread(target=_end_with_the_command, args=(pipe, job), daemon=True).start()
     return _wait(job, ranks)
 
 
-def _end_with_the_command() -> None:
-    while os.read(sys.stdin.fileno(), 1):
+def _end_with_the_command(pipe: int, job: Job) -> None:
+    while os.read(pipe, 1):
         pass
+    shutil.rmtree(job.scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -76,10 +94,8 @@ def _wait(job: Job, ranks: dict[int, int]) -> int:
 
 def _train(job: Job, rank: int) -> int:
     """One replica: tells the starting process of every event, and of any error."""
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
     tell = teller(job.events)
-    seat = Seat(rank, job.workers, rank, job.workers, Path(job.meeting))
+    seat = Seat(rank, job.workers, rank, job.workers, job.meeting)
     try:
         config = RunConfig.resolve(job.files.stored_config())
         run = Prepared(config, job.files)
@@ -106,4 +122,4 @@ def _error_event(rank: int, message: str, exit_code: int, *, own: bool) -> Event
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(sys.stdin.fileno()))
