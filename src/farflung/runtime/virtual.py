@@ -94,7 +94,7 @@ class VirtualWorld:
             VirtualRuntime(self, rank, one)
             for rank, one in enumerate(_devices(size, device, seconds_per_sample))
         ]
-        self.network.lanes = [runtime.lane for runtime in self.runtimes]
+        self.network.charge([runtime.lane for runtime in self.runtimes])
 
     def run(self, coroutines: Sequence[Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Drives one coroutine for each replica to its end; their results in rank order.

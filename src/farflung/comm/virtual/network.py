@@ -79,7 +79,8 @@ class VirtualNetwork:
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
         self.lanes: Sequence[Lane | None] = [None] * size
-        """What the devices compute for exchanges is charged to; where any has one, all collectives go hop by hop."""
+        """What the devices compute for exchanges is charged to; see :meth:`charge`."""
+        self._charged = False
         self._carrier: Carrier
         self._whole: ClosedForms | None = None
         self._symmetric: Symmetric | None = None
@@ -94,6 +95,10 @@ class VirtualNetwork:
                     clock, self.profile, lambda: self._flows.idle, self.communicator, self._replay
                 )
 
+    def charge(self, lanes: Sequence[Lane | None]) -> None:
+        """Charges devices for exchanges that begin from now on; where any has a lane, all collectives go hop by hop."""
+        self.lanes, self._charged = lanes, any(lanes)
+
     def communicator(self, rank: int) -> VirtualCommunicator:
         """The communicator of one rank."""
         return VirtualCommunicator(self, rank, len(self.mailboxes))
@@ -107,8 +112,7 @@ class VirtualNetwork:
         def arrived(t: float) -> None:
             mailbox.deliver(src, tag, payload, t)
 
-        sender, receiver = self.lanes[src], self.lanes[dst]
-        if sender is None and receiver is None:
+        if not self._charged:
             return self._move(src, dst, payload.nbytes, priority, arrived)
         left: Pending[None] = Pending()
         link = self.profile.link(src, dst)
@@ -116,7 +120,7 @@ class VirtualNetwork:
         def move(came: Callable[[float], None]) -> None:
             self._move(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
 
-        ends = Ends(sender, receiver)
+        ends = Ends(self.lanes[src], self.lanes[dst])
         ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
         return left
 
@@ -150,7 +154,7 @@ class VirtualNetwork:
     def collective(self, rank: int, name: str) -> AllReduce:
         """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
         collective, forms = collective_named(name), self._whole or self._symmetric
-        if forms is None or not forms.has(collective) or any(self.lanes):
+        if forms is None or not forms.has(collective) or self._charged:
             return collective.run
         return partial(_as_a_whole, forms, rank, name)
 
