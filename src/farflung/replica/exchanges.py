@@ -63,8 +63,9 @@ class Settled:
 class Exchanges:
     """One replica's exchanges: launched as buckets fill or parameters are updated, merged when they are due.
 
-    All of it runs on the thread that trains, but for what is launched: reducers and their states belong to the thread
-    that carries exchanges, where what is launched runs in the order of launch.
+    All of it runs on the thread that trains, but for what is launched: reducers belong to the thread that carries
+    exchanges, where what is launched runs in the order of launch. What a result teaches is learned here, since it may
+    take longer than messages can wait: no exchange is about to encode then.
 
     Args:
       runtime: the world.
@@ -515,11 +516,10 @@ class Exchanges:
             self._on_arrival(flight)
         last = all(other.step != flight.step for other in self._in_flight)
         if reduced.learn is not None or (last and reduced.learn_together is not None):
-            await self._runtime.launch(self._learn(flight.number, reduced, last))
+            # What was launched before encodes first; its messages go on while this thread learns.
+            await self._runtime.launch(_reached())
+            self._slots.learn(flight.number, reduced, last=last)
         return reduced
-
-    async def _learn(self, number: int, reduced: Reduced, last: bool) -> None:
-        self._slots.learn(number, reduced, last=last)
 
     async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
         """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
@@ -547,3 +547,7 @@ class Exchanges:
         means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
         for bucket, each in zip(buckets, means, strict=True):
             merger.put(bucket.index, flight, each)
+
+
+async def _reached() -> None:
+    """Its end says that all that was launched before has come to its first wait."""
