@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farflung.cli.main import main
+from farflung.devices import CodingRates, DeviceProfile, Points, Varying
 from farflung.errors import DataError
 from farflung.replica import Replica
-from farflung.runs import RunFolder, SimulatedConfig, retime, simulate
+from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.runtime import DecisionLog
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision
@@ -22,12 +24,16 @@ NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "sha
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
 
 
-def made(path: Path, **settings: Any) -> tuple[SimulatedConfig, RunFolder]:
-    """A small run."""
+def small_run(path: Path, **settings: Any) -> Run:
     small: dict[str, Any] = {
         "workload": "synthetic/quadratic", "steps": 5, "batch_size": 4, "evaluate_every": 2, "checkpoint_every": 3,
     }  # fmt: skip
-    run = simulate(out=path, **{**small, **settings})
+    return simulate(out=path, **{**small, **settings})
+
+
+def made(path: Path, **settings: Any) -> tuple[SimulatedConfig, RunFolder]:
+    """A small run."""
+    run = small_run(path, **settings)
     assert isinstance(run.config, SimulatedConfig)
     return run.config, run.files
 
@@ -92,6 +98,41 @@ def test_on_other_devices(tmp_path: Path) -> None:
     retimed = again(tmp_path / "again", stored, device=str(slow))
     assert told(retimed) == told(fresh)
     assert told(retimed) != told(stored)
+
+
+class Everything(dict[tuple[str, str], Points]):
+    """Points of every operation of every method, unlike each other."""
+
+    def get(self, key: tuple[str, str], default: Any = None) -> Any:
+        del default
+        letters = sum(map(ord, "".join(key)))
+        return (1, 1e-5 * letters), (100, 3e-5 * letters)
+
+
+CODING = CodingRates(Everything(), message_s=0.0013, copy_s_per_byte=1e-6, encrypt_s_per_byte=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("cores", "parts"),
+    [
+        (1, {}),
+        (2, {"collective": "ring", "codec": "error_feedback(int8)", "reducer": "codec(phases='hops')"}),
+        (1, {"codec": "error_feedback(topk(density=0.1))", "collective": "all_gather"}),
+        (2, {"codec": "by_role(other=dgc(density=0.1))", "partition": "labels(k=3)"}),
+        (2, {"codec": "error_feedback(qsgd(bits=4))", "reducer": "codec(phases='two')", "workers": 3}),
+        (1, {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)", "count_evaluation": True}),
+        (2, {"reducer": "shared_scale_qsgd", "schedule": "pipelined"}),
+    ],
+    ids=str,
+)
+def test_on_devices_that_code(tmp_path: Path, cores: int, parts: dict[str, Any]) -> None:
+    plain = DeviceProfile(forward_s=0.001, stragglers=(Varying(0.5),))
+    coding = replace(plain, coding=CODING, cores=cores)
+    stored = small_run(tmp_path / "base", device=plain, **parts)
+    fresh = small_run(tmp_path / "fresh", device=coding, network="wifi-shared-100mbps", **parts)
+    there = retime(stored, device=coding, network="wifi-shared-100mbps")
+    assert told(there.files) == told(fresh.files) != told(stored.files)
+    assert told(retime(fresh, device=plain, network="lan-1g").files) == told(stored.files)
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=2)"])

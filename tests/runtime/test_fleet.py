@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from farflung.comm import ExchangeChannel
-from farflung.devices import DeviceProfile, Scheduled, Varying
+from farflung.devices import CodingRates, DeviceProfile, Scheduled, Varying
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import Link, Medium, NetworkProfile, Site
+from farflung.reducers import CodecReducer
 from farflung.runtime import VirtualWorld, time_fleet
-from farflung.types import Cost, Runtime
+from farflung.types import CodecState, Contribution, Cost, Runtime, StateSlot
 
 FLEET = NetworkProfile(
     "fleet",
@@ -31,9 +34,11 @@ DEVICES = [
 ]
 
 
-def one_by_one(collective: str, numel: int, batch_size: int, steps: int) -> list[float]:
+def one_by_one(
+    collective: str, numel: int, batch_size: int, steps: int, classes: Sequence[DeviceProfile] = DEVICES
+) -> list[float]:
     """The same, with a replica for each device, message by message."""
-    devices = [DEVICES[site] for site in range(3) for _ in FLEET.span(site)]
+    devices = [classes[site] for site in range(3) for _ in FLEET.span(site)]
     world = VirtualWorld(8, network=FLEET, device=devices, closed_form=False)
 
     async def body(runtime: Runtime) -> list[float]:
@@ -42,9 +47,9 @@ def one_by_one(collective: str, numel: int, batch_size: int, steps: int) -> list
             await runtime.compute(Cost("forward", batch_size), lambda: None)
             await runtime.backward(Cost("backward", batch_size), lambda ready: None, lambda bucket: None)
             channel = ExchangeChannel(runtime.comm, step, 0)
-            await channel.collective(collective)(
-                channel, torch.zeros(numel), torch.zeros(6, dtype=torch.float64)
-            )
+            own = Contribution(torch.zeros(numel), 1.0, torch.zeros(5, dtype=torch.float64))
+            await CodecReducer(collective=collective).reduce(channel, StateSlot(CodecState()), own, step=step)
+            await channel.computed()
             await runtime.compute(Cost("optimizer", 0), lambda: None)
             ends.append(runtime.now())
         return ends
@@ -60,6 +65,29 @@ def test_as_one_by_one(collective: str, numel: int) -> None:
     assert found.ends_s == pytest.approx(one_by_one(collective, numel, 4, 5), rel=1e-12)
     assert found.devices == 8
     assert found.step_s == found.ends_s[-1] / 5
+
+
+ADDING = CodingRates({("add", ""): ((0, 0.0), (10**6, 0.3)), ("scale", ""): ((0, 0.0), (10**6, 0.1))})
+EVERYTHING = replace(
+    ADDING,
+    operations={**ADDING.operations, ("copy", ""): ((0, 0.0), (10**6, 0.05))},
+    message_s=50e-6,
+    copy_s_per_byte=1e-9,
+    encrypt_s_per_byte=4e-9,
+)
+
+
+@pytest.mark.parametrize("collective", ["parameter_server", "multi_parameter_server", "direct"])
+@pytest.mark.parametrize("numel", [5, 20_011])
+@pytest.mark.parametrize(("coding", "within"), [(ADDING, 1e-12), (EVERYTHING, 1e-3)], ids=["add", "all"])
+def test_devices_that_code(collective: str, numel: int, coding: CodingRates, within: float) -> None:
+    classes = [replace(device, coding=coding, cores=1 + site % 2) for site, device in enumerate(DEVICES)]
+    found = time_fleet(FLEET, classes, numel=numel, batch_size=4, steps=5, collective=collective)
+    assert found.ends_s == pytest.approx(one_by_one(collective, numel, 4, 5, classes), rel=within)
+    assert (
+        found.ends_s
+        > time_fleet(FLEET, DEVICES, numel=numel, batch_size=4, steps=5, collective=collective).ends_s
+    )
 
 
 def test_a_million_devices_by_hand() -> None:

@@ -101,6 +101,17 @@ def test_buckets_leave_while_backward_goes_on() -> None:
     assert run.ends_s[0] == pytest.approx(0.2 + 4 * 0.15)
 
 
+def test_coding_takes_turns_beside_backward_and_the_network() -> None:
+    buckets = [Bucket(index, TensorSpec((1,))) for index in range(2)]
+    costs = Costs(
+        0.1, 0.4, latency_s=0.05, busy_s=lambda _: 0.1, encode_s=lambda _: 0.3, decode_s=lambda _: 0.02
+    )
+    run = timeline(Synchronous(), buckets, costs, 1)
+    assert [move.began_s for move in run.moves] == pytest.approx([0.3, 0.5])
+    # Encoded by 0.6 and sent by 0.7, there at 0.75; the second is encoded by 0.9, and only then is the first decoded.
+    assert [move.ended_s for move in run.moves] == pytest.approx([0.92, 1.07])
+
+
 @pytest.mark.parametrize(
     "schedule",
     ["synchronous", "pipelined(2)", "pipelined(4)", "delayed(2)", "delayed(3, 2)", "delayed('auto')"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -15,6 +14,8 @@ from farflung.types import AllReduce, CodingCost, Communicator, Feature, Payload
 __all__ = ["ExchangeChannel", "Purpose", "in_words"]
 
 T = TypeVar("T")
+
+_THROUGH = done(None)
 
 
 class Purpose(IntEnum):
@@ -80,7 +81,7 @@ class ExchangeChannel:
         self._comm = comm
         self._exchange, self._part = exchange, part
         self._next_hop = 0
-        self._lane, self._computed_at = comm.lane, 0.0
+        self._lane = comm.lane
 
     @property
     def auto(self) -> Mapping[int, str]:
@@ -99,28 +100,18 @@ class ExchangeChannel:
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         """Runs ``fn`` now; a modelled device is charged for it."""
-        value = fn()
         if self._lane is not None:
-            self._computed_at = self._lane.charge(cost, self._computed_at)
-        return value
+            self._lane.charge(cost)
+        return fn()
 
     def computed(self) -> Pending[None]:
-        """Done when the modelled device is through with what was computed here."""
-        if self._lane is None or not self._computed_at:
-            return done(None)
-        reached: Pending[None] = Pending()
-        self._lane.at(self._computed_at, partial(reached.set, None))
-        return reached
+        """Done when the modelled device is through with what was computed."""
+        return _THROUGH if self._lane is None else self._lane.through()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends, and counts the payload's bytes."""
         self.sent_nbytes += payload.nbytes
-        send = partial(self._comm.send, payload, dst, self.tag(hop))
-        if self._lane is None or not self._computed_at:
-            return send()
-        left: Pending[None] = Pending()
-        self._lane.at(self._computed_at, lambda: send().on_done(lambda _: left.set(None)))
-        return left
+        return self._comm.send(payload, dst, self.tag(hop))
 
     def recv(
         self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None

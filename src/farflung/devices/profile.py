@@ -91,6 +91,11 @@ class DeviceProfile:
         """The same device, slower."""
         return replace(self, slowdown=self.slowdown * factor)
 
+    @property
+    def codes_beside(self) -> bool:
+        """Whether computing goes on while it codes."""
+        return self.cores >= 2
+
     def seconds(self, cost: Cost, moment: Moment) -> float:
         """What a computation takes that begins at a moment."""
         return self._undisturbed(cost) * self.slowdown_at(moment)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -23,9 +24,20 @@ from farflung.reducers.journeys import (
     TwoPhases,
     check_cut,
 )
+from farflung.reducers.methods import Methods, methods_of
 from farflung.reducers.weights import divisor, numerator, reduced, side_of
 from farflung.seeding import derive
-from farflung.types import Channel, Codec, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec
+from farflung.types import (
+    Channel,
+    Codec,
+    CodecState,
+    CodingCost,
+    Contribution,
+    Reduced,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
 
 __all__ = ["CodecReducer"]
 
@@ -71,12 +83,14 @@ class CodecReducer:
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"
     phases: Literal["auto", "gather", "two", "hops"] = "auto"
+    _methods: Methods = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_backend = collective_named(self.collective).by_backend
         if self.phases not in ("auto", "gather", "two", "hops"):
             raise ConfigError(f"phases {self.phases!r} must be 'auto', 'gather', 'two' or 'hops'")
         codec_option("reducer codec", self.codec)
+        object.__setattr__(self, "_methods", methods_of(self.codec))
         if by_backend and self.codec.per_hop and not isinstance(self.codec, Identity):
             raise Unsupported(
                 f"collective {self.collective!r} cannot carry a codec inside it: use ring or direct"
@@ -100,10 +114,10 @@ class CodecReducer:
         """One exchange."""
         exchange = Exchange(channel, self.collective, side_of(own), step)
         state, seeds = self._opened(slot.state)
-        journey = self._start(exchange, self.codec, state, numerator(own), seeds)
+        journey = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)
         slot.state = self._closed(slot.state, journey.state)
         total, side = await journey.finish()
-        result = reduced(total, side)
+        result = reduced(channel, total, side)
         if self.codec.stateless and not self._cuts:
             return result
         of_mean = divisor(side) / channel.size
@@ -112,23 +126,30 @@ class CodecReducer:
             average = result.mean if of_mean == 1.0 else result.mean * of_mean
             return self._closed(now, journey.learn(self._opened(now)[0], average))
 
-        return Reduced(result.mean, result.weight, result.rider, learn)
+        cost = CodingCost("learn", self._methods[()].whole, total.numel())
+        return replace(result, learn=lambda now: channel.compute(cost, partial(learn, now)))
 
     def _start(
-        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+        self,
+        exchange: Exchange,
+        codec: Codec,
+        route: tuple[str, ...],
+        state: CodecState,
+        tensor: Tensor,
+        seeds: Seeds,
     ) -> Journey:
         if isinstance(codec, Routed):
-            return _Split(self, exchange, codec, state, tensor, seeds)
+            return _Split(self, exchange, codec, route, state, tensor, seeds)
         if isinstance(codec, Identity):
             return Summed(exchange, state, tensor)
-        way = self._way(codec, state)
+        way, method = self._way(codec, state), self._methods[route]
         if way == "linear":
-            return Linear(exchange, codec, state, tensor)
+            return Linear(exchange, codec, method.whole, state, tensor)
         if way == "hops":
-            return Hops(exchange, codec, state, tensor, seeds)
+            return Hops(exchange, codec, method.whole, state, tensor, seeds)
         if way == "two" and exchange.channel.size > 1:
-            return TwoPhases(exchange, codec, state, tensor, seeds)
-        return Gathered(exchange, codec, state, tensor)
+            return TwoPhases(exchange, codec, method.inside, state, tensor, seeds)
+        return Gathered(exchange, codec, method.whole, state, tensor)
 
     def _way(self, codec: Codec, state: CodecState) -> str:
         if codec.linear(state):
@@ -189,6 +210,7 @@ class _Split:
         reducer: CodecReducer,
         exchange: Exchange,
         codec: Routed,
+        name: tuple[str, ...],
         state: CodecState,
         tensor: Tensor,
         seeds: Seeds,
@@ -198,7 +220,7 @@ class _Split:
         for route in codec.routes(state):
             own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
             part = take(tensor, route.runs)
-            journey = reducer._start(exchange, route.codec, route.state, part, own)
+            journey = reducer._start(exchange, route.codec, (*name, route.name), route.state, part, own)
             self._journeys[route.name] = route, journey
         self.state = self._with({name: journey.state for name, (_, journey) in self._journeys.items()}, state)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from farflung.codecs.options import floating
 from farflung.codecs.stochastic import generator_on
 from farflung.options import number_option, whole_option
 from farflung.reducers.journeys import Exchange
+from farflung.reducers.methods import method_of_rounds
 from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import divisor, numerator, side_of
+from farflung.reducers.weights import divisor, numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,
+    CodingCost,
     Contribution,
     Placed,
     Reduced,
@@ -75,12 +78,15 @@ class PowerSGD:
     error_feedback: bool = True
     dense_steps: int = 0
     collective: str = "direct"
+    method: str = field(init=False, repr=False, compare=False)
+    """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
         whole_option("powersgd", "rank", self.rank, 1)
         whole_option("powersgd", "dense_steps", self.dense_steps, 0)
         number_option("powersgd", "min_ratio", self.min_ratio, 1)
         check_rounds("powersgd", self.collective)
+        object.__setattr__(self, "method", method_of_rounds("powersgd", self))
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Random directions, equal on all replicas, and no residual.
@@ -108,36 +114,20 @@ class PowerSGD:
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """P with what is dense, then Q."""
         exchange = Exchange(channel, self.collective, side_of(own), step)
-        tensor = numerator(own)
+        tensor = numerator(channel, own)
         if step < self.dense_steps:
-            total, side = await exchange.sum(tensor)
-            return Reduced(total.div_(divisor(side)), float(side[0]), side[1:])
-        layout = slot.state.shared["layout"]
-        matrices = self._matrices(slot.state, tensor)
-        slot.state = CodecState(slot.state.shared, {"residual": {}})
-        q = {
-            shape: self._usable(slot.state, shape, q.to(tensor.device), step)
-            for shape, q in slot.state.shared["q"].items()
-        }
-        dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
-        p = [matrices[shape] @ q[shape] for shape in matrices]
+            return reduced(channel, *await exchange.sum(tensor))
+        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
+        state = slot.state
+        dense, matrices, p = channel.compute(cost("encode"), partial(self._projected, state, tensor, step))
+        slot.state = CodecState(state.shared, {"residual": {}})
         flat, side = await exchange.sum(_flat([*dense, *p], tensor))
         by = divisor(side)
-        sums = _like([*dense, *p], flat)
-        for part, total in zip(dense, sums, strict=False):
-            part.copy_(total).div_(by)
-        p = [_orthonormal(total) for total in sums[len(dense) :]]
-        q_own = [m.mT @ left for m, left in zip(matrices.values(), p, strict=True)]
-        flat, _ = await exchange.sum(_flat(q_own, tensor))
-        q_mean = [total / by for total in _like(q_own, flat)]
-        left_over: dict[str, Tensor] = {}
-        for shape, left, right in zip(matrices, p, q_mean, strict=True):
-            mean = left @ right.mT
-            for row, start in zip(mean, layout["groups"][shape], strict=True):
-                tensor[start : start + row.numel()] = row.view(-1)
-            kept = matrices[shape].sub_(mean, alpha=own.weight)
-            left_over[shape] = kept.nan_to_num_(0.0, 0.0, 0.0)
-        new_q = dict(zip(matrices, q_mean, strict=True))
+        p, q = channel.compute(cost("orthonormalize"), partial(_turned, dense, matrices, p, flat, by))
+        flat, _ = await exchange.sum(_flat(q, tensor))
+        new_q, left_over = channel.compute(
+            cost("decode"), partial(_restored, state, tensor, matrices, p, q, flat, by, own.weight)
+        )
 
         def learn(now: CodecState) -> CodecState:
             shared = {**now.shared, "q": new_q} if self.warm_start else now.shared
@@ -149,7 +139,22 @@ class PowerSGD:
             }
             return CodecState(shared, {"residual": residual})
 
-        return Reduced(tensor, float(side[0]), side[1:], learn)
+        def learned(now: CodecState) -> CodecState:
+            return channel.compute(cost("learn"), partial(learn, now))
+
+        return Reduced(tensor, float(side[0]), side[1:], learned)
+
+    def _projected(
+        self, state: CodecState, tensor: Tensor, step: int
+    ) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
+        """What is dense, the matrices, and P of each shape."""
+        layout, matrices = state.shared["layout"], self._matrices(state, tensor)
+        q = {
+            shape: self._usable(state, shape, q.to(tensor.device), step)
+            for shape, q in state.shared["q"].items()
+        }
+        dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
+        return dense, matrices, [matrices[shape] @ q[shape] for shape in matrices]
 
     def _pays(self, part: Placed, rows: int, columns: int) -> bool:
         sent = min(self.rank, rows, columns) * (rows + columns)
@@ -201,6 +206,40 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """``flat`` cut into tensors of these shapes."""
     pieces = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _turned(
+    dense: Sequence[Tensor], matrices: Mapping[str, Tensor], p: Sequence[Tensor], flat: Tensor, by: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """P made orthonormal and the own Q of each shape, from the sums of the first round; what is dense is there then."""
+    sums = _like([*dense, *p], flat)
+    for part, total in zip(dense, sums, strict=False):
+        part.copy_(total).div_(by)
+    left = [_orthonormal(total) for total in sums[len(dense) :]]
+    return left, [m.mT @ one for m, one in zip(matrices.values(), left, strict=True)]
+
+
+def _restored(
+    state: CodecState,
+    tensor: Tensor,
+    matrices: Mapping[str, Tensor],
+    p: Sequence[Tensor],
+    q: Sequence[Tensor],
+    flat: Tensor,
+    by: float,
+    weight: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Writes the means of the matrices into ``tensor``; the mean Q of each shape, and what was left out."""
+    groups = state.shared["layout"]["groups"]
+    q_mean = {shape: total / by for shape, total in zip(matrices, _like(q, flat), strict=True)}
+    left_over: dict[str, Tensor] = {}
+    for (shape, right), left in zip(q_mean.items(), p, strict=True):
+        mean = left @ right.mT
+        for row, start in zip(mean, groups[shape], strict=True):
+            tensor[start : start + row.numel()] = row.view(-1)
+        kept = matrices[shape].sub_(mean, alpha=weight)
+        left_over[shape] = kept.nan_to_num_(0.0, 0.0, 0.0)
+    return q_mean, left_over
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from farflung.comm.collectives.segments import others
 from farflung.comm.staging import on_device
 from farflung.options import whole_option
 from farflung.reducers.journeys import Exchange
+from farflung.reducers.methods import method_of_rounds
 from farflung.reducers.rounds import check_rounds
 from farflung.reducers.weights import numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,
+    CodingCost,
     Contribution,
     Payload,
     Reduced,
@@ -67,11 +70,14 @@ class SharedScaleQSGD:
     levels: int | None = None
     bucket_size: int = 512
     collective: str = "direct"
+    method: str = field(init=False, repr=False, compare=False)
+    """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
         quantization("shared_scale_qsgd", self.bits, self.levels)
         whole_option("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
         check_rounds("shared_scale_qsgd", self.collective)
+        object.__setattr__(self, "method", method_of_rounds("shared_scale_qsgd", self))
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The seed of this replica's rounding.
@@ -86,15 +92,23 @@ class SharedScaleQSGD:
         """Scales, then levels."""
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         exchange = Exchange(channel, self.collective, side_of(own), step)
-        tensor, seed = numerator(own), slot.state.local["seed"]
-        scales = await _maxima(exchange, bucket_norms(tensor, self.bucket_size, "max"))
-        noise = generator_on(tensor.device, seed, step)
-        found = to_levels(tensor, scales, levels, self.bucket_size, noise)
+        tensor, seed = numerator(channel, own), slot.state.local["seed"]
+        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
+        norms = channel.compute(cost("scales"), lambda: bucket_norms(tensor, self.bucket_size, "max"))
+        scales = await _maxima(exchange, norms)
         width = (2 * levels * channel.size).bit_length()
-        words, side = await exchange.sum(fields(found, width))
-        sums = from_fields(words, width, tensor.numel())
-        total = from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
-        return reduced(total, side)
+
+        def encode() -> Tensor:
+            noise = generator_on(tensor.device, seed, step)
+            return fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
+
+        words, side = await exchange.sum(channel.compute(cost("encode"), encode))
+
+        def decode() -> Tensor:
+            sums = from_fields(words, width, tensor.numel())
+            return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
+
+        return reduced(channel, channel.compute(cost("decode"), decode), side)
 
 
 async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
@@ -107,5 +121,6 @@ async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
     for peer in others(channel):
         received = await channel.recv(peer, hop, (TensorSpec.of(own),))
         (theirs,) = on_device(received, own.device).tensors()
-        largest = torch.maximum(largest, theirs)
+        cost = CodingCost("add", "", own.numel())
+        largest = channel.compute(cost, partial(torch.maximum, largest, theirs))
     return largest

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from farflung.types import Contribution, Reduced
+from farflung.types import Channel, CodingCost, Contribution, Reduced
 
-__all__ = ["divisor", "numerator", "reduced", "side_of"]
+__all__ = ["divisor", "mean_of", "numerator", "reduced", "side_of"]
 
 
-def numerator(own: Contribution) -> Tensor:
+def numerator(channel: Channel, own: Contribution) -> Tensor:
     """Weight times tensor, in the tensor's own memory."""
-    return own.tensor if own.weight == 1.0 else own.tensor.mul_(own.weight)
+    return own.tensor if own.weight == 1.0 else _scaled(channel, own.tensor.mul_, own.tensor, own.weight)
 
 
 def side_of(own: Contribution) -> Tensor:
@@ -25,7 +28,16 @@ def divisor(side: Tensor) -> float:
     return float(side[0]) or 1.0
 
 
-def reduced(total: Tensor, side: Tensor) -> Reduced:
+def mean_of(channel: Channel, total: Tensor, side: Tensor) -> Tensor:
     """The mean, in the memory of the summed numerators."""
     by = divisor(side)
-    return Reduced(total if by == 1.0 else total.div_(by), float(side[0]), side[1:])
+    return total if by == 1.0 else _scaled(channel, total.div_, total, by)
+
+
+def reduced(channel: Channel, total: Tensor, side: Tensor) -> Reduced:
+    """The mean, in the memory of the summed numerators, and what was summed beside them."""
+    return Reduced(mean_of(channel, total, side), float(side[0]), side[1:])
+
+
+def _scaled(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, by: float) -> Tensor:
+    return channel.compute(CodingCost("scale", "", tensor.numel()), partial(scale, by))

@@ -23,7 +23,9 @@ async def sum_everywhere(
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
 
     async def exchange() -> tuple[Tensor, Tensor]:
-        return await channel.collective("direct")(channel, tensor, side)
+        summed = await channel.collective("direct")(channel, tensor, side)
+        await channel.computed()
+        return summed
 
     return await runtime.launch(exchange())
 

@@ -89,7 +89,9 @@ class Flight:
             slot.state = before
         self.before = slot.state
         given = Contribution(tensor, self.weight, self.rider)
-        return await reducer.reduce(self.channel, slot, given, step=self.step)
+        reduced = await reducer.reduce(self.channel, slot, given, step=self.step)
+        await self.channel.computed()
+        return reduced
 
     async def state_dict(self) -> State:
         """As it was given to the reducer, which a resumed run does again."""

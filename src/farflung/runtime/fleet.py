@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from farflung.comm import AUTO, COLLECTIVES, choose
-from farflung.comm.virtual import VirtualClock
+from farflung.comm.virtual import Lane, VirtualClock
 from farflung.comm.virtual.flows import Flows
+from farflung.comm.virtual.groups import Devices as GroupDevices
 from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
 from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import NetworkProfile
 from farflung.network.bundles import Bundles, Group, groups_of
-from farflung.types import Cost
+from farflung.types import CodingCost, Cost
 
 __all__ = ["FleetTimes", "time_fleet"]
 
@@ -56,7 +58,8 @@ def time_fleet(
     """Times synchronous training in one bucket, with one flow for each pair of classes.
 
     A class is a site of the network: its devices begin together, compute alike, are slow together, and see the same
-    network, so the times are those of a simulation of every single device.
+    network, so the times are those of a simulation of every single device. Where devices have coding rates, adding and
+    scaling are exact too. Of what messages and copies take each class has that of the last of its devices, roughly.
 
     Args:
       network: sites are classes.
@@ -115,6 +118,10 @@ class _Fleet:
         self._flows = Flows(self.clock, Bundles(network, groups), seed)
         self._devices, self._shape, self._groups = devices, shape, groups
         self._batch_size, self._seed = batch_size, seed
+        self._network = network
+        self._steps = [0] * len(groups)
+        """Forward passes that each group has begun."""
+        self._lanes = [self._lane(number) for number in range(len(groups))]
         self._exchanges: dict[int, GroupedReduce] = {}
         self._left = {step: len(groups) for step in range(steps)}
         for number in range(len(groups)):
@@ -123,27 +130,69 @@ class _Fleet:
     def _begin(self, number: int, step: int) -> None:
         if step == len(self.ends_s):
             return
-        computed = self.clock.now()
-        for cost in (Cost("forward", self._batch_size), Cost("backward", self._batch_size)):
-            computed += self._seconds(number, step, cost, computed)
-        self.clock.at(computed, lambda: self._exchange(number, step))
+        self._steps[number] = step + 1
+        backward = Cost("backward", self._batch_size)
+        exchange = partial(self._exchange, number, step)
+        self._compute(
+            number, Cost("forward", self._batch_size), partial(self._compute, number, backward, exchange)
+        )
 
     def _exchange(self, number: int, step: int) -> None:
         if step not in self._exchanges:
             self._exchanges[step] = GroupedReduce(
-                self._flows, self._groups, self._shape, lambda group: self._update(group, step)
+                self._flows, self._groups, self._shape, lambda group: self._scale(group, step), self._charged
             )
         self._exchanges[step].enter(number)
 
+    @property
+    def _charged(self) -> GroupDevices | None:
+        return GroupDevices(self.clock, self._lanes, self._latency_s) if any(self._lanes) else None
+
+    def _latency_s(self, src: int, dst: int) -> float:
+        one, other = self._groups[src].site, self._groups[dst].site
+        return self._network.connection(one, other).link.latency_s
+
+    def _scale(self, number: int, step: int) -> None:
+        """A device divides by the sum of weights."""
+        lane = self._lanes[number]
+        if lane is None:
+            self._update(number, step)
+            return
+        if self._shape.size > 1:
+            lane.charge(CodingCost("scale", "", self._shape.numel))
+        lane.through().on_done(lambda _: self._update(number, step))
+
     def _update(self, number: int, step: int) -> None:
-        end = self.clock.now()
-        end += self._seconds(number, step, Cost("optimizer", 0), end)
-        self.ends_s[step] = max(self.ends_s[step], end)
+        self._compute(number, Cost("optimizer", 0), partial(self._end, number, step))
+
+    def _end(self, number: int, step: int) -> None:
+        self.ends_s[step] = self.clock.now()
         self._left[step] -= 1
         if not self._left[step]:
             del self._exchanges[step]
-        self.clock.at(end, lambda: self._begin(number, step + 1))
+        self._begin(number, step + 1)
 
-    def _seconds(self, number: int, step: int, cost: Cost, now: float) -> float:
-        site = self._groups[number].site
-        return self._devices[site].seconds(cost, Moment(self._seed, site, step + 1, now))
+    def _compute(self, number: int, cost: Cost, through: Callable[[], None]) -> None:
+        """A device's part of a step, in virtual seconds."""
+        device, lane = self._devices[self._groups[number].site], self._lanes[number]
+        seconds = device.seconds(cost, self._moment(number))
+        if lane is None or device.codes_beside:
+            self.clock.at(self.clock.now() + seconds, through)
+        else:
+            lane.beside(seconds, through)
+
+    def _lane(self, number: int) -> Lane | None:
+        device = self._devices[self._groups[number].site]
+        if device.coding is None:
+            return None
+        clock = self.clock
+        return Lane(
+            device.coding,
+            encrypted=True,
+            slowdown=lambda: device.slowdown_at(self._moment(number)),
+            now=clock.now,
+            at=clock.at,
+        )
+
+    def _moment(self, number: int) -> Moment:
+        return Moment(self._seed, self._groups[number].site, self._steps[number], self.clock.now())

@@ -109,6 +109,21 @@ class VirtualStage:
         pauses, due = self._pauses, ends - self._pauses.lost_s(rank)
         self._clock.at(ends, lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
 
+    def running_s(self, rank: int) -> float:
+        """For how long a replica has been running, in virtual seconds since the beginning."""
+        return self._clock.now() - (0.0 if self._pauses is None else self._pauses.lost_s(rank))
+
+    def when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
+        """Calls ``fn`` when :meth:`running_s` of a replica is ``due_s``; never if it crashes before."""
+        if self._pauses is None:
+            self._clock.at(due_s, fn)
+            return
+        pauses = self._pauses
+        self._clock.at(
+            due_s + pauses.lost_s(rank),
+            lambda: pauses.wait(rank, due_s, lambda _: self._unless_crashed(rank, fn)),
+        )
+
     def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
         """A replica waits for samples until then; meanwhile nobody's deadline runs who waits for it."""
         if self._pauses is None:

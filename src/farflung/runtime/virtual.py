@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from farflung import tasks
 from farflung.comm import AUTO, VirtualNetwork, collective_named
-from farflung.comm.virtual import VirtualClock
+from farflung.comm.virtual import Lane, VirtualClock
 from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
@@ -83,6 +83,8 @@ class VirtualWorld:
             self.off_clock = VirtualNetwork(
                 self.clock, size, Link(), closed_form=closed_form, mailboxes=self.network.mailboxes
             )
+        self.encrypted = link is not None or network is not None
+        """Whether messages are, as those of real runs are that leave a machine."""
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s)
@@ -92,6 +94,7 @@ class VirtualWorld:
             VirtualRuntime(self, rank, one)
             for rank, one in enumerate(_devices(size, device, seconds_per_sample))
         ]
+        self.network.lanes = [runtime.lane for runtime in self.runtimes]
 
     def run(self, coroutines: Sequence[Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Drives one coroutine for each replica to its end; their results in rank order.
@@ -176,6 +179,17 @@ class VirtualRuntime:
             self.off_clock = _OffClock(world, world.off_clock.communicator(rank))
         self._world = world
         self._forwards = 0
+        self.lane: Lane | None = None
+        """What its exchanges compute is charged to."""
+        if device.coding is not None:
+            stage = world.stage
+            self.lane = Lane(
+                device.coding,
+                encrypted=world.encrypted,
+                slowdown=self._slowdown,
+                now=partial(stage.running_s, rank),
+                at=partial(stage.when_running, rank),
+            )
         self.soon = world.stage.soon_of(self.comm.rank)
         """Queues a step of one of this replica's coroutines."""
 
@@ -252,11 +266,20 @@ class VirtualRuntime:
     def _seconds(self, cost: Cost) -> float:
         if cost.kind == "forward":
             self._forwards += 1
-        moment = Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
-        return self._world.stage.slowed(self.comm.rank) * self.device.seconds(cost, moment)
+        return self._world.stage.slowed(self.comm.rank) * self.device.seconds(cost, self._moment())
+
+    def _slowdown(self) -> float:
+        """How many times as long everything takes now."""
+        return self._world.stage.slowed(self.comm.rank) * self.device.slowdown_at(self._moment())
+
+    def _moment(self) -> Moment:
+        return Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
 
     def _after(self, seconds: float, fn: Callable[[], None]) -> None:
-        self._world.stage.after(self.comm.rank, seconds, fn)
+        if self.lane is None or self.device.codes_beside:
+            self._world.stage.after(self.comm.rank, seconds, fn)
+        else:
+            self.lane.beside(seconds, fn)
 
 
 class _OffClock(VirtualRuntime):
@@ -268,6 +291,7 @@ class _OffClock(VirtualRuntime):
         self.off_clock = None
         self._world = world
         self._forwards = 0
+        self.lane = None
         self.soon = world.stage.soon_of(comm.rank)
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:

@@ -37,6 +37,7 @@ from farflung.types import (
 __all__ = ["RecordedReplica", "TrafficRecorder"]
 
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -57,6 +58,7 @@ class TrafficRecorder:
         self._journeys: dict[tuple[Op, ...], int] = {}
         self._open: dict[tuple[int, int], dict[int, int]] = {}
         self._begun: dict[int, tuple[int, int]] = {}
+        self._learned: dict[tuple[str, int], tuple[Op, ...]] = {}
 
     def begin(self, rank: int, step: int) -> int:
         """A rank begins an exchange of a step; how many of that step it began before."""
@@ -84,6 +86,13 @@ class TrafficRecorder:
                     "learns": result.learn is not None,
                 }
             )
+
+    def learned(self, together: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
+        """A rank has learned from an exchange, by itself or together with the others of its step."""
+        kind = "learn_together" if together else "learn"
+        if ops != self._learned.get((kind, number), ()):
+            self._learned[kind, number] = ops
+            self._write({"step": step, "number": number, kind: [list(op) for op in ops]})
 
     def filled(self, rank: int, step: int, order: list[int]) -> None:
         """A backward pass has filled its buckets in this order."""
@@ -147,23 +156,46 @@ class _RecordingReducer:
         number = self._recorder.begin(channel.rank, step)
         watched = _WatchedChannel(channel)
         result = await self._reducer.reduce(watched, slot, own, step=step)
-        self._recorder.end(channel.rank, step, number, tuple(watched.ops), result)
+        self._recorder.end(channel.rank, step, number, watched.taken(), result)
+        learn, together = result.learn, result.learn_together
+        if learn is not None:
+            result = replace(result, learn=self._kept(learn, watched, False, step, number))
+        if together is not None:
+            result = replace(result, learn_together=self._kept(together, watched, True, step, number))
         return result
+
+    def _kept(
+        self, learn: Callable[[S], S], watched: _WatchedChannel, together: bool, step: int, number: int
+    ) -> Callable[[S], S]:
+        """What a result teaches, and a note of what that costs."""
+
+        def kept(states: S) -> S:
+            learned = learn(states)
+            self._recorder.learned(together, step, number, watched.taken())
+            return learned
+
+        return kept
 
 
 class _WatchedChannel:
     """A channel that keeps what it is asked for.
 
     A collective without a codec is kept as a whole by the name it was asked for, so ``auto`` as that: what it does
-    may depend on the network and on when the ranks join.
+    may depend on the network and on when the ranks join. What it computes is not kept then, all else is, whether or
+    not the device's rates know it.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.rank: int = channel.rank
         self.size: int = channel.size
         self.features: frozenset[Feature] = channel.features
-        self.ops: list[Op] = []
+        self._ops: list[Op] = []
         self._channel = channel
+
+    def taken(self) -> tuple[Op, ...]:
+        """What was asked for since this was asked last."""
+        ops, self._ops = tuple(self._ops), []
+        return ops
 
     @property
     def auto(self) -> Mapping[int, str]:
@@ -182,17 +214,18 @@ class _WatchedChannel:
 
     def hops(self, count: int) -> int:
         if count:
-            self.ops.append(("hops", count))
+            self._ops.append(("hops", count))
         return self._channel.hops(count)
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        self._ops.append(("compute", *cost))
         return self._channel.compute(cost, fn)
 
     def computed(self) -> Pending[None]:
         return self._channel.computed()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        self.ops.append(("send", dst, hop, payload.nbytes))
+        self._ops.append(("send", dst, hop, payload.nbytes))
         return self._channel.send(payload, dst, hop)
 
     def recv(
@@ -200,7 +233,7 @@ class _WatchedChannel:
     ) -> Pending[Payload]:
         if src is None:
             raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
-        self.ops.append(("recv", src, hop))
+        self._ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
     def collective(self, name: str) -> AllReduce:
@@ -211,7 +244,7 @@ class _WatchedChannel:
         ) -> tuple[Tensor, Tensor]:
             if coding is not None:
                 return await inner(channel, tensor, side, coding=coding)
-            self.ops.append(("whole", name, _name(tensor.dtype), tensor.numel(), side.numel()))
+            self._ops.append(("whole", name, _name(tensor.dtype), tensor.numel(), side.numel()))
             return await inner(self._channel, tensor, side)
 
         return kept

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from farflung.errors import DataError
 from farflung.replica import Checkpoints, Replica, Vote
 from farflung.telemetry import BYTES, TIMES, Event, Sink
-from farflung.timing.traffic import Traffic
+from farflung.timing.traffic import Op, Traffic
 from farflung.types import (
     Batch,
     Channel,
     CodecState,
+    CodingCost,
     Contribution,
     Dataset,
     Json,
@@ -32,6 +35,8 @@ from farflung.types import (
 )
 
 __all__ = ["Retimed", "retimed_events"]
+
+S = TypeVar("S")
 
 
 @dataclass(slots=True)
@@ -124,26 +129,48 @@ class _Mover:
         if exchanged is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
         for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
-            kind, *numbers = op
-            if kind == "whole":
-                collective, dtype, numel, side = numbers
-                await channel.collective(str(collective))(
-                    channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side))
-                )
-                continue
-            first, *rest = map(int, numbers)
-            if kind == "hops":
-                channel.hops(first)
-            elif kind == "send":
-                channel.send(Payload((_hollow("uint8", rest[1]),)), first, rest[0])
-            else:
-                await channel.recv(first, rest[0])
+            await _again(op, channel)
         rider = torch.tensor(exchanged.rider, dtype=torch.float64)
-        return Reduced(own.tensor, exchanged.weight, rider, _same if exchanged.learns else None)
+        learning = self._traffic.learning(step, number)
+        together = self._traffic.learning(step, number, together=True)
+        return Reduced(
+            own.tensor,
+            exchanged.weight,
+            rider,
+            partial(_relearned, channel, learning) if exchanged.learns else None,
+            partial(_relearned, channel, together) if together else None,
+        )
 
 
-def _same(state: CodecState) -> CodecState:
-    return state
+async def _again(op: Op, channel: Channel) -> None:
+    """One entry of a journey."""
+    kind, *rest = op
+    if kind == "whole":
+        collective, dtype, numel, side = rest
+        all_reduce = channel.collective(str(collective))
+        await all_reduce(channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side)))
+    elif kind == "compute":
+        _compute(op, channel)
+    elif kind == "hops":
+        channel.hops(int(rest[0]))
+    elif kind == "send":
+        dst, hop, nbytes = map(int, rest)
+        channel.send(Payload((_hollow("uint8", nbytes),)), dst, hop)
+    else:
+        src, hop = map(int, rest)
+        await channel.recv(src, hop)
+
+
+def _compute(op: Op, channel: Channel) -> None:
+    _, operation, method, numel = op
+    channel.compute(CodingCost(str(operation), str(method), int(numel)), lambda: None)
+
+
+def _relearned(channel: Channel, ops: Sequence[Op], states: S) -> S:
+    """The states as they are, after what learning has computed."""
+    for op in ops:
+        _compute(op, channel)
+    return states
 
 
 def _hollow(dtype: str, numel: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 A file of JSON lines. ``{"journey": n, "ops": [...]}`` is what one rank does in an exchange; the same journey is there
 once, however often it is taken. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the journey of
-each rank, and what it brought beside the mean. ``{"step": s, "rank": r, "fill": [...]}`` is the order in which the
-buckets of a backward pass filled, where that is not the order of their numbers.
+each rank, and what it brought beside the mean. ``{"step": s, "number": k, "learn": [...]}`` is what each rank computes
+when the result of an exchange is merged, from that step on; ``learn_together`` likewise, once all of its step are.
+``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, where that is not
+the order of their numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from farflung.types import Json
 __all__ = ["Exchanged", "Op", "Traffic"]
 
 Op: TypeAlias = "tuple[str | int, ...]"
-"""``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)`` or
-``("whole", collective, dtype, numel, side)``."""
+"""``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)``,
+``("compute", operation, method, numel)`` or ``("whole", collective, dtype, numel, side)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,13 @@ class Traffic:
       journeys: by number.
       exchanges: by step and by how many began before it at that step.
       fills: orders of buckets that are not those of their numbers, by step and rank.
+      learned: what learning computes from a step on, by whether it is together, number, and that step.
     """
 
     journeys: dict[int, tuple[Op, ...]] = field(default_factory=dict)
     exchanges: dict[tuple[int, int], Exchanged] = field(default_factory=dict)
     fills: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    learned: dict[tuple[bool, int], dict[int, tuple[Op, ...]]] = field(default_factory=dict)
 
     @staticmethod
     def read(path: Path) -> Traffic:
@@ -67,12 +71,21 @@ class Traffic:
         json_lines(path, "damaged; simulate the run anew", traffic._take, DataError, whole=True)
         return traffic
 
+    def learning(self, step: int, number: int, *, together: bool = False) -> tuple[Op, ...]:
+        """What learning from an exchange computes."""
+        known = self.learned.get((together, number), {})
+        since = max((first for first in known if first <= step), default=None)
+        return () if since is None else known[since]
+
     def _take(self, row: dict[str, Json]) -> None:
         if "journey" in row:
-            ops = cast("list[list[str | int]]", row["ops"])
-            self.journeys[cast(int, row["journey"])] = tuple(_op(op) for op in ops)
+            self.journeys[cast(int, row["journey"])] = _ops(row["ops"])
         elif "fill" in row:
             self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
+        elif "journeys" not in row:
+            (kind,) = row.keys() & {"learn", "learn_together"}
+            known = self.learned.setdefault((kind == "learn_together", cast(int, row["number"])), {})
+            known[cast(int, row["step"])] = _ops(row[kind])
         else:
             self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = Exchanged(
                 tuple(cast("list[int]", row["journeys"])),
@@ -82,6 +95,10 @@ class Traffic:
             )
 
 
+def _ops(ops: Json) -> tuple[Op, ...]:
+    return tuple(_op(op) for op in cast("list[list[str | int]]", ops))
+
+
 def _op(op: list[str | int]) -> Op:
     """One entry of a journey.
 
@@ -89,7 +106,7 @@ def _op(op: list[str | int]) -> Op:
       ValueError: it is none.
     """
     kind, *numbers = op
-    words = 2 if kind == "whole" else 0
+    words = _WORDS.get(kind, 0)
     if len(numbers) != _NUMBERS[kind] or not all(type(one) is str for one in numbers[:words]):
         raise ValueError(f"{op}: not an entry of a journey")
     if not all(type(one) is int and 0 <= one < 1 << 62 for one in numbers[words:]):
@@ -97,4 +114,5 @@ def _op(op: list[str | int]) -> Op:
     return tuple(op)
 
 
-_NUMBERS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "whole": 4}
+_NUMBERS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "compute": 3, "whole": 4}
+_WORDS: dict[str | int, int] = {"compute": 2, "whole": 2}

@@ -21,6 +21,8 @@ class Costs:
       update_s: the optimizer's.
       latency_s: of an exchange, while the network may carry others.
       busy_s: how long an exchange keeps the network to itself.
+      encode_s: how long it keeps the processor that codes, before it leaves.
+      decode_s: the same once it has arrived.
     """
 
     forward_s: float
@@ -28,6 +30,8 @@ class Costs:
     update_s: float = 0.0
     latency_s: float = 0.0
     busy_s: Callable[[Transfer], float] = lambda transfer: 0.0
+    encode_s: Callable[[Transfer], float] = lambda transfer: 0.0
+    decode_s: Callable[[Transfer], float] = lambda transfer: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
     """Plays a schedule on one processor and one network that carries exchanges one after the other.
 
     Gradients start as their buckets fill, updates after the optimizer. What is due is waited for: gradients before
-    the optimizer, updates after it. A schedule that asks for times is told those of this model.
+    the optimizer, updates after it. A second processor codes beside the first, one piece after the other as they
+    come. A schedule that asks for times is told those of this model.
 
     Args:
       schedule: whose transfers are played.
@@ -83,23 +88,22 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
     state, parts = schedule.init(), schedule.parts(buckets)
     now, free = 0.0, 0.0
     ends: list[float] = []
-    moves: list[Move] = []
-    waiting: list[Move] = []
+    lane = _Lane(costs)
+    waiting: list[int] = []
     asked: set[int] = set()
 
     def start(step: int, transfer: Transfer, ready: float) -> None:
         nonlocal free
-        free = max(free, ready) + costs.busy_s(transfer)
-        waiting.append(Move(step, transfer, ready, free + costs.latency_s))
-        moves.append(waiting[-1])
+        free = max(free, lane.encoded_s(transfer, ready)) + costs.busy_s(transfer)
+        waiting.append(lane.arrives(step, transfer, ready, free + costs.latency_s))
 
     def due(step: int, *, gradients: bool) -> list[Move]:
-        found = [
-            m
-            for m in waiting
-            if m.transfer.due_step <= step and (m.transfer.merge.moves == "gradient") == gradients
-        ]
-        waiting[:] = [m for m in waiting if m not in found]
+        found = []
+        for number in [*waiting]:
+            transfer = lane.moves[number].transfer
+            if transfer.due_step <= step and (transfer.merge.moves == "gradient") == gradients:
+                waiting.remove(number)
+                found.append(lane.decoded(number))
         return found
 
     work_s = costs.forward_s + costs.backward_s + costs.update_s
@@ -128,4 +132,41 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
                 stats = replace(stats, elapsed_s=now, step_s=work_s, exchange_s=took)
             state = schedule.observe(state, stats)
         ends.append(now)
-    return Timeline(tuple(ends), tuple(moves))
+    lane.decoded(len(lane.moves) - 1)
+    return Timeline(tuple(ends), tuple(lane.moves))
+
+
+class _Lane:
+    """The processor that codes: pieces in the order in which transfers are ready and arrive.
+
+    Transfers are told of by rising times of both, and what is asked for is asked for in that order.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs, self._free_s, self._decoded = costs, 0.0, 0
+        self.moves: list[Move] = []
+        """Those that are not decoded end when they arrive."""
+
+    def encoded_s(self, transfer: Transfer, ready: float) -> float:
+        """When a transfer that is ready now has been encoded."""
+        while self._decoded < len(self.moves) and self.moves[self._decoded].ended_s <= ready:
+            self._decode()
+        self._free_s = max(self._free_s, ready) + self._costs.encode_s(transfer)
+        return self._free_s
+
+    def arrives(self, step: int, transfer: Transfer, began_s: float, at_s: float) -> int:
+        """A transfer will be there; its number."""
+        self.moves.append(Move(step, transfer, began_s, at_s))
+        return len(self.moves) - 1
+
+    def decoded(self, number: int) -> Move:
+        """A transfer once it has been decoded."""
+        while self._decoded <= number:
+            self._decode()
+        return self.moves[number]
+
+    def _decode(self) -> None:
+        move = self.moves[self._decoded]
+        self._free_s = max(self._free_s, move.ended_s) + self._costs.decode_s(move.transfer)
+        self.moves[self._decoded] = replace(move, ended_s=self._free_s)
+        self._decoded += 1

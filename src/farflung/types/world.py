@@ -44,6 +44,11 @@ Feature: TypeAlias = Literal["any_source", "native", "tags"]
 class SegmentCoding(Protocol):
     """How a collective encodes segments of one flat tensor anew on every hop."""
 
+    @property
+    def method(self) -> str:
+        """What the costs of its encodings are called by; see :class:`CodingCost`."""
+        ...
+
     def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
         """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
         ...
@@ -90,16 +95,12 @@ class CodingLane(Protocol):
     On the wall clock this is the communication thread.
     """
 
-    def charge(self, cost: CodingCost, after_s: float) -> float:
-        """Takes a piece on, behind those before it and not before ``after_s``.
-
-        Returns:
-          When it is through, in virtual seconds.
-        """
+    def charge(self, cost: CodingCost) -> None:
+        """Takes a piece on, behind all that was asked for before."""
         ...
 
-    def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` when the clock shows ``t``."""
+    def through(self) -> Pending[None]:
+        """Done when all that was asked for so far is."""
         ...
 
 
@@ -239,16 +240,17 @@ class Channel(Protocol):
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         """Runs ``fn`` now, on the wall and in virtual time, which charges the modelled seconds.
 
-        What is sent afterwards leaves when the seconds charged so far are over; see :meth:`computed`.
+        What is sent afterwards leaves when the seconds charged so far are over. Whoever ends an exchange awaits
+        :meth:`computed`.
         """
         ...
 
     def computed(self) -> Pending[None]:
-        """Done when all that this exchange has computed so far is through on the modelled device."""
+        """Done when the modelled device is through with what was computed so far."""
         ...
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        """See :meth:`Communicator.send`; leaves once what was computed before it is through."""
+        """See :meth:`Communicator.send`; leaves once the device is through with what was computed before."""
         ...
 
     def recv(

@@ -8,7 +8,7 @@ from farflung.comm.collectives.coding import Wire
 from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
 from farflung.trees import apart
-from farflung.types import Channel, Payload, SegmentCoding
+from farflung.types import Channel, CodingCost, Payload, SegmentCoding
 
 __all__ = ["all_gather"]
 
@@ -27,7 +27,9 @@ async def all_gather(
         return tensor, side
     wire = Wire(channel, coding)
     # Nobody says when all have read it, and the sum is written where the tensor was.
-    own = tensor.clone() if coding is None else tensor
+    own = tensor
+    if coding is None:
+        own = channel.compute(CodingCost("copy", "", tensor.numel()), tensor.clone)
     segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
     hop = channel.hops(len(segments))
     packed = []

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import sum_in_order
+from farflung.comm.collectives.segments import summed
 from farflung.comm.staging import on_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive
-from farflung.types import Channel, Codec, CodecState, Payload, Seeds, Segment, SegmentCoding, TensorSpec
+from farflung.types import (
+    Channel,
+    Codec,
+    CodecState,
+    CodingCost,
+    Payload,
+    Seeds,
+    Segment,
+    SegmentCoding,
+    TensorSpec,
+)
 
-__all__ = ["Coding", "Wire"]
+__all__ = ["Charged", "Coding", "Wire"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +40,14 @@ class Coding:
       step: for the codec.
       left: flat, as long as the tensor; what this rank's encodings leave out is added to it, and nothing where that
         is not finite. ``None``: it is lost.
+      method: what the costs of its encodings are called by; see :class:`farflung.types.CodingCost`.
     """
 
     codec: Codec
     seeds: Seeds
     step: int
     left: Tensor | None = None
+    method: str = ""
 
     def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
         """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
@@ -58,11 +72,29 @@ class Coding:
         )
 
 
+class Charged:
+    """A :class:`farflung.types.SegmentCoding` whose work an exchange is charged for."""
+
+    def __init__(self, channel: Channel, coding: SegmentCoding) -> None:
+        self._channel, self._coding, self.method = channel, coding, coding.method
+
+    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
+        """The coding's."""
+        cost = CodingCost("encode", self.method, where.length)
+        return self._channel.compute(cost, partial(self._coding.encode, tensor, where, count))
+
+    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
+        """The coding's."""
+        cost = CodingCost("decode", self.method, where.length)
+        return self._channel.compute(cost, partial(self._coding.decode, payload, spec, where, count))
+
+
 class Wire:
     """Segments over a channel, encoded where that is asked for, with the side vector where it rides along."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:
-        self._channel, self._coding = channel, coding
+        self._channel = channel
+        self._coding = None if coding is None else Charged(channel, coding)
 
     def pack(self, tensor: Tensor, where: Segment, count: int) -> Tensor | Payload:
         """The segment ``tensor``, which sums ``count`` ranks', ready to send."""
@@ -75,6 +107,11 @@ class Wire:
             return packed
         assert isinstance(packed, Payload)
         return self._coding.decode(packed, TensorSpec.of(like), where, count)
+
+    def put(self, packed: Tensor | Payload, target: Tensor, where: Segment, count: int) -> None:
+        """The dense segment again, in ``target``."""
+        dense = self.unpack(packed, target, where, count)
+        self._channel.compute(CodingCost("copy", "", where.length), partial(target.copy_, dense))
 
     def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
         """Starts sending; nobody waits for the end of it, since the tensors are given away."""
@@ -118,4 +155,8 @@ class Wire:
             parts.append(part)
             if riding is not None:
                 sides.append(riding)
-        return sum_in_order(parts, out), sides
+        return self.add(parts, out), sides
+
+    def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """The sum, first to last, in ``out``, which is none of the parts, or in a fresh tensor."""
+        return summed(self._channel, parts, out)

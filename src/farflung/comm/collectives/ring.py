@@ -43,11 +43,11 @@ async def ring(
         came, partial_side = await wire.recv(before, hop + k, own)
         if partial_side is not None:
             riding[receiving] = partial_side + side
-        packed = wire.pack(wire.unpack(came, own, place, k + 1) + own, place, k + 2)
+        packed = wire.pack(wire.add([wire.unpack(came, own, place, k + 1), own]), place, k + 2)
 
     hop += size - 1
     complete = (rank + 1) % size
-    segments[complete].copy_(wire.unpack(packed, segments[complete], places[complete], size))
+    wire.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
         wire.send(packed, after, hop + k, riding.get(sending))
@@ -55,5 +55,5 @@ async def ring(
         packed, total_side = await wire.recv(before, hop + k, target)
         if total_side is not None:
             riding[receiving] = total_side
-        target.copy_(wire.unpack(packed, target, places[receiving], size))
+        wire.put(packed, target, places[receiving], size)
     return tensor, riding[0]

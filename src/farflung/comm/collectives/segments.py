@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from farflung.types import Channel, Segment
+from farflung.types import Channel, CodingCost, Segment
 
-__all__ = ["cut", "others", "sum_in_order"]
+__all__ = ["cut", "others", "sum_in_order", "summed"]
 
 
 def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
@@ -36,3 +37,9 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     for part in parts[2:]:
         total += part
     return total
+
+
+def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """:func:`sum_in_order` as a part of an exchange."""
+    cost = CodingCost("add", "", (len(parts) - 1) * parts[0].numel())
+    return channel.compute(cost, partial(sum_in_order, parts, out))

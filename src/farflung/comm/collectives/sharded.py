@@ -119,13 +119,13 @@ async def _by_owners(
             riding = total_side if piece == 0 and not everyone_owns else None
             for peer in peers:
                 wire.send(packed, peer, hop + 2 * piece + 1, riding)
-            own.copy_(wire.unpack(packed, total, place, size))
+            wire.put(packed, own, place, size)
 
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:
                 target = views[owner][piece]
                 packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
-                target.copy_(wire.unpack(packed, target, owned[owner][piece], size))
+                wire.put(packed, target, owned[owner][piece], size)
                 total_side = total_side if riding is None else riding
     return tensor, total_side

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farflung.comm.collectives.sharded import shard_pieces
-from farflung.comm.virtual.clock import Carrier
+from farflung.comm.virtual.clock import Carrier, Clock
+from farflung.comm.virtual.lane import Ends, Lane
 from farflung.network.bundles import Group
+from farflung.types import CodingCost
 
-__all__ = ["GroupedReduce", "ReduceShape"]
+__all__ = ["Devices", "GroupedReduce", "ReduceShape"]
 
 
 class ReduceShape(NamedTuple):
@@ -56,6 +58,20 @@ class ReduceShape(NamedTuple):
         return dense - own + (owners - 1) * self.side_nbytes + (self.size - 1) * (own + self.back_nbytes)
 
 
+class Devices(NamedTuple):
+    """What the groups' devices are charged by.
+
+    Args:
+      clock: virtual time.
+      lanes: of each group; ``None`` where its devices have no rates.
+      latency_s: of the link from one group to another.
+    """
+
+    clock: Clock
+    lanes: Sequence[Lane | None]
+    latency_s: Callable[[int, int], float]
+
+
 @dataclass(slots=True)
 class _Part:
     """How far a group has come."""
@@ -78,12 +94,20 @@ class GroupedReduce:
       groups: of ranks that are alike to the network and own shards of one length.
       shape: what moves.
       ended: called with a group's number when its ranks have the sum.
+      devices: what adding and messages are charged to; where not given, they take no time. A group's messages to
+        another set out with the first and are there with the last, and each device copies what it gets as it comes.
     """
 
     def __init__(
-        self, carrier: Carrier, groups: Sequence[Group], shape: ReduceShape, ended: Callable[[int], None]
+        self,
+        carrier: Carrier,
+        groups: Sequence[Group],
+        shape: ReduceShape,
+        ended: Callable[[int], None],
+        devices: Devices | None = None,
     ) -> None:
         self._carrier, self._groups, self._shape, self._ended = carrier, groups, shape, ended
+        self._devices = devices
         owning = [number for number, group in enumerate(groups) if group.first < shape.owners]
         self._owning = owning
         pieces = len(shape.pieces_nbytes(0))
@@ -111,9 +135,27 @@ class GroupedReduce:
             for owner in self._owning:
                 if self._meet(number, owner):
                     riding = self._shape.side_nbytes if piece == 0 else 0
-                    bits = 8 * (self._parts[owner].pieces_nbytes[piece] + riding)
-                    self._carrier.send(number, owner, bits, 0, self._gathers(owner, piece))
+                    nbytes = self._parts[owner].pieces_nbytes[piece] + riding
+                    self._send(number, owner, nbytes, self._gathers(owner, piece))
         self._spread(number)
+
+    def _send(self, src: int, dst: int, nbytes: int, arrived: Callable[[float], None]) -> None:
+        """From each device of a group to each of another."""
+
+        def move(came: Callable[[float], None]) -> None:
+            self._carrier.send(src, dst, 8 * nbytes, 0, came)
+
+        if self._devices is None:
+            move(arrived)
+            return
+        clock, lanes, same = self._devices.clock, self._devices.lanes, src == dst
+        ends = Ends(lanes[src], lanes[dst], self._groups[dst].count - same, self._groups[src].count - same)
+        ends.carry(clock, nbytes, self._devices.latency_s(src, dst), move, arrived)
+
+    def _charge(self, number: int, operation: str, nbytes: int) -> None:
+        """A device's addition or copy of so many bytes."""
+        if self._devices is not None and (lane := self._devices.lanes[number]) is not None:
+            lane.charge(CodingCost(operation, "", nbytes // self._shape.element_nbytes))
 
     def _gathers(self, owner: int, piece: int) -> Callable[[float], None]:
         def gather(t: float) -> None:
@@ -129,17 +171,22 @@ class GroupedReduce:
         while part.entered and part.summed < len(part.pieces_nbytes):
             if self._came[number][part.summed] < part.sources:
                 return
-            nbytes = part.pieces_nbytes[part.summed] + (self._shape.back_nbytes if part.summed == 0 else 0)
+            own = part.pieces_nbytes[part.summed]
+            nbytes = own + (self._shape.back_nbytes if part.summed == 0 else 0)
             part.summed += 1
+            self._charge(number, "add", own * (self._shape.size - 1))
             for other in range(len(self._groups)):
                 if self._meet(number, other):
-                    self._carrier.send(number, other, 8 * nbytes, 0, self._answers(other))
+                    count = self._groups[number].count - (number == other)
+                    self._send(number, other, nbytes, self._answers(other, count * own))
+            self._charge(number, "copy", own)
         self._end(number)
 
-    def _answers(self, number: int) -> Callable[[float], None]:
+    def _answers(self, number: int, dense_nbytes: int) -> Callable[[float], None]:
         def answer(t: float) -> None:
             del t
             self._parts[number].answered += 1
+            self._charge(number, "copy", dense_nbytes)
             self._end(number)
 
         return answer

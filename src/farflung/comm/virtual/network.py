@@ -14,6 +14,7 @@ from farflung.comm.mailbox import Mailbox
 from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
+from farflung.comm.virtual.lane import Ends, Lane
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
 from farflung.comm.virtual.symmetric import Symmetric
@@ -76,6 +77,8 @@ class VirtualNetwork:
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
+        self.lanes: Sequence[Lane | None] = [None] * size
+        """What the devices compute for exchanges is charged to; where any has one, all collectives go hop by hop."""
         self._carrier: Carrier
         self._whole: ClosedForms | None = None
         self._symmetric: Symmetric | None = None
@@ -102,8 +105,25 @@ class VirtualNetwork:
         def arrived(t: float) -> None:
             mailbox.deliver(src, tag, payload, t)
 
+        sender, receiver = self.lanes[src], self.lanes[dst]
+        if sender is None and receiver is None:
+            return self._move(src, dst, payload.nbytes, priority, arrived)
+        left: Pending[None] = Pending()
+        link = self.profile.link(src, dst)
+
+        def move(came: Callable[[float], None]) -> None:
+            self._move(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
+
+        ends = Ends(sender, receiver)
+        ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
+        return left
+
+    def _move(
+        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
+    ) -> Pending[None]:
+        """Bytes from one device to another."""
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
-        return self._carrier.send(src, dst, 8 * payload.nbytes, priority, heard)
+        return self._carrier.send(src, dst, 8 * nbytes, priority, heard)
 
     def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
         """From now on there is less bandwidth from one rank to another, in a world without closed forms.
@@ -128,7 +148,7 @@ class VirtualNetwork:
     def collective(self, rank: int, name: str) -> AllReduce:
         """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
         collective, forms = collective_named(name), self._whole or self._symmetric
-        if forms is None or not forms.has(collective):
+        if forms is None or not forms.has(collective) or any(self.lanes):
             return collective.run
         return partial(_as_a_whole, forms, rank, name)
 
@@ -159,8 +179,12 @@ class VirtualCommunicator:
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.auto: Mapping[int, str] = {}
-        self.lane: CodingLane | None = None
         self._network = network
+
+    @property
+    def lane(self) -> CodingLane | None:
+        """The device's."""
+        return self._network.lanes[self.rank]
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Sends by reference; the smallest ``priority`` is served first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from farflung.codecs.sparse import accumulate
 from farflung.comm.collectives.segments import others
 from farflung.reducers.journeys.journey import Exchange, both
 from farflung.trees import apart
-from farflung.types import Codec, CodecState, Payload, TensorSpec
+from farflung.types import Codec, CodecState, CodingCost, Payload, TensorSpec
 
 __all__ = ["Gathered"]
 
@@ -22,9 +24,11 @@ class Gathered:
 
     posted = True
 
-    def __init__(self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor) -> None:
-        self._exchange, self._codec, self._tensor = exchange, codec, tensor
-        payload, self.state = codec.encode(state, tensor, step=exchange.step, count=1)
+    def __init__(
+        self, exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
+    ) -> None:
+        self._exchange, self._codec, self._method, self._tensor = exchange, codec, method, tensor
+        payload, self.state = exchange.encode(codec, method, state, tensor)
         # Nobody says when all have read it, and the sum is written where the tensor was.
         self._own = apart(payload, tensor)
         self._hop = exchange.channel.hops(1)
@@ -33,7 +37,8 @@ class Gathered:
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """The sums, in rank order whoever was first."""
-        channel = self._exchange.channel
+        channel, step = self._exchange.channel, self._exchange.step
+        cost = CodingCost("accumulate", self._method, self._tensor.numel())
         expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
         self._tensor.zero_()
         side = torch.zeros_like(self._exchange.side)
@@ -41,7 +46,10 @@ class Gathered:
             payload, riding = self._own, self._exchange.side
             if rank != channel.rank:
                 payload, riding = both(await channel.recv(rank, self._hop, expect), self._tensor.device)
-            accumulate(self._codec, self.state, payload, self._tensor, step=self._exchange.step, count=1)
+            channel.compute(
+                cost,
+                partial(accumulate, self._codec, self.state, payload, self._tensor, step=step, count=1),
+            )
             side += riding
         return self._tensor, side
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import with_residual
 from farflung.comm import Coding
 from farflung.reducers.journeys.journey import Exchange, unwrapped
-from farflung.types import Codec, CodecState, Seeds
+from farflung.types import Codec, CodecState, CodingCost, Seeds
 
 __all__ = ["Hops"]
 
@@ -26,17 +28,24 @@ class Hops:
     posted = False
 
     def __init__(
-        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+        self,
+        exchange: Exchange,
+        codec: Codec,
+        method: str,
+        state: CodecState,
+        tensor: Tensor,
+        seeds: Seeds,
     ) -> None:
         self._exchange, self._tensor, self.state = exchange, tensor, state
         self._left: Tensor | None = None
         inner, _ = unwrapped(codec, state)
         if isinstance(codec, ErrorFeedback):
             residual = state.local["residual"]
-            self._tensor = tensor.add_(residual.to(tensor.device))
+            cost = CodingCost("add", "", tensor.numel())
+            self._tensor = exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
             self._left = torch.zeros_like(tensor)
             self.state = with_residual(state, torch.zeros_like(residual))
-        self._coding = Coding(inner, seeds, exchange.step, self._left)
+        self._coding = Coding(inner, seeds, exchange.step, self._left, method)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce."""

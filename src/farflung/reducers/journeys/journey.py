@@ -7,6 +7,7 @@ at once is on its way. So several of them, for the parts of one bucket, overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from farflung.comm import Coding
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
 from farflung.trees import only_seeds
-from farflung.types import Channel, Codec, CodecState, Payload
+from farflung.types import Channel, Codec, CodecState, CodingCost, Payload
 
 __all__ = ["Exchange", "Journey", "both", "check_cut", "unwrapped"]
 
@@ -38,6 +39,13 @@ class Exchange:
     collective: str
     side: Tensor
     step: int
+
+    def encode(
+        self, codec: Codec, method: str, state: CodecState, tensor: Tensor
+    ) -> tuple[Payload, CodecState]:
+        """The rank's own tensor, by a codec and what its costs are called by."""
+        cost = CodingCost("encode", method, tensor.numel())
+        return self.channel.compute(cost, partial(codec.encode, state, tensor, step=self.step, count=1))
 
     async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
         """The sums of a flat tensor, given away, and of the side."""

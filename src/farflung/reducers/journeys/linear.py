@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from farflung.reducers.journeys.journey import Exchange
 from farflung.trees import rebuilt
-from farflung.types import Codec, CodecState, TensorSpec
+from farflung.types import Codec, CodecState, CodingCost, TensorSpec
 
 __all__ = ["Linear"]
 
@@ -19,9 +20,12 @@ class Linear:
 
     posted = False
 
-    def __init__(self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor) -> None:
-        self._exchange, self._codec, self._spec = exchange, codec, TensorSpec.of(tensor)
-        self._payload, self.state = codec.encode(state, tensor, step=exchange.step, count=1)
+    def __init__(
+        self, exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
+    ) -> None:
+        self._exchange, self._codec, self._method = exchange, codec, method
+        self._spec = TensorSpec.of(tensor)
+        self._payload, self.state = exchange.encode(codec, method, state, tensor)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce for each dtype in the payload; there is rarely more than one."""
@@ -35,8 +39,10 @@ class Linear:
             total, side = await self._exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
         payload = rebuilt(self._payload, lambda tensor: next(totals[tensor.dtype]).view(tensor.shape))
-        step, count = self._exchange.step, self._exchange.channel.size
-        return self._codec.decode(self.state, payload, self._spec, step=step, count=count), side
+        channel, step = self._exchange.channel, self._exchange.step
+        cost = CodingCost("decode", self._method, self._spec.numel)
+        decode = partial(self._codec.decode, self.state, payload, self._spec, step=step, count=channel.size)
+        return channel.compute(cost, decode), side
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
         """What the codec learns."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import left_over, with_residual
 from farflung.comm import Coding
-from farflung.comm.collectives.segments import cut, others, sum_in_order
+from farflung.comm.collectives.coding import Charged
+from farflung.comm.collectives.segments import cut, others, sum_in_order, summed
 from farflung.comm.staging import on_device
 from farflung.reducers.journeys.journey import Exchange, both, unwrapped
 from farflung.trees import apart
-from farflung.types import Codec, CodecState, Payload, Seeds, Segment, TensorSpec
+from farflung.types import Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
 
 __all__ = ["TwoPhases"]
 
@@ -31,14 +34,23 @@ class TwoPhases:
     posted = True
 
     def __init__(
-        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+        self,
+        exchange: Exchange,
+        codec: Codec,
+        method: str,
+        state: CodecState,
+        tensor: Tensor,
+        seeds: Seeds,
     ) -> None:
         channel = exchange.channel
         self._exchange, self._tensor = exchange, tensor
-        self._coding = Coding(unwrapped(codec, state)[0], seeds, exchange.step)
+        inner, _ = unwrapped(codec, state)
+        self._coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
         self._segments = cut(tensor.numel(), channel.size)
         self._keeps, self._left = isinstance(codec, ErrorFeedback), tensor[:0]
-        wanted = tensor + state.local["residual"].to(tensor.device) if self._keeps else tensor
+        wanted = tensor
+        if self._keeps:
+            wanted = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
         payloads = [
             apart(self._coding.encode(segment.of(wanted), segment, 1), wanted) for segment in self._segments
         ]
@@ -52,7 +64,9 @@ class TwoPhases:
                 self._decode(payload, segment, 1)
                 for payload, segment in zip(payloads, self._segments, strict=True)
             ]
-            self.state = with_residual(state, left_over(wanted, torch.cat(sent)))
+            cost = CodingCost("subtract", "", tensor.numel())
+            left = channel.compute(cost, lambda: left_over(wanted, torch.cat(sent)))
+            self.state = with_residual(state, left)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """The sums, the own shard's made here."""
@@ -66,7 +80,7 @@ class TwoPhases:
                 payload, side = both(await channel.recv(peer, self._hop, expect), self._tensor.device)
             parts.append(self._decode(payload, own, 1))
             sides.append(side)
-        total = sum_in_order(parts)
+        total = summed(channel, parts)
         packed = self._coding.encode(total, own, size)
         for peer in others(channel):
             channel.send(packed, peer, self._hop + 1)
@@ -74,9 +88,11 @@ class TwoPhases:
             payload = packed
             if owner != rank:
                 payload = on_device(await channel.recv(owner, self._hop + 1), self._tensor.device)
-            segment.of(self._tensor).copy_(self._decode(payload, segment, size))
+            dense, target = self._decode(payload, segment, size), segment.of(self._tensor)
+            channel.compute(CodingCost("copy", "", segment.length), partial(target.copy_, dense))
         if self._keeps:
-            self._left = left_over(total, own.of(self._tensor), packed)
+            cost = CodingCost("subtract", "", own.length)
+            self._left = channel.compute(cost, partial(left_over, total, own.of(self._tensor), packed))
         return self._tensor, sum_in_order(sides)
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
