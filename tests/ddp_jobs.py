@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ import farflung
 from farflung.ddp import HookState, exchange
 from farflung.errors import FarflungError
 from farflung.recipes import Recipe
+from farflung.reducers.weights import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
+from farflung.tasks import Pending
+from farflung.types import Channel, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec
+from tests.helpers import PATIENCE_S
 from tests.pool import digest, leave_group
 
 STEPS = 4
@@ -119,6 +125,57 @@ def beside_attach(
             loop(model, optimizer, rank)
             sent = handle._exchanges.sent_nbytes
     return {"hook": theirs, "attach": digest(dict(model.named_parameters())), "attach_bytes": sent}
+
+
+class SlowLearner:
+    """A mean whose first bucket teaches for as long as the second one is not through."""
+
+    collective = "direct"
+
+    def __init__(self) -> None:
+        self._learning: Pending[None] = Pending()
+        self._through = threading.Event()
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        del spec, seeds
+        return CodecState()
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        del slot, step
+        part = channel.tag(0).part
+        if part > 0:
+            await self._learning
+        total, side = await channel.collective("direct")(channel, numerator(own), side_of(own))
+        if part == 1:
+            self._through.set()
+        return replace(reduced(total, side), learn=None if part else self._learn)
+
+    def _learn(self, state: CodecState) -> CodecState:
+        self._learning.set(None)
+        if not self._through.wait(PATIENCE_S):
+            raise RuntimeError("nothing got through meanwhile")
+        return state
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+def learns_slowly(rank: int, size: int, store: dist.Store, *, how: str) -> str:
+    """One step with :class:`SlowLearner`, by the hook or by attach."""
+    model, optimizer = made()
+    with group(rank, size, dist.PrefixStore("group", store)):
+        if how == "attach":
+            recipe = Recipe("", "", reducer=SlowLearner(), bucket_nbytes=2000)
+            with farflung.attach(model, optimizer, recipe, store=store):
+                loop(model, optimizer, rank, range(1))
+        else:
+            ddp = wrapped(model)
+            state, hook = farflung.ddp_hook(SlowLearner(), bucket_nbytes=2000)
+            ddp.register_comm_hook(state, hook)
+            loop(ddp, optimizer, rank, range(1))
+            state.close()
+            del ddp
+    return digest(dict(model.named_parameters()))
 
 
 def beside_ddp(rank: int, size: int, store: dist.Store, *, find_unused: bool) -> dict[str, str]:

@@ -47,6 +47,11 @@ def test_buckets_of_another_size_are_those_of_attach(pool: Pool) -> None:
     assert small["attach"] != plain["attach"]
 
 
+def test_messages_go_on_while_a_codec_learns(pool: Pool) -> None:
+    hook, attach = (pool.run(2, "tests.ddp_jobs.learns_slowly", how=how) for how in ("hook", "attach"))
+    assert len({*hook, *attach}) == 1
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
     for result in pool.run(2, "tests.ddp_jobs.beside_ddp", find_unused=find_unused):

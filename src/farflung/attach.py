@@ -458,14 +458,15 @@ class Handle:
 
     def _check_all_known(self) -> None:
         """Whether all that trains is exchanged, though layers and groups of the optimizer may have been added."""
-        unfrozen = [name for name, parameter in self._left_out if parameter.requires_grad]
-        if unfrozen:
+        if self._left_out and (unfrozen := [name for name, p in self._left_out if p.requires_grad]):
             raise ConfigError(
                 f"parameters were frozen when attach() was called, and would train apart now: {named(unfrozen)}; "
                 "finish() and attach() again after unfreezing"
             )
-        held = held_by(self._optimizer)
-        if len(held) != self._held and any(id(p) not in self._known for p in held):
+        count = 0
+        for group in self._optimizer.param_groups:
+            count += len(group["params"])
+        if count != self._held and not all(id(p) in self._known for p in held_by(self._optimizer)):
             raise ConfigError(
                 "the optimizer was given parameters after attach(), which would train apart: finish() and attach() "
                 "again"

@@ -3,6 +3,7 @@
 import atexit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -381,14 +382,16 @@ class HookState:
         self._runtime.launch(carry()).on_done(ended)
 
     async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int) -> None:
-        """The whole of a bucket's exchange; runs on the communication thread."""
+        """The whole of a bucket's exchange; runs on the communication thread, which others go on with meanwhile."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), own.index)
         contribution = Contribution(own.filling.flat, 1.0, _NO_RIDER)
         reduced = await self._reducer.reduce(channel, self._slots[own.index], contribution, step=step)
         carried = self._carried.pop(step, 0) + 1
         if carried < len(self._owns):
             self._carried[step] = carried
-        self._slots.learn(own.index, reduced, last=carried == len(self._owns))
+        last = carried == len(self._owns)
+        if reduced.learn is not None or (last and reduced.learn_together is not None):
+            await self._runtime.aside(partial(self._slots.learn, own.index, reduced, last=last))
         if reduced.mean.data_ptr() != own.filling.flat.data_ptr():
             own.filling.flat.copy_(reduced.mean)
         torch._foreach_copy_([grad for grad, _ in pieces], [view for _, view in pieces])

@@ -13,15 +13,17 @@ import struct
 import tomllib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from farflung.errors import BadInput, ConfigError, FarflungError, MissingExtra, StorageError
 from farflung.types import Json
 
 __all__ = [
+    "JsonLinesFile",
     "deciding",
     "drop_cut_line",
     "held",
@@ -249,6 +251,48 @@ def drop_cut_line(path: Path) -> None:
         else:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
+
+
+class JsonLinesFile:
+    """A file that is added to by JSON lines; a context manager that closes it.
+
+    Args:
+      path: the file; a last line in it that was cut short is left out.
+      anew: whether to replace what it holds.
+
+    Raises:
+      StorageError: when it is made or at any call: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        self._path = path
+        if not anew:
+            drop_cut_line(path)
+        with writing(path):
+            self._file = path.open("w" if anew else "a", encoding="utf-8")
+
+    def add(self, row: Mapping[str, Json]) -> None:
+        """One line; it may stay in memory until :meth:`flush`."""
+        with writing(self._path):
+            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        """Hands what was added to the system."""
+        with writing(self._path):
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with writing(self._path):
+                self._file.close()
+        except StorageError:
+            if error is None:  # otherwise what went wrong before is what counts
+                raise
 
 
 # --- one at a time ------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,30 +71,66 @@ def _numpy_address() -> int:
     return int(bits.ctypes.state_address)
 
 
+_PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
+"""Python's global generator."""
+
+
+def _python_words(state: tuple[Any, ...]) -> bytes:
+    """A state as CPython keeps it: which word is next, then all 624."""
+    return struct.pack("=i624I", state[1][-1], *state[1][:-1])
+
+
+def _python_offset() -> int | None:
+    """Where Python's global generator keeps its words in its own memory; ``None`` where they are not to be seen."""
+    if sys.implementation.name != "cpython":
+        return None
+    memory = ctypes.string_at(id(_PYTHON), type(_PYTHON).__basicsize__)
+    at = memory.find(_python_words(_PYTHON.getstate()))
+    return None if at < 0 else at
+
+
+_PYTHON_AT = _python_offset()
+_PYTHON_NBYTES = 625 * 4
+
+
+def _python_now(before: _Snapshot | None) -> tuple[tuple[Any, ...], bytes]:
+    """Python's state and its words; those of ``before`` where nobody has drawn since."""
+    if before is not None and _PYTHON_AT is not None:
+        words = ctypes.string_at(id(_PYTHON) + _PYTHON_AT, _PYTHON_NBYTES)
+        if words == before.python_words and _PYTHON.gauss_next == before.python[2]:  # type: ignore[attr-defined]
+            return before.python, words
+    python = _PYTHON.getstate()
+    return python, _python_words(python)
+
+
 @dataclass(slots=True)
 class _Snapshot:
     """torch's, numpy's and Python's global generators at one moment, and those of CUDA devices that are in use.
 
     numpy's own functions copy its 624 words one by one, which takes longer than a small model's forward pass. Few
     models draw from it, so its words are compared in place, and copied in place; its functions are left for a
-    generator that holds the second half of a pair of normal numbers besides.
+    generator that holds the second half of a pair of normal numbers besides. Python's function makes a number of each
+    of its 624 words, so those too are compared in place, where they are to be seen.
     """
 
     torch: torch.Tensor
     numpy: dict[str, Any]
     words: bytes
     python: tuple[Any, ...]
+    python_words: bytes
     cuda: dict[int, Tensor]
     """By the number of the device."""
 
     @staticmethod
     def seeded(seed: int, cuda: int | None) -> _Snapshot:
         numpy = dict(np.random.RandomState(seed % 2**32).get_state(legacy=False))
+        python = random.Random(seed).getstate()
         return _Snapshot(
             torch.Generator().manual_seed(seed).get_state(),
             numpy,
             _words(numpy),
-            random.Random(seed).getstate(),
+            python,
+            _python_words(python),
             {} if cuda is None else {cuda: torch.Generator(f"cuda:{cuda}").manual_seed(seed).get_state()},
         )
 
@@ -109,7 +147,8 @@ class _Snapshot:
         else:
             devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         cuda = {index: torch.cuda.get_rng_state(index) for index in devices}
-        return _Snapshot(torch.get_rng_state(), numpy, words, random.getstate(), cuda)
+        python, python_words = _python_now(before)
+        return _Snapshot(torch.get_rng_state(), numpy, words, python, python_words, cuda)
 
     def put_back(self, instead_of: _Snapshot | None = None) -> None:
         """Into the place of what there is now, where that is known."""
@@ -200,12 +239,14 @@ class RandomState:
             "has_gauss": numpy["has_gauss"],
             "gauss": numpy["gauss"],
         }
+        own = (python["version"], tuple(python["words"].tolist()), python["gauss"])
         self._snapshot = _Snapshot(
             state["torch"].clone(),
             kept,
             _words(kept),
-            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            {index: state.get("cuda", own).clone() for index, own in self._snapshot.cuda.items()},
+            own,
+            _python_words(own),
+            {index: state.get("cuda", now).clone() for index, now in self._snapshot.cuda.items()},
         )
         if RandomState._installed is self:
             self._snapshot.put_back()

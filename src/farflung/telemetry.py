@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from farflung.errors import DataError, StorageError
-from farflung.files import drop_cut_line, json_lines, writing
+from farflung.errors import DataError
+from farflung.files import JsonLinesFile, json_lines, writing
 from farflung.types import Json
 
 __all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
@@ -57,19 +56,16 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            drop_cut_line(path)
-            self._file = path.open("a", encoding="utf-8")
+        self._file = JsonLinesFile(path)
         self._flushed = time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        with writing(self._path):
-            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
-            if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-                self._file.flush()
-                self._flushed = time.monotonic()
+        self._file.add(event)
+        if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -77,12 +73,7 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            with writing(self._path):
-                self._file.close()
-        except StorageError:
-            if error is None:  # otherwise what went wrong before is what counts
-                raise
+        self._file.__exit__(kind, error, trace)
 
 
 def read_events(path: Path) -> list[Event]:

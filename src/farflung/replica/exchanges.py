@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -63,8 +63,9 @@ class Settled:
 class Exchanges:
     """One replica's exchanges: launched as buckets fill or parameters are updated, merged when they are due.
 
-    All of it runs on the thread that trains, but for what is launched: reducers and their states belong to the thread
-    that carries exchanges, where what is launched runs in the order of launch.
+    All of it runs on the thread that trains, but for what is launched: reducers belong to the thread that carries
+    exchanges, where what is launched runs in the order of launch. What a result teaches is learned here, since it may
+    take longer than messages can wait: no exchange is about to encode then.
 
     Args:
       runtime: the world.
@@ -99,6 +100,7 @@ class Exchanges:
         self._mergers = mergers(schedule, buckets)
         self._parts = numbered(schedule, buckets.buckets)
         self._numbers = {part: number for number, part in self._parts.items()}
+        self._in_order = tuple(self._parts.values())
         self._state = schedule.init()
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank)
@@ -145,7 +147,7 @@ class Exchanges:
     @property
     def at_once(self) -> bool:
         """Whether each step's optimizer steps on the mean of that step's gradients, at the start and later on."""
-        plans = ((step, self._schedule.plan(self._state, self._parts_of_plan, step)) for step in (0, _LATER))
+        plans = ((step, self._schedule.plan(self._state, self._in_order, step)) for step in (0, _LATER))
         return not self.moves_parameters and all(t.due_step == step for step, plan in plans for t in plan)
 
     @property
@@ -172,13 +174,15 @@ class Exchanges:
         found = [flats for merger in self._mergers.values() if (flats := merger.common()) is not None]
         return self._buckets.named(found[0]) if found else None
 
-    @contextmanager
-    def taking_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""
+        takings = [merger.taking(optimizer, self._of(kind)) for kind, merger in self._mergers.items()]
+        if len(takings) == 1:
+            return takings[0]
         with ExitStack() as stack:
-            for kind, merger in self._mergers.items():
-                stack.enter_context(merger.taking(optimizer, self._of(kind)))
-            yield
+            for taking in takings:
+                stack.enter_context(taking)
+            return stack.pop_all()
 
     def aside(self) -> AbstractContextManager[None]:
         """Around what is no part of a step and takes time nevertheless."""
@@ -200,7 +204,7 @@ class Exchanges:
             self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
         self._settled = Settled()
-        self._planned = self._schedule.plan(self._state, self._parts_of_plan, step)
+        self._planned = self._schedule.plan(self._state, self._in_order, step)
         for transfer in self._planned:
             self._check(transfer)
         self._waiting = deque(transfer for transfer in self._planned if transfer.merge.moves == "gradient")
@@ -242,7 +246,7 @@ class Exchanges:
         """
         self._weigh()
         acting = {type(transfer.merge) for transfer in self._planned}
-        acting |= {type(flight.transfer.merge) for flight in self._due("gradient")}
+        acting.update([type(flight.transfer.merge) for flight in self._due("gradient")])
         merged = await self._merge("gradient")
         taking = [m for kind, m in self._mergers.items() if kind in acting and m.takes_gradient]
         asked = taking or [m for m in self._mergers.values() if not m.takes_gradient]
@@ -384,10 +388,6 @@ class Exchanges:
 
     # --- launching --------------------------------------------------------------------------------------------
 
-    @property
-    def _parts_of_plan(self) -> Sequence[Part]:
-        return tuple(self._parts.values())
-
     def _check(self, transfer: Transfer) -> None:
         named = f"schedule {type(self._schedule).__name__}, step {self._step}"
         if type(transfer.merge) not in self._mergers:
@@ -424,7 +424,8 @@ class Exchanges:
             flight.times = self._runtime.decide("times", self._step, self._times.to_json)
 
     def _absent(self, part: Part) -> Places:
-        return joined_places((bucket, self._buckets.absent(bucket.index)) for bucket in buckets_of(part))
+        found = [(bucket, self._buckets.absent(bucket.index)) for bucket in buckets_of(part)]
+        return joined_places(found) if any(absent for _, absent in found) else ()
 
     def _relaunch(self, state: State) -> None:
         transfer = Flight.transfer_of(state, self._parts, {kind.__name__: kind for kind in self._mergers})
@@ -517,11 +518,10 @@ class Exchanges:
             self._on_arrival(flight)
         last = all(other.step != flight.step for other in self._in_flight)
         if reduced.learn is not None or (last and reduced.learn_together is not None):
-            await self._runtime.launch(self._learn(flight.number, reduced, last))
+            # What was launched before encodes first; its messages go on while this thread learns.
+            await self._runtime.launch(_reached())
+            self._slots.learn(flight.number, reduced, last=last)
         return reduced
-
-    async def _learn(self, number: int, reduced: Reduced, last: bool) -> None:
-        self._slots.learn(number, reduced, last=last)
 
     async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
         """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
@@ -549,3 +549,7 @@ class Exchanges:
         means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
         for bucket, each in zip(buckets, means, strict=True):
             merger.put(bucket.index, flight, each)
+
+
+async def _reached() -> None:
+    """Its end says that all that was launched before has come to its first wait."""

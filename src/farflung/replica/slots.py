@@ -13,7 +13,7 @@ __all__ = ["Slots"]
 class Slots:
     """One slot for each part, by number.
 
-    Made anywhere; afterwards all that is done to them happens on the thread that carries exchanges.
+    The thread that carries exchanges encodes with them. Another one learns while none of them is about to encode.
 
     Args:
       reducer: whose state they hold.

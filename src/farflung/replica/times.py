@@ -53,9 +53,10 @@ class Times:
     def waiting(self) -> Iterator[None]:
         """The same, and a wait for an exchange."""
         begin = self._now()
-        with self.aside():
-            yield
-        self.waited_s += self._now() - begin
+        yield
+        waited = self._now() - begin
+        self._waited += waited
+        self.waited_s += waited
 
     def exchanged(self, flight: Flight) -> None:
         """An exchange has ended; those of one step count from the first's beginning to the last's end."""

@@ -89,10 +89,10 @@ class Rider:
         Raises:
           KeyError: a number without a place.
         """
-        steps = len(votes)
-        bad = sum(not vote.finite for vote in votes)
-        weight = sum(vote.weight for vote in votes if vote.finite) / steps
-        loss = sum(vote.loss * vote.weight for vote in votes if vote.finite) / steps
+        steps, finite = len(votes), [vote for vote in votes if vote.finite]
+        bad = steps - len(finite)
+        weight = sum([vote.weight for vote in finite]) / steps
+        loss = sum([vote.loss * vote.weight for vote in finite]) / steps
         said = dict.fromkeys(self._names, 0.0)
         said |= {"loss": loss, "nonfinite": bad, "ranks": bad * rank, "squares of ranks": bad * rank**2}
         said["answers"] = (

@@ -13,7 +13,7 @@ import torch
 
 from farflung.comm import Purpose, collective_named, resolve_collective
 from farflung.errors import ConfigError
-from farflung.files import deciding, drop_cut_line, json_lines, writing
+from farflung.files import JsonLinesFile, deciding, json_lines, writing
 from farflung.network import NetworkProfile
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
@@ -71,8 +71,6 @@ class DecisionLog:
         self.entries: list[Decision] = []
         """Those made so far."""
         self._path = path
-        self._begun: set[Path] = set()
-        """Files that end with a whole line."""
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
@@ -87,12 +85,9 @@ class DecisionLog:
             if decision.rank is not None:
                 path = path.with_suffix("") / f"rank-{decision.rank}.jsonl"
             with writing(path):
-                if path not in self._begun:
-                    path.parent.mkdir(exist_ok=True)
-                    drop_cut_line(path)
-                    self._begun.add(path)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(decision_json(decision) + "\n")
+                path.parent.mkdir(exist_ok=True)
+            with JsonLinesFile(path) as lines:
+                lines.add(_content(decision))
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """What is to be decided again; ``None`` where nothing was."""
@@ -129,8 +124,11 @@ class DecisionLog:
 
 def decision_json(decision: Decision) -> str:
     """One line of a log."""
-    content = {key: value for key, value in asdict(decision).items() if key != "rank" or value is not None}
-    return json.dumps(content, separators=(",", ":"))
+    return json.dumps(_content(decision), separators=(",", ":"))
+
+
+def _content(decision: Decision) -> dict[str, Json]:
+    return {key: value for key, value in asdict(decision).items() if key != "rank" or value is not None}
 
 
 def read_decisions(path: Path) -> list[Decision]:

@@ -210,6 +210,7 @@ class WallRuntime:
             assert store is not None
             self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
+        self._aside = ThreadPoolExecutor(1, "farflung-aside")
         options: dict[str, Any] = {
             "now": self.now,
             "interface": address,
@@ -311,6 +312,25 @@ class WallRuntime:
         """Starts an exchange on the communication thread."""
         return self._thread.launch(exchange)
 
+    def aside(self, fn: Callable[[], T]) -> Pending[T]:
+        """Runs ``fn`` on a thread of its own, in the order of calls, while messages go on.
+
+        Returns:
+          What it gives or raises, handed on by the communication thread.
+        """
+        through: Pending[T] = Pending()
+
+        def run() -> None:
+            try:
+                value = fn()
+            except BaseException as error:
+                self._thread.soon(partial(through.fail, error))
+            else:
+                self._thread.soon(lambda: through.set(value))
+
+        self._aside.submit(run)
+        return through
+
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
@@ -371,6 +391,7 @@ class WallRuntime:
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
         self._thread.soon(lambda: self.comm.farewell(error))
         self._thread.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from farflung.errors import StorageError, Unsupported
-from farflung.files import writing
+from farflung.errors import Unsupported
+from farflung.files import JsonLinesFile
 from farflung.replica import Replica
 from farflung.tasks import Pending
 from farflung.timing.traffic import Op
@@ -54,9 +53,8 @@ class TrafficRecorder:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._size, self._path = size, path
-        with writing(path):
-            self._file = path.open("w", encoding="utf-8")
+        self._size = size
+        self._file = JsonLinesFile(path, anew=True)
         self._journeys: dict[tuple[Op, ...], int] = {}
         self._open: dict[tuple[int, int], dict[int, int]] = {}
         self._begun: dict[int, tuple[int, int]] = {}
@@ -73,12 +71,12 @@ class TrafficRecorder:
         """A rank is through with an exchange."""
         if ops not in self._journeys:
             self._journeys[ops] = len(self._journeys)
-            self._write({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
+            self._file.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
         ended = self._open.setdefault((step, number), {})
         ended[rank] = self._journeys[ops]
         if len(ended) == self._size:
             del self._open[step, number]
-            self._write(
+            self._file.add(
                 {
                     "step": step,
                     "number": number,
@@ -99,11 +97,7 @@ class TrafficRecorder:
     def filled(self, rank: int, step: int, order: list[int]) -> None:
         """A backward pass has filled its buckets in this order."""
         if order != sorted(order):
-            self._write({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
-
-    def _write(self, row: dict[str, Json]) -> None:
-        with writing(self._path):
-            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            self._file.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
 
     def __enter__(self) -> Self:
         return self
@@ -111,12 +105,7 @@ class TrafficRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            with writing(self._path):
-                self._file.close()
-        except StorageError:
-            if error is None:  # otherwise what went wrong before is what counts
-                raise
+        self._file.__exit__(kind, error, trace)
 
 
 @dataclass(slots=True)
