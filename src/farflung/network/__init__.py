@@ -7,6 +7,7 @@ from farflung.network.loading import load_profile
 from farflung.network.max_min import max_min_rates
 from farflung.network.named import NETWORKS, network_profile
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+from farflung.network.tcp import Tcp, window_share_bps
 from farflung.network.trace import Trace
 from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 
@@ -20,6 +21,7 @@ __all__ = [
     "NetworkProfile",
     "Path",
     "Site",
+    "Tcp",
     "Trace",
     "Use",
     "Wiring",
@@ -28,4 +30,5 @@ __all__ = [
     "max_min_rates",
     "network_profile",
     "pieces_of",
+    "window_share_bps",
 ]

@@ -59,7 +59,7 @@ class Link:
 
         Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and one connection gets no more than its
         average window carries: the smaller of :math:`(1-p)\,b` and
-        :func:`farflung.network.tcp.window_share_bps`. A lost packet's own delay is not modelled. What is sent again
+        :func:`farflung.network.window_share_bps`. A lost packet's own delay is not modelled. What is sent again
         is charged to this link, not to what it shares.
 
         Args:

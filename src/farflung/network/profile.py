@@ -103,7 +103,7 @@ class NetworkProfile:
       source: where the figures come from.
       changes: what has been done to them since, oldest first.
       congestion: the congestion control of the nodes' TCP, which then has to find its rate on every connection, see
-        :class:`farflung.network.tcp.Tcp`; ``None``: messages have the whole bandwidth from their first byte.
+        :class:`farflung.network.Tcp`; ``None``: messages have the whole bandwidth from their first byte.
 
     Raises:
       ConfigError: a site named twice or not at all, an unknown medium or congestion control, a pair that cannot reach

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
-from farflung.network import Fabric, Flow, Path, Use
-from farflung.network.tcp import Tcp
+from farflung.network import Fabric, Flow, Path, Tcp, Use
 from farflung.network.trace import Capacity, map_capacity
 from farflung.noise import uniform
 from farflung.tasks import Pending
