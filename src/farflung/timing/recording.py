@@ -92,7 +92,7 @@ class TrafficRecorder:
         kind = "learn_together" if together else "learn"
         if ops != self._learned.get((kind, number), ()):
             self._learned[kind, number] = ops
-            self._write({"step": step, "number": number, kind: [list(op) for op in ops]})
+            self._file.add({"step": step, "number": number, kind: [list(op) for op in ops]})
 
     def filled(self, rank: int, step: int, order: list[int]) -> None:
         """A backward pass has filled its buckets in this order."""
