@@ -145,10 +145,10 @@ class SlowLearner:
         part = channel.tag(0).part
         if part > 0:
             await self._learning
-        total, side = await channel.collective("direct")(channel, numerator(own), side_of(own))
+        total, side = await channel.collective("direct")(channel, numerator(channel, own), side_of(own))
         if part == 1:
             self._through.set()
-        return replace(reduced(total, side), learn=None if part else self._learn)
+        return replace(reduced(channel, total, side), learn=None if part else self._learn)
 
     def _learn(self, state: CodecState) -> CodecState:
         self._learning.set(None)
