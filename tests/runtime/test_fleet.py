@@ -83,10 +83,10 @@ def test_connections_between_classes_find_their_rate_alike(control: Any) -> None
     )
 
 
-ADDING = CodingRates({("add", ""): ((0, 0.0), (10**6, 0.3)), ("scale", ""): ((0, 0.0), (10**6, 0.1))})
+ADDING = CodingRates({("add", ""): ((1, 3e-7), (10**6, 0.3)), ("scale", ""): ((1, 1e-7), (10**6, 0.1))})
 EVERYTHING = replace(
     ADDING,
-    operations={**ADDING.operations, ("copy", ""): ((0, 0.0), (10**6, 0.05))},
+    operations={**ADDING.operations, ("copy", ""): ((1, 5e-8), (10**6, 0.05))},
     message_s=50e-6,
     copy_s_per_byte=1e-9,
     encrypt_s_per_byte=4e-9,

@@ -40,10 +40,12 @@ class CodingRates:
     def __post_init__(self) -> None:
         for points in self.operations.values():
             sizes, seconds = [numel for numel, _ in points], [one for _, one in points]
-            if not sizes or sizes[0] < 0 or any(low >= high for low, high in pairwise(sizes)):
-                raise ConfigError(f"numel = {sizes}: must be whole numbers, each above the one before")
-            if not all(0 <= one < math.inf for one in seconds):
-                raise ConfigError(f"seconds = {seconds}: each must be 0 or more")
+            if not sizes or sizes[0] < 1 or any(low >= high for low, high in pairwise(sizes)):
+                raise ConfigError(
+                    f"numel = {sizes}: must be whole numbers above 0, each above the one before"
+                )
+            if not all(0 < one < math.inf for one in seconds):
+                raise ConfigError(f"seconds = {seconds}: each must be above 0")
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):
             check_seconds(name, getattr(self, name))
 

@@ -14,6 +14,9 @@ from farflung.types import CodingCost
 
 __all__ = ["Ends", "Lane"]
 
+ROUNDING_S = 1e-9
+"""What sums of seconds may differ by; work that is closer to its end is through."""
+
 
 class Lane:
     """Two processors beside the one that trains, as a replica on the wall clock has them; see
@@ -128,7 +131,7 @@ class Lane:
 
         def look() -> None:
             due = ends + (self._worked_s() - before)
-            if due <= self._now():
+            if due <= self._now() + ROUNDING_S:
                 fn()
             else:
                 self._running_at(due + self._ahead_s(), look)
