@@ -29,13 +29,13 @@ NOW = Moment(seed=1, rank=0, step=1, now_s=0.0)
 
 
 def test_seconds_by_kind() -> None:
-    device = DeviceProfile("d", 0.5, optimizer_s=0.25, slowdown=2.0)
+    device = DeviceProfile("d", 0.5, optimizer_s=0.25, slowdown=2.0, step_s=0.125)
     costs = [Cost("forward", 3), Cost("backward", 3), Cost("evaluate", 3), Cost("score", 3)]
-    assert [device.seconds(cost, NOW) for cost in costs] == [3.0, 6.0, 3.0, 3.0]
+    assert [device.seconds(cost, NOW) for cost in costs] == [3.25, 6.0, 3.0, 3.0]
     assert device.seconds(Cost("optimizer", 0), NOW) == 0.5
     assert device.seconds(Cost("other", 5), NOW) == 0.0
     assert DeviceProfile(forward_s=0.5, backward_s=0.75).seconds(Cost("backward", 2), NOW) == 1.5
-    assert device.slowed(1.5).seconds(Cost("forward", 1), NOW) == 1.5
+    assert device.slowed(1.5).seconds(Cost("forward", 1), NOW) == 1.875
 
 
 def test_layers_add_up() -> None:

@@ -196,6 +196,7 @@ name = "camera"
 forward_s = 0.004
 backward_s = 0.009
 optimizer_s = 0.001
+step_s = 0.002
 slowdown = 1.5
 memory_nbytes = 4000
 cores = 1.5
@@ -228,7 +229,9 @@ def test_a_device(tmp_path: Path) -> None:
     stragglers = (Occasional(0.05, 4.0), Varying(0.1), Scheduled(60.0, 120.0, 3.0, (2,)))
     points = {("encode", "topk(density=0.1)"): ((1024, 1e-5), (4096, 3e-5)), ("add", ""): ((1024, 1e-6),)}
     coding = CodingRates(points, message_s=1e-4, encrypt_s_per_byte=2e-9)
-    wanted = DeviceProfile("camera", 0.004, 0.009, 0.001, (), 1.5, stragglers, 4000, str(path), coding, 1.5)
+    wanted = DeviceProfile(
+        "camera", 0.004, 0.009, 0.001, (), 1.5, stragglers, 4000, str(path), coding, 1.5, 0.002
+    )
     assert device_profile(str(path)) == wanted
     written(tmp_path, device_toml(wanted))
     assert device_profile(str(path)) == replace(wanted, stragglers=())

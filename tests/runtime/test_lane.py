@@ -42,7 +42,9 @@ EF_INT8 = "error_feedback(codec=int8)"
 
 def rates(seconds: Mapping[tuple[str, str], float], **options: float) -> CodingRates:
     """Seconds of each operation on all :data:`NUMEL` elements; of fewer in proportion."""
-    return CodingRates({key: ((1, value / NUMEL), (NUMEL, value)) for key, value in seconds.items()}, **options)
+    return CodingRates(
+        {key: ((1, value / NUMEL), (NUMEL, value)) for key, value in seconds.items()}, **options
+    )
 
 
 def gradient(rank: int) -> Tensor:

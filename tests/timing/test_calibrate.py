@@ -76,8 +76,18 @@ class Work:
         return self.loss(model, batch)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        data = TensorDataset(torch.ones(6, 2), torch.zeros(6), torch.zeros(6))
+        data = Loaded(self.clock)
         return data, data
+
+
+class Loaded(TensorDataset):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(torch.ones(6, 2), torch.zeros(6), torch.zeros(6))
+        self.clock = clock
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        self.clock.now += 0.75
+        return super().prepare(rows, train=train)
 
 
 def training(**given: Json) -> Training:
@@ -96,6 +106,7 @@ def test_each_layer_gets_its_time() -> None:
     assert found.forward_s == (5.625 / 4,) * 3
     assert found.backward_s == (10.25 / 4,) * 3
     assert found.optimizer_s == (0.0,) * 3
+    assert found.device.step_s == 0.75
 
 
 def test_what_is_refused() -> None:

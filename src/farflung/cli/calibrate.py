@@ -118,6 +118,7 @@ class Calibrate:
             "forward_s": list(found.forward_s),
             "backward_s": list(found.backward_s),
             "optimizer_s": list(found.optimizer_s),
+            "step_s": found.device.step_s,
             "predicted_nbytes": found.predicted_nbytes,
             "measured_nbytes": found.measured_nbytes,
             "layers": [

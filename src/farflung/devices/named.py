@@ -6,6 +6,7 @@
     forward_s = 0.004              # per sample; or flops_per_s, together with the model's forward_flops
     backward_s = 0.009             # optional: twice forward_s
     optimizer_s = 0.001            # optional
+    step_s = 0.002                 # optional: of each step besides, loading samples for example
     slowdown = 1.5                 # optional
     memory_nbytes = 4_000_000_000  # optional
     cores = 2                      # optional: processors that a replica has for itself; below 2 it computes nothing
@@ -165,8 +166,9 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
     else:
         forward = top.number("forward_s", 0.0 if layers else None)
     backward = top.number("backward_s") if "backward_s" in top else None
-    optimizer, slowdown, memory, cores = (
+    optimizer, step, slowdown, memory, cores = (
         top.number("optimizer_s", 0.0),
+        top.number("step_s", 0.0),
         top.number("slowdown", 1.0),
         top.whole("memory_nbytes"),
         top.number("cores", 2.0),
@@ -191,6 +193,7 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
             str(path),
             CodingRates(operations, **messages) if operations or messages else None,
             cores,
+            step,
         )
     )
 
@@ -206,7 +209,7 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
     lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
     if not device.layers:
         lines += [f"forward_s = {device.forward_s!r}", f"backward_s = {device.backward_per_sample_s!r}"]
-    lines += [f"optimizer_s = {device.optimizer_s!r}", f"slowdown = {device.slowdown!r}"]
+    lines += [f"{key} = {getattr(device, key)!r}" for key in ("optimizer_s", "step_s", "slowdown")]
     if device.memory_nbytes is not None:
         lines.append(f"memory_nbytes = {device.memory_nbytes}")
     lines.append(f"cores = {device.cores!r}")

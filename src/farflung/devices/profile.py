@@ -57,6 +57,7 @@ class DeviceProfile:
       source: where the figures come from.
       coding: what the arithmetic of exchanges takes; ``None``: nothing.
       cores: processors that a replica has for itself; with fewer than two, computing stands still while it codes.
+      step_s: of each step besides, charged before its forward pass: drawing samples and making them ready, bookkeeping.
 
     Raises:
       ConfigError: a value out of its range; begins with its name.
@@ -73,6 +74,7 @@ class DeviceProfile:
     source: str = ""
     coding: CodingRates | None = None
     cores: float = 2.0
+    step_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.layers and (self.forward_s or self.backward_s is not None):
@@ -80,6 +82,7 @@ class DeviceProfile:
         check_seconds("forward_s", self.forward_s)
         check_seconds("backward_s", self.backward_s or 0.0)
         check_seconds("optimizer_s", self.optimizer_s)
+        check_seconds("step_s", self.step_s)
         if not (self.slowdown > 0 and math.isfinite(self.slowdown)):
             raise ConfigError(f"slowdown = {self.slowdown}: must be above 0; 2 takes twice as long")
         if self.memory_nbytes is not None and self.memory_nbytes < 1:
@@ -113,7 +116,8 @@ class DeviceProfile:
         if cost.kind == "backward":
             return cost.samples * self.backward_per_sample_s
         if cost.kind in ("forward", "evaluate", "score"):
-            return cost.samples * self.forward_per_sample_s
+            besides = self.step_s if cost.kind == "forward" else 0.0
+            return besides + cost.samples * self.forward_per_sample_s
         return 0.0
 
     @property

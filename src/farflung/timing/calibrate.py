@@ -21,6 +21,7 @@ from farflung.timing.coding import CodingTask, coding_points, tensors_like
 from farflung.timing.messages import message_costs
 from farflung.timing.peak_memory import peak_nbytes
 from farflung.timing.sharing import Sharing, company
+from farflung.timing.step_rest import whole_steps_s
 from farflung.types import Batch, Dataset, TensorSpec, Workload
 
 __all__ = ["Calibration", "Spread", "calibrate"]
@@ -87,7 +88,8 @@ def calibrate(
     Passes are timed whole first, then once more with a look at the clock after each layer; the layers' shares of the
     second are laid over the medians of the first, so that looking costs nothing. A layer is a module with parameters
     of its own; what comes between two of them counts to the one after it in its pass. The loss counts to the last
-    layer. Loading samples is not part of it.
+    layer. What a replica that trains alone takes for a step beyond its passes is the step's own: loading samples,
+    bookkeeping.
 
     Args:
       work: what to measure.
@@ -121,6 +123,7 @@ def calibrate(
             taken = [step.run() for _ in range(rounds)]
             with step.watched():
                 watched = [step.run() for _ in range(rounds)]
+            whole_s = whole_steps_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
             rates = _rates(coding, step.specs, max(1, rounds // ROUNDS_EACH), clock, sharing, begins)
         predicted = step.predicted_nbytes()
         del step
@@ -136,8 +139,14 @@ def calibrate(
         strict=True,
     )
     layers = tuple(Layer(numel, fore, back) for (_, numel), (fore, back) in zip(found, shares, strict=True))
+    passes_s = size * (forward.median + backward.median) + optimizer.median
     device = DeviceProfile(
-        name, optimizer_s=optimizer.median, layers=layers, coding=rates, cores=sharing.cores
+        name,
+        optimizer_s=optimizer.median,
+        layers=layers,
+        coding=rates,
+        cores=sharing.cores,
+        step_s=max(0.0, whole_s - passes_s),
     )
     return Calibration(
         device, tuple(n for n, _ in found), size, rounds, forward, backward, optimizer, predicted, measured
