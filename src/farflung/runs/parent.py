@@ -27,21 +27,25 @@ from farflung.runs.job import Job
 __all__ = ["Parent", "forked_ahead", "parent_of"]
 
 
+END_S = 5.0
+"""How long it has to end its workers before it is killed with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A process in a session of its own, which ends with all workers when ``pipe`` is closed.
+    """A process in a session of its own; when ``pipe`` is closed it ends the workers, and then itself.
 
     Args:
       pid: its process id, and that of its group.
       pipe: the end of a pipe at whose other end it waits for its job.
       poll: its exit code, once it has ended.
-      wait: waits until it has.
+      wait: waits until it has, for so many seconds at most.
     """
 
     pid: int
     pipe: int
     poll: Callable[[], int | None]
-    wait: Callable[[], object]
+    wait: Callable[[float], object]
 
     def begin(self, job: Job) -> None:
         """Gives it its job; one that has ended already takes none."""
@@ -49,14 +53,15 @@ class Parent:
             os.write(self.pipe, json.dumps(job.to_json()).encode() + b"\n")
 
     def end(self) -> None:
-        """Ends it and its workers, if they have not ended, and waits until it has."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # ended and gone, or not yet in a session of its own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.wait()
+        """Ends it and its workers, if they have not ended, and waits until all have."""
         os.close(self.pipe)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(END_S)
+        if self.poll() is None:  # it stands still, and so do perhaps its workers
+            for end in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):  # not yet in a session of its own
+                    end(self.pid, signal.SIGKILL)
+            self.wait(END_S)
 
 
 _ahead: list[Parent] = []

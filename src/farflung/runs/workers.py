@@ -6,6 +6,7 @@ for the run any more, and all of them end at once, however the starting process 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -63,24 +64,32 @@ def serve(pipe: int) -> int:
                 os.dup2(nothing.fileno(), pipe)
             return _train(job, rank)
         ranks[pid] = rank
-    threading.Thread(target=_end_with_the_command, args=(pipe, job), daemon=True).start()
-    return _wait(job, ranks)
+    over = threading.Event()
+    threading.Thread(target=_end_with_the_command, args=(pipe, job, ranks, over), daemon=True).start()
+    code = _wait(job, ranks, over)
+    if over.is_set():
+        os.killpg(0, signal.SIGKILL)  # what workers may have started
+    return code
 
 
-def _end_with_the_command(pipe: int, job: Job) -> None:
+def _end_with_the_command(pipe: int, job: Job, ranks: dict[int, int], over: threading.Event) -> None:
+    """Kills the workers; this process ends when they are gone, so who waits for it knows that they are."""
     while os.read(pipe, 1):
         pass
+    over.set()
     shutil.rmtree(job.scratch, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    for pid in list(ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def _wait(job: Job, ranks: dict[int, int]) -> int:
+def _wait(job: Job, ranks: dict[int, int], over: threading.Event) -> int:
     """Waits for all; tells of one that was killed, unless those that it leaves waiting do."""
     tell, lost = teller(job.events), list[Event]()
     while ranks:
         pid, status = os.wait()
         rank = ranks.pop(pid)
-        if os.WIFSIGNALED(status):
+        if os.WIFSIGNALED(status) and not over.is_set():
             what = f"rank {rank} was ended by {signal.Signals(os.WTERMSIG(status)).name}"
             print(what, file=sys.stderr)
             lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
