@@ -14,7 +14,7 @@ import torch
 from farflung.codecs import DGC, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
-from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
+from farflung.reducers import REDUCERS, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.replica import load_tree, save_tree
 from farflung.runtime import VirtualWorld
 from farflung.types import (
@@ -58,6 +58,13 @@ def _carried() -> dict[str, Row]:
 
 
 ROWS: dict[str, Row] = _carried() | {
+    "gradiveq": Row(GradiVeQ(), 1e-6),
+    "gradiveq (of short windows)": Row(
+        GradiVeQ(warm_up=0, sample_steps=2, compress_steps=3, sample_bits=None, slice_size=48)
+    ),
+    "gradiveq (around a ring)": Row(
+        GradiVeQ(warm_up=0, sample_steps=2, compress_steps=9, reuse=1, slice_size=16, collective="ring")
+    ),
     "powersgd": Row(PowerSGD()),
     "powersgd (of full rank)": Row(PowerSGD(rank=36, min_ratio=1.0), 1e-5),
     "powersgd (dense at first)": Row(PowerSGD(dense_steps=100), 1e-6),

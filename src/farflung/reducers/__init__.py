@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 from farflung.reducers.codec import CodecReducer
+from farflung.reducers.gradiveq import GradiVeQ
 from farflung.reducers.powersgd import PowerSGD
 from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
 from farflung.reducers.sums import summed_nbytes
 from farflung.types import Reducer
 
-__all__ = ["REDUCERS", "CodecReducer", "PowerSGD", "SharedScaleQSGD", "summed_nbytes"]
+__all__ = ["REDUCERS", "CodecReducer", "GradiVeQ", "PowerSGD", "SharedScaleQSGD", "summed_nbytes"]
 
 REDUCERS: dict[str, Callable[..., Reducer]] = {
     "codec": CodecReducer,
+    "gradiveq": GradiVeQ,
     "powersgd": PowerSGD,
     "shared_scale_qsgd": SharedScaleQSGD,
 }

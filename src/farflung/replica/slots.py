@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from farflung.seeding import derive
-from farflung.types import CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
+from farflung.types import ChecksModel, CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
 
 __all__ = ["Slots"]
 
@@ -20,9 +20,14 @@ class Slots:
       specs: of the flat tensor of each part, by number.
       seed: the run's.
       rank: this replica's.
+
+    Raises:
+      ConfigError: the reducer cannot carry such parts.
     """
 
     def __init__(self, reducer: Reducer, specs: Mapping[int, TensorSpec], seed: int, rank: int) -> None:
+        if isinstance(reducer, ChecksModel):
+            reducer.check(list(specs.values()))
         self._slots = {
             number: StateSlot(
                 reducer.init(spec, Seeds(derive(seed, "codec", number), derive(seed, "codec", number, rank)))

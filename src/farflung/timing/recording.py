@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from farflung.timing.traffic import Op
 from farflung.types import (
     AllReduce,
     Channel,
+    ChecksModel,
     CodecState,
     CodingCost,
     Contribution,
@@ -146,6 +147,11 @@ class _RecordingReducer:
 
     def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
         self._reducer, self._recorder = reducer, recorder
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        """The reducer's, where it has one."""
+        if isinstance(self._reducer, ChecksModel):
+            self._reducer.check(specs)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The reducer's."""

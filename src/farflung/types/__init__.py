@@ -19,7 +19,16 @@ from farflung.types.data import (
     Tells,
     Workload,
 )
-from farflung.types.exchange import Codec, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot
+from farflung.types.exchange import (
+    ChecksModel,
+    Codec,
+    CodecState,
+    Contribution,
+    Reduced,
+    Reducer,
+    Seeds,
+    StateSlot,
+)
 from farflung.types.schedule import (
     Bucket,
     Fragment,
@@ -55,6 +64,7 @@ __all__ = [
     "Batch",
     "Bucket",
     "Channel",
+    "ChecksModel",
     "Codec",
     "CodecState",
     "CodingCost",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from farflung.types.tensors import Payload, State, TensorSpec
 from farflung.types.world import Channel
 
-__all__ = ["Codec", "CodecState", "Contribution", "Reduced", "Reducer", "Seeds", "StateSlot"]
+__all__ = ["ChecksModel", "Codec", "CodecState", "Contribution", "Reduced", "Reducer", "Seeds", "StateSlot"]
 
 
 class Seeds(NamedTuple):
@@ -135,4 +135,20 @@ class Reducer(Protocol):
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """The weighted mean over all replicas of ``channel``."""
+        ...
+
+
+@runtime_checkable
+class ChecksModel(Protocol):
+    """A reducer that not every model suits."""
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuses a model before it is trained.
+
+        Args:
+          specs: of all that the reducer will carry.
+
+        Raises:
+          ConfigError: says why, and what to do instead.
+        """
         ...

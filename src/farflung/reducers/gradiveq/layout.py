@@ -1,0 +1,146 @@
+"""Where the slices of convolutions are in a flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from farflung.errors import ConfigError
+from farflung.types import Placed, State, TensorSpec
+
+__all__ = ["Fit", "Layer", "Layout"]
+
+Fit = Literal["nearest", "exact"]
+"""Whether a slice is as near a wished size as fits each layer, or exactly of that size."""
+
+
+class Layer(NamedTuple):
+    """A convolution cut into slices of equal size.
+
+    Its numbers are read in the order height, width, depth, filter, so entry ``(h, w, d, f)`` has the index
+    ``((h * W + w) * D + d) * F + f``, and a slice is some positions of the kernel.
+
+    Args:
+      start: where its first element is in the flat tensor.
+      filters: F.
+      depth: D.
+      positions: H times W.
+      each: m, positions in a slice; divides them.
+
+    References: Yu et al. 2018, section 2, with TensorFlow's order of a kernel's dimensions.
+    """
+
+    start: int
+    filters: int
+    depth: int
+    positions: int
+    each: int
+
+    @property
+    def slice_numel(self) -> int:
+        """K, numbers in a slice."""
+        return self.each * self.depth * self.filters
+
+    @property
+    def slices(self) -> int:
+        """How many there are."""
+        return self.positions // self.each
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all of it."""
+        return self.positions * self.depth * self.filters
+
+    def rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        """Slices from ``first`` up to ``last`` (excluded), shape ``(last - first, K)``."""
+        return self._placed(tensor, first, last).reshape(last - first, self.slice_numel)
+
+    def put(self, tensor: Tensor, first: int, rows: Tensor) -> None:
+        """Writes slices from ``first`` on, shape ``(n, K)``, where they belong in the flat tensor."""
+        place = self._placed(tensor, first, first + len(rows))
+        place.copy_(rows.reshape(place.shape))
+
+    def _placed(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        """Shape ``(positions, D, F)``, a view."""
+        whole = tensor.narrow(0, self.start, self.numel).view(self.filters, self.depth, self.positions)
+        return whole.permute(2, 1, 0)[first * self.each : last * self.each]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The convolutions of a flat tensor, and what stays dense.
+
+    Args:
+      layers: the convolutions.
+      dense: first element and length of each stretch of all else.
+    """
+
+    layers: tuple[Layer, ...]
+    dense: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(spec: TensorSpec, wished: int, fit: Fit) -> Layout:
+        """Cuts each parameter of four dimensions, which are torch's F, D, H and W.
+
+        Raises:
+          ConfigError: with ``fit="exact"``, a convolution has no slices of ``wished`` numbers.
+        """
+        layers, dense = [], []
+        for part in spec.parts or (Placed(spec.shape, 0),):
+            if len(part.shape) == 4 and part.numel:
+                filters, depth, height, width = part.shape
+                each = _positions(part, wished, fit)
+                layers.append(Layer(part.start, filters, depth, height * width, each))
+            elif part.numel:
+                dense.append((part.start, part.numel))
+        return Layout(tuple(layers), tuple(dense))
+
+    @staticmethod
+    def of_state(state: State) -> Layout:
+        """From :attr:`state`."""
+        return Layout(
+            tuple(Layer(*layer) for layer in state["layers"]),
+            tuple((start, numel) for start, numel in state["dense"]),
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"layers": [list(layer) for layer in self.layers], "dense": [list(run) for run in self.dense]}
+
+    @property
+    def sliced_numel(self) -> int:
+        """Numbers in convolutions."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def dense_numel(self) -> int:
+        """Numbers in all else."""
+        return sum(numel for _, numel in self.dense)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each layer begins in a tensor of the convolutions alone."""
+        return list(accumulate((layer.numel for layer in self.layers), initial=0))[:-1]
+
+
+def _positions(part: Placed, wished: int, fit: Fit) -> int:
+    """m, a divisor of the kernel's positions."""
+    filters, depth, height, width = part.shape
+    step, positions = filters * depth, height * width
+    fitting = [each for each in range(1, positions + 1) if positions % each == 0]
+    nearest = min(fitting, key=lambda each: abs(each * step - wished))
+    if fit == "exact" and nearest * step != wished:
+        raise ConfigError(
+            f"gradiveq: slice_size {wished} does not fit a convolution of shape {_shape(part.shape)}: it must be a "
+            f"multiple of F x D = {step} that fills the layer; the nearest is {nearest * step} (fit='nearest' takes it)"
+        )
+    return nearest
+
+
+def _shape(sides: Iterable[int]) -> str:
+    return "x".join(map(str, sides))

@@ -1,0 +1,201 @@
+"""A tensor as it travels: slices on their bases, then what is dense."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.blocks import working_dtype
+from farflung.reducers.gradiveq.bases import groups
+from farflung.reducers.gradiveq.layout import Layer, Layout
+
+__all__ = ["Coder", "Stretch"]
+
+
+_ALIGNMENT = 64
+"""Bytes; torch's own memory begins at a multiple."""
+
+
+class Stretch(NamedTuple):
+    """A segment of the encoded tensor, with its borders on slice borders.
+
+    Args:
+      first: slice, counted through all layers.
+      last: slice behind its last one.
+      start: of what is dense, the first number.
+      stop: the number behind its last one.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+class _Run(NamedTuple):
+    """Slices that share a basis.
+
+    Args:
+      number: of the first one through all layers.
+      layer: theirs.
+      first: of the layer's slices.
+      last: behind the last one.
+      mean: of their window, shape ``(slices, K)``.
+      basis: shape ``(K, d)``.
+    """
+
+    number: int
+    layer: Layer
+    first: int
+    last: int
+    mean: Tensor
+    basis: Tensor
+
+
+class Coder:
+    r"""Encodes stretches of one replica's tensor, and decodes their sums.
+
+    .. math::
+        q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = \Big(U \sum_i q_i + \mu \sum_i w_i\Big) \Big/ \sum_i w_i
+
+    so encoding is linear: the encoded tensors of all replicas are added as they are.
+
+    Args:
+      layout: where slices are.
+      mean: :math:`\mu`, of all slices, flat in the order of the layers.
+      bases: U by the names of their groups.
+      reuse: slices that share one.
+      tensor: flat, the numerator; overwritten by the mean as it is decoded.
+      weight: :math:`w_i`.
+
+    References: Yu et al. 2018, eq. (3) to (5); weights are ours, and the mean is each slice's own under reuse.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        mean: Tensor,
+        bases: Mapping[str, Tensor],
+        reuse: int | None,
+        tensor: Tensor,
+        weight: float,
+    ) -> None:
+        self._layout, self._tensor, self._weight = layout, tensor, weight
+        self.dtype = working_dtype(tensor.dtype)
+        self._runs = tuple(_runs(layout, mean.to(tensor.device), bases, reuse))
+        self._sizes = [run.basis.shape[1] for run in self._runs for _ in range(run.first, run.last)]
+        self._borders = list(accumulate(self._sizes, initial=0))
+        self._squares: list[Tensor] = []
+
+    def cut(self, count: int) -> list[Stretch]:
+        """``count`` stretches of about as many bytes each, in order; they cover the tensor."""
+        coded = self._borders[-1]
+        total = coded + self._layout.dense_numel
+        ends = [(0, 0)]
+        for number in range(1, count + 1):
+            wished = total * number // count
+            if wished >= coded:
+                ends.append((len(self._sizes), wished - coded))
+            else:
+                ends.append((_nearest(self._borders, wished), 0))
+        return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
+
+    def sent_numel(self, where: Stretch) -> int:
+        """Numbers that a stretch travels as."""
+        return self._borders[where.last] - self._borders[where.first] + where.stop - where.start
+
+    def numel(self, where: Stretch) -> int:
+        """Numbers of the dense tensor in a stretch."""
+        sliced = sum((last - first) * run.layer.slice_numel for run, first, last in self._within(where))
+        return sliced + where.stop - where.start
+
+    def encode(self, where: Stretch) -> Tensor:
+        """The own stretch, flat; shares no memory with the tensor."""
+        parts = []
+        for run, first, last in self._within(where):
+            rows = run.layer.rows(self._tensor, first, last).to(self.dtype)
+            centred = rows - run.mean[first - run.first : last - run.first] * self._weight
+            coded = centred @ run.basis
+            self._squares.append(torch.stack([_square(rows), _square(centred), _square(coded)]))
+            parts.append(coded.view(-1))
+        parts += [place.to(self.dtype) for place in self._dense(where)]
+        return torch.cat(parts) if parts else self._tensor.new_empty(0, dtype=self.dtype)
+
+    def decode(self, summed: Tensor, where: Stretch, weight: float) -> None:
+        """Writes the mean of a stretch in the tensor's place.
+
+        Args:
+          summed: of all replicas' encoded stretches.
+          where: the stretch.
+          weight: the sum of all weights; where it is 0 nothing is added or divided.
+        """
+        at, by = 0, weight or 1.0
+        for run, first, last in self._within(where):
+            count, size = last - first, run.basis.shape[1]
+            coded = _aligned(summed[at : at + count * size]).view(count, size)
+            rows = coded @ run.basis.T + run.mean[first - run.first : last - run.first] * weight
+            run.layer.put(self._tensor, first, rows / by)
+            at += count * size
+        for place in self._dense(where):
+            place.copy_(summed[at : at + len(place)] / by)
+            at += len(place)
+
+    @property
+    def loss(self) -> float | None:
+        r""":math:`\|g - \hat g\| / \|g\|` of the own slices encoded so far; ``None`` where they are zeros.
+
+        Found without decoding, for the columns of U are orthonormal.
+        """
+        if not self._squares:
+            return None
+        own, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
+        return None if own == 0.0 else float((max(centred - coded, 0.0) / own) ** 0.5)
+
+    def _within(self, where: Stretch) -> Iterator[tuple[_Run, int, int]]:
+        """Runs of slices in a stretch, with the slices of their layers that are."""
+        for run in self._runs:
+            first = max(where.first - run.number, 0) + run.first
+            last = min(where.last - run.number + run.first, run.last)
+            if first < last:
+                yield run, first, last
+
+    def _dense(self, where: Stretch) -> Iterator[Tensor]:
+        """What is dense in a stretch, as views of the tensor."""
+        at = 0
+        for start, numel in self._layout.dense:
+            first, last = max(where.start - at, 0), min(where.stop - at, numel)
+            if first < last:
+                yield self._tensor[start + first : start + last]
+            at += numel
+
+
+def _runs(layout: Layout, mean: Tensor, bases: Mapping[str, Tensor], reuse: int | None) -> Iterator[_Run]:
+    number, offsets = 0, layout.offsets
+    for group in groups(layout.layers, reuse):
+        layer = layout.layers[group.layer]
+        start, count = offsets[group.layer] + group.first * layer.slice_numel, group.last - group.first
+        own = mean[start : start + count * layer.slice_numel].view(count, layer.slice_numel)
+        yield _Run(number, layer, group.first, group.last, own, _aligned(bases[group.name].to(mean.device)))
+        number += count
+
+
+def _nearest(borders: Sequence[int], wished: int) -> int:
+    """The number of the border closest to a place, the lower one of two."""
+    after = bisect_left(borders, wished)
+    if after and wished - borders[after - 1] <= borders[after] - wished:
+        return after - 1
+    return after
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor where torch's own memory could be: elsewhere products may round in another way."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+
+
+def _square(rows: Tensor) -> Tensor:
+    return torch.dot(rows.reshape(-1), rows.reshape(-1))
