@@ -16,6 +16,7 @@ from tests.pool import Pool
 RECIPES: dict[str, dict[str, str]] = {
     **{codec: {"codec": codec} for codec in sorted(CODECS)},
     **{reducer: {"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})},
+    "gradiveq(warm_up=0, sample_steps=2)": {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     "codec(qsgd(), phases='two')": {"codec": "qsgd", "reducer": "codec(phases='two')"},
     "codec(qsgd(), 'ring', phases='hops')": {
         "codec": "qsgd",

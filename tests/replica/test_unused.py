@@ -16,6 +16,7 @@ PARTS = [
     *({"codec": codec} for codec in sorted(CODECS)),
     {"codec": "error_feedback(sign())"},
     *({"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})),
+    {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     {"schedule": "pipelined(2)"},
     {"schedule": "delayed(2)"},
 ]
@@ -26,7 +27,7 @@ class Spare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+        self.used, self.spare = nn.Linear(6, 2), nn.Conv2d(6, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.used(x)

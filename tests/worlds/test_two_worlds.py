@@ -20,9 +20,11 @@ from tests.worlds import jobs
 IDENTITY = {"codec": "identity", "reducer": "codec", "collective": "direct", "schedule": "synchronous"}
 WAYS = ("codec", "codec(phases='gather')", "codec(phases='two')", "codec(phases='hops')")
 """How a codec may travel."""
+WINDOWS = "gradiveq(warm_up=0, sample_steps=2, compress_steps=2)"
+"""Of which a few steps see some."""
 FAMILIES = {
     "codec": sorted(CODECS),
-    "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec"})],
+    "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
     # The backend's own collectives have no virtual counterpart and add in an order of their own.
     "collective": sorted(set(COLLECTIVES) - {"native"}),
     "schedule": sorted(SCHEDULES),

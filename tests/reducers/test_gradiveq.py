@@ -1,0 +1,438 @@
+"""Slices of convolutions on the principal components of a window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel, LinkModel
+from farflung.devices import CodingRates, DeviceProfile
+from farflung.errors import ConfigError, Unsupported
+from farflung.reducers import GradiVeQ
+from farflung.reducers.gradiveq.bases import alike, dimensions, fingerprint, groups, principal
+from farflung.reducers.gradiveq.layout import Layout
+from farflung.reducers.gradiveq.segments import Coder
+from farflung.replica.slots import Slots
+from farflung.runtime import VirtualWorld
+from farflung.seeding import generator
+from farflung.types import CodecState, Contribution, Placed, Seeds, StateSlot, TensorSpec
+from tests.helpers import same_bits, same_tree
+from tests.reducers.replicas import LINK, NO_RIDER, SIDE, SPEC, Replica, assert_alike, gradient, run
+
+CONVOLUTIONS = TensorSpec(
+    (560,),
+    parts=(Placed((4, 4, 3, 3), 0), Placed((10,), 144), Placed((5, 9, 3, 3), 154), Placed((), 559)),
+)
+SHORT = GradiVeQ(slice_size=48, warm_up=1, sample_steps=5, compress_steps=4, sample_bits=None)
+
+
+def normal(numel: int, *labels: int) -> Tensor:
+    return torch.randn(numel, generator=generator(31, *labels))
+
+
+def planar(rank: int, step: int) -> Tensor:
+    """Gradients of every rank in one plane through one point, which samples of three steps show."""
+    means, one, two = (normal(SPEC.numel, label) for label in range(3))
+    along = torch.randn(2, generator=generator(32, rank, step))
+    return means + along[0] * one + along[1] * two
+
+
+def coder_of(
+    layout: Layout, window: Tensor, tensor: Tensor, weight: float, left_out: float, reuse: int | None = None
+) -> Coder:
+    """With bases and means of a window, shape ``(samples, numel)``."""
+    slices = [[layer.rows(sample, 0, layer.slices) for layer in layout.layers] for sample in window]
+    mean = torch.stack([torch.cat([rows.reshape(-1) for rows in one]) for one in slices]).mean(dim=0)
+    bases = {
+        group.name: principal(torch.stack([one[group.layer][group.first] for one in slices]), left_out)
+        for group in groups(layout.layers, reuse)
+    }
+    return Coder(layout, mean, bases, reuse, tensor, weight)
+
+
+# --- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_read_by_height_width_depth_and_filter() -> None:
+    filters, depth, height, width, start = 5, 3, 2, 4, 7
+    part = Placed((filters, depth, height, width), start)
+    (layer,) = Layout.of(TensorSpec((200,), parts=(part,)), 30, "nearest").layers
+    tensor = normal(200)
+    kernel = tensor[start : start + part.numel].view(part.shape)
+    rows = layer.rows(tensor, 0, layer.slices)
+    assert rows.shape == (4, 30)
+    for h in range(height):
+        for w in range(width):
+            for d in range(depth):
+                for f in range(filters):
+                    index = ((h * width + w) * depth + d) * filters + f
+                    assert rows.view(-1)[index] == kernel[f, d, h, w]
+    again = torch.zeros_like(tensor)
+    layer.put(again, 1, rows[1:3])
+    assert again.count_nonzero() == 60
+    assert torch.equal(layer.rows(again, 1, 3), rows[1:3])
+
+
+@pytest.mark.parametrize(
+    ("shape", "numel"),
+    [
+        ((16, 16, 3, 3), 768),
+        ((16, 3, 3, 3), 432),
+        ((32, 16, 3, 3), 512),
+        ((64, 64, 3, 3), 4096),
+        ((32, 16, 1, 1), 512),
+        ((8, 4, 5, 5), 800),
+        ((8, 1, 3, 3), 72),
+    ],
+)
+def test_slices_are_of_the_size_that_fits_best(shape: tuple[int, ...], numel: int) -> None:
+    part = Placed(shape, 0)
+    (layer,) = Layout.of(TensorSpec((part.numel,), parts=(part,)), 768, "nearest").layers
+    assert layer.slice_numel == numel
+    assert layer.slices * numel == part.numel
+
+
+def test_what_is_no_convolution_is_dense() -> None:
+    layout = Layout.of(CONVOLUTIONS, 48, "nearest")
+    assert layout.dense == ((144, 10), (559, 1))
+    assert layout.offsets == [0, 144]
+    assert Layout.of_state(layout.state) == layout
+
+
+# --- principal components ---------------------------------------------------------------------------------------
+
+
+def test_dimensions_explain_the_variance() -> None:
+    variances = torch.tensor([8.0, 1.0, 0.5, 0.5])
+    shares = (0.5, 0.2, 0.15, 0.06, 0.05, 0.01, 0.0)
+    assert [dimensions(variances, left) for left in shares] == [1, 1, 2, 3, 3, 4, 4]
+    assert dimensions(torch.zeros(4), 0.0) == 1
+
+
+@pytest.mark.parametrize(("samples", "numel"), [(2, 30), (6, 30), (40, 30)])
+def test_there_are_fewer_dimensions_than_samples(samples: int, numel: int) -> None:
+    window = normal(samples * numel).view(samples, numel)
+    basis = principal(window, 0.0)
+    assert basis.shape == (numel, min(samples - 1, numel))
+    torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1]))
+    assert principal(window, 0.5).shape[1] < basis.shape[1] or samples == 2
+
+
+@pytest.mark.parametrize("reuse", [None, 1, 2])
+def test_the_sum_of_encoded_is_the_encoded_sum(reuse: int | None) -> None:
+    layout = Layout.of(CONVOLUTIONS, 48, "nearest")
+    window = normal(6 * 560, 1).view(6, 560)
+    weights = (1.0, 0.5, 2.0)
+    own = [weight * normal(560, 2, rank) for rank, weight in enumerate(weights)]
+    coders = [
+        coder_of(layout, window, one, weight, 0.1, reuse) for one, weight in zip(own, weights, strict=True)
+    ]
+    (whole,) = coders[0].cut(1)
+    of_sum = coder_of(layout, window, torch.stack(own).sum(dim=0), sum(weights), 0.1, reuse).encode(whole)
+    sum_of = torch.stack([coder.encode(whole) for coder in coders]).sum(dim=0)
+    assert (sum_of - of_sum).norm() <= 1e-6 * of_sum.norm()
+
+
+def test_with_nothing_left_out_the_window_comes_out_whole() -> None:
+    layout = Layout.of(CONVOLUTIONS, 48, "nearest")
+    window = normal(6 * 560).view(6, 560)
+    for sample in window:
+        coder = coder_of(layout, window, 2 * sample, 2.0, 0.0, reuse=1)
+        (whole,) = coder.cut(1)
+        encoded = coder.encode(whole)
+        assert len(encoded) == 5 * sum(layer.slices for layer in layout.layers) + 11
+        coder.decode(encoded, whole, 2.0)
+        torch.testing.assert_close(coder._tensor, sample, rtol=0.0, atol=1e-5)
+        assert coder.loss == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_loss_is_that_of_the_own_tensor() -> None:
+    layout = Layout.of(SPEC, 48, "nearest")
+    tensor = normal(SPEC.numel, 4)
+    coder = coder_of(layout, normal(6 * SPEC.numel).view(6, -1), tensor.clone(), 1.0, 0.3)
+    assert coder.loss is None
+    (whole,) = coder.cut(1)
+    coder.decode(coder.encode(whole), whole, 1.0)
+    left = (coder._tensor - tensor)[:144].norm() / tensor[:144].norm()
+    assert coder.loss == pytest.approx(float(left), rel=1e-4)
+
+
+# --- around a ring ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 40])
+def test_borders_are_those_of_slices_and_balance_bytes(size: int) -> None:
+    layout = Layout.of(CONVOLUTIONS, 16, "nearest")
+    coder = coder_of(layout, normal(9 * 560).view(9, 560), normal(560), 1.0, 0.2)
+    places = coder.cut(size)
+    sent = [coder.sent_numel(place) for place in places]
+    (whole,) = coder.cut(1)
+    assert len(places) == size
+    assert sum(sent) == coder.sent_numel(whole)
+    assert sum(coder.numel(place) for place in places) == 560
+    torch.testing.assert_close(torch.cat([coder.encode(place) for place in places]), coder.encode(whole))
+    largest = max(coder._sizes)
+    assert all(abs(one - sum(sent) / size) <= largest + 1 for one in sent)
+
+
+def halfway(reducer: GradiVeQ, size: int, **options: Any) -> list[Replica]:
+    """Replicas whose next exchange is compressed, or one after."""
+    return run(reducer, size, reducer.warm_up + reducer.sample_steps + 1, **options)
+
+
+def going_on(
+    before: list[Replica], steps: range, device: DeviceProfile | None = None
+) -> tuple[list[Replica], float]:
+    """Their next exchanges in a world of their own, and the seconds that takes."""
+    world = VirtualWorld(
+        len(before), LINK if device is None else LinkModel(0.5), device=device or DeviceProfile()
+    )
+    after = [
+        Replica(runtime, old.reducer, old.spec, make=old.make, weighted=old.weighted)
+        for runtime, old in zip(world.runtimes, before, strict=True)
+    ]
+    for replica, old in zip(after, before, strict=True):
+        replica.slot.state = old.slot.state
+    world.run([replica.run(steps) for replica in after])
+    return after, world.clock.now()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_around_a_ring_it_is_the_same_as_without_overlap(size: int) -> None:
+    """Segments are summed in the order of the ring, each from its own rank on, and every rank decodes the sums."""
+    reducer = replace(SHORT, collective="ring", reuse=1)
+    options: dict[str, Any] = {
+        "spec": CONVOLUTIONS,
+        "make": lambda rank, step: gradient(rank, step, 560),
+        "weighted": False,
+    }
+    before = halfway(reducer, size, **options)
+    shared = before[0].slot.state.shared
+    after, _ = going_on(before, range(7, 8))
+    coders = [
+        Coder(
+            Layout.of_state(shared["layout"]),
+            shared["means"]["all"],
+            shared["bases"],
+            1,
+            gradient(rank, 7, 560),
+            1.0,
+        )
+        for rank in range(size)
+    ]
+    for index, place in enumerate(coders[0].cut(size)):
+        total = coders[index].encode(place)
+        for offset in range(1, size):
+            total = total + coders[(index + offset) % size].encode(place)
+        coders[0].decode(total, place, float(size))
+    for replica in after:
+        assert same_bits(replica.results[0].mean, coders[0]._tensor)
+
+
+@pytest.mark.parametrize(("encode_s", "decode_s"), [(0.3, 0.2), (0.8, 0.7)])
+def test_coding_and_messages_go_on_side_by_side(encode_s: float, decode_s: float) -> None:
+    """Three segments of one slice each: on every hop the longer of the two counts, and what is coded first."""
+    spec = TensorSpec((144,), parts=(Placed((4, 4, 3, 3), 0),))
+    reducer = replace(SHORT, collective="ring", variance_left=0.0)
+    before = halfway(reducer, 3, spec=spec, make=lambda rank, step: gradient(rank, step, 144), weighted=False)
+    rates = {("encode", reducer.method): encode_s, ("decode", reducer.method): decode_s, ("add", ""): 0.12}
+    coding = CodingRates({key: ((1, one / 48), (48, one)) for key, one in rates.items()})
+    _, took = going_on(before, range(7, 8), DeviceProfile(coding=coding))
+    added = 0.12 * 4 / 48  # of the four numbers that a slice is encoded in
+    # The last segment is decoded after what is timed here.
+    assert took == pytest.approx(encode_s + 2 * (max(encode_s, 0.5) + added) + 2 * max(decode_s, 0.5))
+
+
+# --- windows ----------------------------------------------------------------------------------------------------
+
+
+def seen(reducer: GradiVeQ, steps: int, size: int = 3, **options: Any) -> list[str]:
+    """The phase of each exchange."""
+    found: list[str] = []
+
+    class Watching:
+        """The reducer, and a note of its phase on rank 0."""
+
+        def __init__(self) -> None:
+            self.init = reducer.init
+
+        async def reduce(self, channel: Any, slot: StateSlot, own: Contribution, *, step: int) -> Any:
+            if channel.rank == 0:
+                found.append(slot.state.shared["phase"])
+            return await reducer.reduce(channel, slot, own, step=step)
+
+    run(Watching(), size, steps, **options)
+    return found
+
+
+WINDOW = [*["sample"] * 5, "confirm", *["compress"] * 3]
+
+
+def test_windows_follow_each_other() -> None:
+    assert seen(SHORT, 20) == ["warm_up", *WINDOW, *WINDOW, "sample"]
+
+
+def test_with_several_exchanges_under_way_a_phase_lasts_until_the_last_is_merged() -> None:
+    found = seen(SHORT, 16, width=2)
+    assert list(dict.fromkeys(found)) == ["warm_up", "sample", "confirm", "compress"]
+    assert found.count("warm_up") == 2
+
+
+def test_a_gradient_that_varies_in_few_directions_comes_out_whole_at_a_fraction_of_the_bytes() -> None:
+    reducer = replace(SHORT, compress_steps=30, variance_left=0.0001, reuse=1, collective="ring")
+    replicas = run(reducer, 4, 9, make=planar, weighted=False)
+    for step in (7, 8):
+        exact = torch.stack([planar(rank, step) for rank in range(4)]).mean(dim=0)
+        torch.testing.assert_close(replicas[0].results[step].mean, exact, rtol=0.0, atol=1e-4)
+    state = replicas[0].slot.state
+    assert [basis.shape[1] for basis in state.shared["bases"].values()] == [2, 2, 2]
+    dense, compressed = (sum(replica.nbytes[step] for replica in replicas) for step in (0, 8))
+    riding = SIDE + 2 * 8
+    sent = 2 * 3 * (3 * 2 + 113) * 4 + 4 * 3 * (riding + 8)
+    assert compressed == sent
+    assert compressed < dense
+
+
+def test_a_mean_that_is_not_finite_begins_the_window_again() -> None:
+    def troubled(rank: int, step: int) -> Tensor:
+        return torch.full((SPEC.numel,), math.nan) if step == 3 and rank == 1 else gradient(rank, step)
+
+    found = seen(SHORT, 14, make=troubled)
+    assert found == ["warm_up", *["sample"] * 3, *WINDOW, "sample"]
+
+
+def test_most_must_see_the_loss_grow_to_end_a_window() -> None:
+    """What the window has seen leaves little; afterwards gradients go elsewhere, on two ranks or on one of three."""
+    reducer = replace(SHORT, compress_steps=20, variance_left=0.0001, reuse=1, drift=2.0)
+
+    def drifting(away: int) -> list[str]:
+        def make(rank: int, step: int) -> Tensor:
+            noise = 0.01 * gradient(rank, step)
+            return planar(rank, step) + (noise if step < 9 or rank >= away else 100 * noise)
+
+        return seen(reducer, 13, make=make)
+
+    assert drifting(1)[9:] == ["compress"] * 4
+    assert drifting(2)[9:] == ["compress", "compress", "sample", "sample"]
+
+
+def test_a_window_that_was_sampled_in_few_bits_is_alike_on_all_ranks() -> None:
+    replicas = run(replace(SHORT, sample_bits=4), 3, 9)
+    dense = run(SHORT, 3, 9)
+    assert_alike(replicas)
+    assert replicas[0].slot.state.shared["phase"] == "compress"
+    assert replicas[0].nbytes[0] == dense[0].nbytes[0]
+    assert replicas[0].nbytes[2] < 0.4 * dense[0].nbytes[2]
+
+
+@pytest.mark.parametrize(("reuse", "count"), [(None, 1), (1, 3), (2, 2)])
+def test_slices_share_bases(reuse: int | None, count: int) -> None:
+    (replica,) = run(replace(SHORT, reuse=reuse), 1, 6)
+    assert len(replica.slot.state.shared["bases"]) == count
+    sampled = run(replace(SHORT, reuse=reuse), 1, 3)[0].slot.state.shared
+    assert sorted(sampled["rows"]) == ["000000", "000001"]
+    assert sampled["rows"]["000000"].shape == (48 * count,)
+
+
+@pytest.mark.parametrize("collective", ["direct", "ring"])
+def test_bases_that_differ_are_replaced_by_those_of_rank_0(collective: str) -> None:
+    reducer = replace(SHORT, collective=collective, reuse=1)
+    before = run(reducer, 3, 6)
+    own = before[1].slot.state
+    bases = {name: basis + 1e-7 for name, basis in own.shared["bases"].items()}
+    bases["0000.0001"] = bases["0000.0001"][:, :1]
+    before[1].slot.state = CodecState({**own.shared, "bases": bases}, own.local)
+    after, _ = going_on(before, range(6, 7))
+    assert [replica.slot.state.shared["phase"] for replica in after] == ["share"] * 3
+    after, _ = going_on(after, range(7, 9))
+    assert_alike(after)
+    assert after[1].slot.state.shared["phase"] == "compress"
+    assert same_tree(after[1].slot.state.shared["bases"], before[0].slot.state.shared["bases"])
+
+
+def test_a_hash_tells_the_smallest_difference() -> None:
+    tensors = [normal(40).view(8, 5), normal(3)]
+    one, same = fingerprint(tensors), fingerprint([tensor.clone() for tensor in tensors])
+    other = fingerprint([tensors[0], torch.nextafter(tensors[1], torch.zeros(3))])
+    assert alike([7 * number for number in one], 7)
+    assert one == same
+    assert not alike([a + b for a, b in zip(one, other, strict=True)], 2)
+
+
+def test_a_second_replica_goes_on_from_the_shared_state() -> None:
+    """In the middle of what is compressed, bit for bit, whatever its own votes were."""
+    before = halfway(replace(SHORT, collective="ring"), 3)
+    kept, _ = going_on(before, range(7, 10))
+    fresh = before[0].reducer.init(SPEC, Seeds(5, 102)).local
+    before[2].slot.state = CodecState(before[0].slot.state.shared, fresh)
+    joined, _ = going_on(before, range(7, 10))
+    assert_alike(joined)
+    assert all(
+        same_bits(one.mean, two.mean) for one, two in zip(kept[0].results, joined[2].results, strict=True)
+    )
+
+
+def test_who_has_no_weight_says_nothing_and_nobody_s_weight_teaches_nothing() -> None:
+    (before,) = halfway(SHORT, 1)
+    world = VirtualWorld(1, LINK)
+    slot = StateSlot(before.slot.state)
+    own = Contribution(torch.zeros(SPEC.numel), 0.0, NO_RIDER)
+    (result,) = world.run([SHORT.reduce(ExchangeChannel(world.runtimes[0].comm, 1, 0), slot, own, step=9)])
+    assert not result.mean.any()
+    assert result.learn is not None
+    assert result.learn(slot.state) is slot.state
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slice_size": 0}, "slice_size 0"),
+        ({"fit": "any"}, "fit 'any'"),
+        ({"reuse": 0}, "reuse 0"),
+        ({"variance_left": 1.0}, "variance_left 1.0"),
+        ({"warm_up": -1}, "warm_up -1"),
+        ({"sample_steps": 1}, "sample_steps 1"),
+        ({"compress_steps": 1}, "compress_steps 1"),
+        ({"sample_bits": 9}, "bits 9"),
+        ({"drift": 0.5}, "drift 0.5"),
+        ({"window_mb": "much"}, "window_mb 'much'"),
+        ({"collective": "native"}, "'native' matches sums by their order"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradiVeQ(**options)
+
+
+def test_a_slice_that_does_not_fit_says_which_does() -> None:
+    reducer = GradiVeQ(slice_size=700, fit="exact")
+    with pytest.raises(ConfigError, match=r"16x16x3x3: .* multiple of F x D = 256 .* the nearest is 768"):
+        reducer.init(TensorSpec((2304,), parts=(Placed((16, 16, 3, 3), 0),)), Seeds(1, 2))
+
+
+def test_models_that_it_can_do_nothing_for_are_refused() -> None:
+    matrix = TensorSpec((100,), parts=(Placed((10, 10), 0),))
+    with pytest.raises(Unsupported, match="this model has none"):
+        Slots(GradiVeQ(), {0: matrix}, 1, 0)
+    Slots(GradiVeQ(), {0: matrix, 1: SPEC}, 1, 0)
+    with pytest.raises(ConfigError, match=r"window of 100 samples takes 24 MB .* window_mb is 20"):
+        Slots(GradiVeQ(slice_size=100, reuse=1, window_mb=20.0), {0: _wide(), 1: matrix}, 1, 0)
+
+
+def _wide() -> TensorSpec:
+    part = Placed((64, 52, 3, 3), 0)
+    return TensorSpec((part.numel,), parts=(part,))
+
+
+def test_the_memory_of_a_window_is_what_it_says() -> None:
+    state = run(replace(SHORT, reuse=1), 1, 5)[0].slot.state.shared
+    sampled = sum(row.nbytes for row in state["rows"].values()) + state["means"]["sum"].nbytes
+    assert sampled <= replace(SHORT, reuse=1).window_nbytes([SPEC]) <= 3 * sampled
