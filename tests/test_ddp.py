@@ -89,6 +89,7 @@ def test_rebuilt_buckets_lose_nothing(pool: Pool, how: str) -> None:
 STATEFUL = [
     "error_feedback(topk(0.02))",
     "dgc",
+    "gradiveq(warm_up=0, sample_steps=2)",
     "powersgd",
     "qsgd",
     "codec(error_feedback(sign()), phases='hops')",

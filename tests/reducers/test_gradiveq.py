@@ -263,7 +263,7 @@ def seen(reducer: GradiVeQ, steps: int, size: int = 3, **options: Any) -> list[s
 
         async def reduce(self, channel: Any, slot: StateSlot, own: Contribution, *, step: int) -> Any:
             if channel.rank == 0:
-                found.append(slot.state.shared["phase"])
+                found.append("warm_up" if step < reducer.warm_up else slot.state.shared["phase"])
             return await reducer.reduce(channel, slot, own, step=step)
 
     run(Watching(), size, steps, **options)
@@ -278,9 +278,8 @@ def test_windows_follow_each_other() -> None:
 
 
 def test_with_several_exchanges_under_way_a_phase_lasts_until_the_last_is_merged() -> None:
-    found = seen(SHORT, 16, width=2)
-    assert list(dict.fromkeys(found)) == ["warm_up", "sample", "confirm", "compress"]
-    assert found.count("warm_up") == 2
+    expected = ["warm_up", *["sample"] * 6, *["confirm"] * 2, *["compress"] * 4]
+    assert seen(SHORT, 14, width=2) == [*expected, "sample"]
 
 
 def test_a_gradient_that_varies_in_few_directions_comes_out_whole_at_a_fraction_of_the_bytes() -> None:

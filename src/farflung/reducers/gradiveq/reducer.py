@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,9 @@ from farflung.types import (
 
 __all__ = ["GradiVeQ"]
 
+_NO_VOTE: State = {"vote": 0.0, "start": None}
+"""Of a replica at the start of a window."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradiVeQ:
@@ -67,7 +71,7 @@ class GradiVeQ:
       fit: ``"nearest"`` takes the size closest to ``slice_size`` that fits each layer; ``"exact"`` no other.
       reuse: s, so many consecutive slices of a layer share the U of the first of them; ``None``: all.
       variance_left: :math:`\lambda`, share of the variance that U need not explain.
-      warm_up: so many exchanges at the start are dense, and nothing is learned from them.
+      warm_up: so many steps at the start are summed dense, and nothing is learned from them.
       sample_steps: :math:`L_t`.
       compress_steps: :math:`L_c`.
       sample_bits: of QSGD on hops while gradients are sampled; ``None``: they are dense.
@@ -162,13 +166,13 @@ class GradiVeQ:
           Unsupported: the tensor is not floating.
         """
         floating("gradiveq", spec)
-        shared = window.begun(seeds.shared, self._layout(spec), self.warm_up)
-        return CodecState(shared, {"seed": seeds.own, "vote": 0.0, "start": None})
+        shared = window.begun(seeds.shared, self._layout(spec))
+        return CodecState(shared, {"seed": seeds.own, **_NO_VOTE})
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange of the window's phase."""
+        """One exchange, as the window's phase asks for it."""
         state = slot.state.shared
-        if not state["layout"]["layers"]:
+        if step < self.warm_up or not state["layout"]["layers"]:
             exchange = Exchange(channel, self.collective, side_of(own), step)
             return reduced(channel, *await exchange.sum(numerator(channel, own)))
         said = self._said(channel, slot.state, own.tensor.numel())
@@ -187,13 +191,11 @@ class GradiVeQ:
         if phase == "share":
             most, numel = self.sample_steps - 1, tensor.numel()
             bases = SharedBases(channel, window.bases_of(state.shared), most, numel)
-        coding = None if phase == "warm_up" else self._coding(state, exchange.step)
+        coding = self._coding(state, exchange.step)
         result, said = _parted(reduced(channel, *await exchange.sum(tensor, coding)), own)
         received = None if bases is None else await bases.finish()
 
         def follow(now: State) -> State:
-            if phase == "warm_up":
-                return window.warmed_up(now, self.warm_up)
             if phase == "sample":
                 return self._learned(channel, now, result.mean)
             if received is None:
@@ -239,14 +241,19 @@ class GradiVeQ:
         def learn(now: CodecState) -> CodecState:
             shared = window.compressed(now.shared, votes, steps=self.compress_steps, size=channel.size)
             if shared["phase"] != "compress":
-                return CodecState(shared, {**now.local, "vote": 0.0, "start": None})
-            if loss is None:
-                return CodecState(shared, {**now.local, "vote": 0.0})
-            start = loss if now.local["start"] is None else now.local["start"]
-            vote = float(not loss <= self.drift * start)
-            return CodecState(shared, {**now.local, "vote": vote, "start": start})
+                return CodecState(shared, {**now.local, **_NO_VOTE})
+            return CodecState(shared, {**now.local, **self._voted(now.local["start"], loss)})
 
         return _learning(result, state, learn)
+
+    def _voted(self, start: float | None, loss: float | None) -> State:
+        """The vote after an exchange, and the loss at the window's start, where they were ``start`` and ``loss``."""
+        if loss is None:
+            return {"vote": 0.0, "start": start}
+        if not math.isfinite(loss):
+            return {"vote": 1.0, "start": start}
+        start = loss if start is None else start
+        return {"vote": float(loss > self.drift * start), "start": start}
 
     def _layout(self, spec: TensorSpec) -> Layout:
         return Layout.of(spec, self.slice_size, self.fit)

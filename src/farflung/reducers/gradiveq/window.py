@@ -2,8 +2,6 @@
 
 The state is alike on all replicas and changes when a result is merged. Each phase is a name in it:
 
-``warm_up``
-  sums are dense and nothing is kept;
 ``sample``
   of each mean the first slice of every group is kept, and all slices are added up;
 ``confirm``
@@ -37,36 +35,20 @@ __all__ = [
     "shared_by",
     "solved",
     "taken",
-    "warmed_up",
 ]
 
 Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
 """Finds a basis from so many numbers, as a part of an exchange."""
 
 
-def begun(seed: int, layout: Layout, warm_up: int) -> State:
+def begun(seed: int, layout: Layout) -> State:
     """The state at the start."""
-    return {
-        "seed": seed,
-        "layout": layout.state,
-        "phase": "warm_up" if warm_up else "sample",
-        "window": 0,
-        "count": 0,
-        "rows": {},
-        "means": {},
-        "bases": {},
-    }
+    return _sampling({"seed": seed, "layout": layout.state, "window": 0})
 
 
 def bases_of(state: State) -> list[Tensor]:
     """The bases and, last, the means, in an order that is alike on all replicas."""
     return [*(state["bases"][name] for name in sorted(state["bases"])), state["means"]["all"]]
-
-
-def warmed_up(state: State, steps: int) -> State:
-    """One more exchange of the warm-up is through."""
-    count = state["count"] + 1
-    return {**state, "count": count} if count < steps else _sampling(state)
 
 
 def taken(state: State, mean: Tensor, reuse: int | None) -> State:
