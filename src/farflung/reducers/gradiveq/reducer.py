@@ -236,13 +236,11 @@ class GradiVeQ:
             summed, side = await exchange.sum(encoded)
             channel.compute(cost("decode"), partial(coder.decode, summed, whole, float(side[0])))
         result, (votes,) = _parted(Reduced(tensor, float(side[0]), side[1:]), own)
-        loss = coder.loss
-
         def learn(now: CodecState) -> CodecState:
             shared = window.compressed(now.shared, votes, steps=self.compress_steps, size=channel.size)
             if shared["phase"] != "compress":
                 return CodecState(shared, {**now.local, **_NO_VOTE})
-            return CodecState(shared, {**now.local, **self._voted(now.local["start"], loss)})
+            return CodecState(shared, {**now.local, **self._voted(now.local["start"], coder.loss)})
 
         return _learning(result, state, learn)
 
