@@ -236,6 +236,7 @@ class GradiVeQ:
             summed, side = await exchange.sum(encoded)
             channel.compute(cost("decode"), partial(coder.decode, summed, whole, float(side[0])))
         result, (votes,) = _parted(Reduced(tensor, float(side[0]), side[1:]), own)
+
         def learn(now: CodecState) -> CodecState:
             shared = window.compressed(now.shared, votes, steps=self.compress_steps, size=channel.size)
             if shared["phase"] != "compress":
