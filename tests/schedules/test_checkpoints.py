@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from farflung.comm import LinkModel
 from farflung.replica import load_tree
+from farflung.workloads import Quadratic
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import Run
 
@@ -37,10 +41,48 @@ def run(folder: Path, schedule: str, codec: str, steps: int, **settings: Any) ->
     + [(schedule, CODECS[(at + 1) % len(CODECS)]) for at, schedule in enumerate(SCHEDULES)],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(schedule: str, codec: str, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", schedule, codec, 16).whole()
-    run(tmp_path / "parts", schedule, codec, 8).whole()
+    goes_on(tmp_path, lambda folder, steps: run(folder, schedule, codec, steps))
+
+
+class Kernel(nn.Module):
+    """A point whose numbers are those of a convolution."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+    def forward(self, centres: Tensor) -> Tensor:
+        return self.w.view(-1) - centres
+
+
+class Kernels(Quadratic):
+    """Paraboloids over a convolution."""
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return Kernel(torch.randn((4, 4, 3, 3), generator=generator))
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(2)", "delayed(3)"])
+def test_a_window_goes_on_where_it_was(schedule: str, tmp_path: Path) -> None:
+    """Of a reducer that samples for some exchanges and compresses the next ones; the cuts are in either."""
+    parts = {"reducer": "gradiveq(warm_up=1, sample_steps=4, compress_steps=7)", "collective": "ring"}
+    settings = {"momentum": 0.9, "checkpoint_every": 4}
+
+    def make(folder: Path, steps: int) -> Run:
+        return Run(
+            schedule, 2, parts, LINK, 0.002, workload=lambda: Kernels(144, 64),
+            settings={**settings, "steps": steps}, folder=folder,
+        )  # fmt: skip
+
+    goes_on(tmp_path, make)
+
+
+def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
+    """Compares a run of 16 steps with those that go on from two checkpoints of another."""
+    whole = make(tmp_path / "whole", 16).whole()
+    make(tmp_path / "parts", 8).whole()
     for start in (4, 8):
-        resumed = run(tmp_path / "parts", schedule, codec, 16)
+        resumed = make(tmp_path / "parts", 16)
         for replica in resumed.replicas:
             replica.resume(start)
         resumed.whole()
