@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,9 @@ from farflung.reducers.gradiveq.segments import Coder
 from farflung.replica.slots import Slots
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.types import CodecState, Contribution, Placed, Seeds, StateSlot, TensorSpec
-from tests.helpers import same_bits, same_tree
+from farflung.tasks import Pending
+from farflung.types import CodecState, Contribution, Placed, Runtime, Seeds, StateSlot, TensorSpec
+from tests.helpers import Cluster, same_bits, same_tree
 from tests.reducers.replicas import LINK, NO_RIDER, SIDE, SPEC, Replica, assert_alike, gradient, run
 
 CONVOLUTIONS = TensorSpec(
@@ -352,6 +354,18 @@ def test_bases_that_differ_are_replaced_by_those_of_rank_0(collective: str) -> N
     assert_alike(after)
     assert after[1].slot.state.shared["phase"] == "compress"
     assert same_tree(after[1].slot.state.shared["bases"], before[0].slot.state.shared["bases"])
+
+    def again(runtime: Runtime, number: int) -> Coroutine[Pending[Any], None, Replica]:
+        replica = Replica(runtime, reducer, first=1000 * number)
+        replica.slot.state = before[replica.rank].slot.state
+        return replica.run(range(6, 9))
+
+    cluster = Cluster()
+    real = cluster.run(3, again)
+    cluster.close()
+    for one, two in zip(real, after, strict=True):
+        assert same_bits(one.results[-1].mean, two.results[-1].mean)
+        assert same_tree(one.slot.state.shared, two.slot.state.shared)
 
 
 def test_a_hash_tells_the_smallest_difference() -> None:
