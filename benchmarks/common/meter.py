@@ -6,7 +6,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,10 +29,14 @@ SENT = Path("/proc/self/net/dev")
 
 
 class Meter:
-    """One for a process: from when it is made on, all that exchanges compute is timed."""
+    """One for a process."""
 
     def __init__(self) -> None:
         self._coding_s: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def stopwatch(self) -> Iterator[None]:
+        """Inside, all that exchanges compute is timed, which takes microseconds itself."""
         compute, coding_s = ExchangeChannel.compute, self._coding_s
 
         def timed(channel: ExchangeChannel, cost: CodingCost, fn: Callable[[], T]) -> T:
@@ -41,6 +46,10 @@ class Meter:
             return value
 
         ExchangeChannel.compute = timed  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ExchangeChannel.compute = compute  # type: ignore[method-assign]
 
     def read(self) -> dict[str, float]:
         """So far: processor milliseconds of each thread, those of exchanges' arithmetic by operation, and kB sent.

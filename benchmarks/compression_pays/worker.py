@@ -37,6 +37,13 @@ def main() -> None:
     (batch, rounds, steps), methods = map(int, sys.argv[1:4]), sys.argv[4:]
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     meter = Meter()
+    with meter.stopwatch():
+        measure(batch, rounds, steps, methods, meter)
+    dist.destroy_process_group()
+
+
+def measure(batch: int, rounds: int, steps: int, methods: Sequence[str], meter: Meter) -> None:
+    """All methods, each group with its own blocks of the references; DDP's own threads are gone afterwards."""
     references = [Training(name, batch, meter) for name in REFERENCES]
     for reference in references:
         reference.block(WARM_UP)
@@ -57,14 +64,6 @@ def main() -> None:
                 print(json.dumps({**said, "profile": training.profile()}), flush=True)
         for training in own:
             training.close()
-    del (
-        references,
-        own,
-        taking_turns,
-        training,
-        reference,
-    )  # DDP's own threads have to be gone before the group
-    dist.destroy_process_group()
 
 
 def groups(methods: Sequence[str]) -> Iterator[list[str]]:

@@ -190,7 +190,7 @@ class Handle:
         collective: str,
         show: Sink | None = None,
     ) -> None:
-        self._telemetry = Telemetry(runtime.comm.rank, *([] if show is None else [show]))
+        self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
         self.collective = collective
         """How all-reduces travel; never ``auto``, but what that stands for."""
@@ -254,7 +254,8 @@ class Handle:
         self._runtime.drive(broadcast(self._runtime, tensors, 0))
         self._exchanges.restart()
         self._told_s = self._runtime.now()
-        self._telemetry.emit("begin", t=self._told_s, step=0)
+        if self._telemetry is not None:
+            self._telemetry.emit("begin", t=self._told_s, step=0)
 
     def weigh(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
@@ -480,7 +481,9 @@ class Handle:
             self._tell()
 
     def _tell(self) -> None:
-        """An event of the step that is through, which reaches from the one before to here."""
+        """An event of the step that is through, which reaches from the one before to here, to whoever wants it."""
+        if self._telemetry is None:
+            return
         begin, waited = self._told_s, self._told_waited_s
         self._told_s, self._told_waited_s = self._runtime.now(), self.waited_s
         self._telemetry.emit(

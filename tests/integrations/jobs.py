@@ -13,9 +13,27 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from farflung.errors import CheckpointError
+from farflung.integrations.own_files import restore_own
+from farflung.replica import save_tree
 from tests.pool import leave_group
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def some_have_their_file(rank: int, size: int, store: dist.Store, *, folder: str) -> str:
+    """Rank 0 alone has its own file; what each rank is told."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    own = Path(folder) / f"own-{rank}"
+    if rank == 0:
+        save_tree(own, {})
+    try:
+        restore_own(own, lambda state: None, torch.device("cpu"))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        leave_group()
+    return ""
 
 
 def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, args: list[str]) -> list[float]:

@@ -49,8 +49,9 @@ from farflung.types import AllReduce, Feature, Json, Payload, Tag, TensorSpec
 
 __all__ = ["Peer", "ZmqCommunicator"]
 
-ZERO_COPY_NBYTES = 1 << 16
-"""Frames from this size on are sent without a copy; below it the bookkeeping would cost more."""
+ZERO_COPY_NBYTES = 1 << 19
+"""Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
+gives each frame's memory back."""
 HEAD_NBYTES = 1 << 20
 """The most that a header frame may take, and what a frame takes beside its piece of a tensor."""
 KNOCK_S = 5.0

@@ -109,13 +109,23 @@ class Tcp:
 
     def __init__(self, control: CongestionControl, round_trip_s: float) -> None:
         self._paced, self._round_trip_s = control == "bbr", round_trip_s
-        self._window = self._unpaced = FIRST_WINDOW_BITS
         self.free_s = -math.inf
         """When more may set out."""
-        self._round_s = self._sent_s = self._began_s = -math.inf
-        self._used = self._before = self._flight = 0.0
+        self._window = FIRST_WINDOW_BITS
+        self._unpaced = FIRST_WINDOW_BITS
+        """What a paced sender may still hand over at once."""
+        self._round_s = -math.inf
+        """When the round under way began."""
+        self._began_s, self._sent_s = -math.inf, -math.inf
+        """When the last flight set out, and when it had left."""
+        self._flight = 0.0
+        """Bits of the last flight."""
+        self._used, self._before = 0.0, 0.0
+        """Bits of the round under way, and of the one before, unless the connection has rested since."""
         self._filled = False
+        """Whether acknowledgements come as fast as bits leave."""
         self._spread_s = 2 * round_trip_s
+        """By how much a timeout for retransmission is longer than a round trip."""
         self._estimate_bps = FIRST_WINDOW_BITS / round_trip_s if round_trip_s else math.inf
         self._pace_bps = STARTUP_GAIN * self._estimate_bps
 

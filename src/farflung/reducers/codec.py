@@ -20,6 +20,7 @@ from farflung.reducers.journeys import (
     Hops,
     Journey,
     Linear,
+    Parcel,
     Summed,
     TwoPhases,
     check_cut,
@@ -143,13 +144,12 @@ class CodecReducer:
         if isinstance(codec, Identity):
             return Summed(exchange, state, tensor)
         way, method = self._way(codec, state), self._methods[route]
-        if way == "linear":
-            return Linear(exchange, codec, method.whole, state, tensor)
-        if way == "hops":
-            return Hops(exchange, codec, method.whole, state, tensor, seeds)
         if way == "two" and exchange.channel.size > 1:
-            return TwoPhases(exchange, codec, method.inside, state, tensor, seeds)
-        return Gathered(exchange, codec, method.whole, state, tensor)
+            return TwoPhases(exchange, Parcel(codec, method.inside, state, tensor, seeds))
+        own = Parcel(codec, method.whole, state, tensor, seeds)
+        if way == "linear":
+            return Linear(exchange, own)
+        return Hops(exchange, own) if way == "hops" else Gathered(exchange, own)
 
     def _way(self, codec: Codec, state: CodecState) -> str:
         if codec.linear(state):

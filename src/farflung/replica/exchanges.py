@@ -529,11 +529,10 @@ class Exchanges:
         self._settled.stop |= tally.stop and not flight.again
         self._settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
-        stats = SharedStats(flight.step, loss, reduced.weight)
-        if flight.leads:
-            stats = replace(stats, sums=tally.sums)
-            for name, value in tally.sums.items():
-                self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+        sums = tally.sums if flight.leads else {}
+        for name, value in sums.items():
+            self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+        stats = SharedStats(flight.step, loss, reduced.weight, sums)
         if flight.times is not None:
             with self._times.waiting():
                 decision = await flight.times

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = ["Rider", "Tally", "Vote"]
 
 OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
+"""What every rider begins with."""
 _DIGIT = 1 << 16
 """Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
 
@@ -71,7 +72,7 @@ class Rider:
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = (*OF_VOTES, *names)
+        self._names = tuple(names)
 
     def cast(
         self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float], *, asks: bool = False
@@ -87,28 +88,31 @@ class Rider:
           asks: whether it uses other parameters than before.
 
         Raises:
-          KeyError: a number without a place.
+          ValueError: a number without a place.
         """
-        steps, finite = len(votes), [vote for vote in votes if vote.finite]
-        bad = steps - len(finite)
-        weight = sum([vote.weight for vote in finite]) / steps
-        loss = sum([vote.loss * vote.weight for vote in finite]) / steps
-        said = dict.fromkeys(self._names, 0.0)
-        said |= {"loss": loss, "nonfinite": bad, "ranks": bad * rank, "squares of ranks": bad * rank**2}
-        said["answers"] = (
-            any(vote.stop for vote in votes) + _DIGIT * asks + _DIGIT**2 * all(vote.out for vote in votes)
-        )
+        weight, loss, bad, stop, out = 0.0, 0.0, 0, False, True
+        for vote in votes:
+            stop |= vote.stop
+            out &= vote.out
+            if vote.finite:
+                weight += vote.weight
+                loss += vote.loss * vote.weight
+            else:
+                bad += 1
+        steps = len(votes)
+        answers = stop + _DIGIT * asks + _DIGIT**2 * out
+        said = [loss / steps, bad, bad * rank, bad * rank**2, answers, *[0.0] * len(self._names)]
         for name, value in numbers.items():
-            said[name] += value
-        return weight, torch.tensor(list(said.values()), dtype=torch.float64)
+            said[len(OF_VOTES) + self._names.index(name)] += value
+        return weight / steps, torch.tensor(said, dtype=torch.float64)
 
     def read(self, summed: Tensor) -> Tally:
         """What the sum of all riders says."""
-        said = dict(zip(self._names, summed.tolist(), strict=True))
-        loss, bad, ranks, squares, answers = (said.pop(name) for name in OF_VOTES)
+        loss, bad, ranks, squares, answers, *said = summed.tolist()
         out, rest = divmod(int(answers), _DIGIT**2)
         asks, stop = divmod(rest, _DIGIT)
-        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), bool(asks), out, said)
+        sums = dict(zip(self._names, said, strict=True))
+        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), bool(asks), out, sums)
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:

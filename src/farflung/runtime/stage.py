@@ -103,15 +103,6 @@ class VirtualStage:
         """How many times as long a replica computes."""
         return self._standing.slowdown(rank)
 
-    def after(self, rank: int, seconds: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when a replica has been running for ``seconds``."""
-        ends = self._clock.now() + seconds
-        if self._pauses is None:
-            self._clock.at(ends, fn)
-            return
-        pauses, due = self._pauses, ends - self._pauses.lost_s(rank)
-        self._clock.at(ends, lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
-
     def running_s(self, rank: int) -> float:
         """For how long a replica has been running, in virtual seconds since the beginning."""
         return self._clock.now() - (0.0 if self._pauses is None else self._pauses.lost_s(rank))

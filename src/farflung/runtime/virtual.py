@@ -292,7 +292,8 @@ class VirtualRuntime:
 
     def _after(self, seconds: float, fn: Callable[[], None]) -> None:
         if self.lane is None or self.device.codes_beside:
-            self._world.stage.after(self.comm.rank, seconds, fn)
+            stage, rank = self._world.stage, self.comm.rank
+            stage.when_running(rank, stage.running_s(rank) + seconds, fn)
         else:
             self.lane.beside(seconds, fn)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import summed
+from farflung.comm.collectives.segments import copied, summed
 from farflung.comm.staging import on_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive
@@ -110,8 +110,7 @@ class Wire:
 
     def put(self, packed: Tensor | Payload, target: Tensor, where: Segment, count: int) -> None:
         """The dense segment again, in ``target``."""
-        dense = self.unpack(packed, target, where, count)
-        self._channel.compute(CodingCost("copy", "", where.length), partial(target.copy_, dense))
+        copied(self._channel, self.unpack(packed, target, where, count), target)
 
     def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
         """Starts sending; nobody waits for the end of it, since the tensors are given away."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farflung.types import Channel, CodingCost, Segment
 
-__all__ = ["cut", "others", "sum_in_order", "summed"]
+__all__ = ["copied", "cut", "others", "sum_in_order", "summed"]
 
 
 def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
@@ -37,6 +37,11 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     for part in parts[2:]:
         total += part
     return total
+
+
+def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
+    """``target``, with what is in ``source``, as a part of an exchange."""
+    return channel.compute(CodingCost("copy", "", target.numel()), partial(target.copy_, source))
 
 
 def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

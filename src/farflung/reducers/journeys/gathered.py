@@ -9,9 +9,9 @@ from torch import Tensor
 
 from farflung.codecs.sparse import accumulate
 from farflung.comm.collectives.segments import others
-from farflung.reducers.journeys.journey import Exchange, both
+from farflung.reducers.journeys.journey import Exchange, Parcel, both
 from farflung.trees import apart
-from farflung.types import Codec, CodecState, CodingCost, Payload, TensorSpec
+from farflung.types import CodecState, CodingCost, Payload, TensorSpec
 
 __all__ = ["Gathered"]
 
@@ -24,13 +24,11 @@ class Gathered:
 
     posted = True
 
-    def __init__(
-        self, exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
-    ) -> None:
-        self._exchange, self._codec, self._method, self._tensor = exchange, codec, method, tensor
-        payload, self.state = exchange.encode(codec, method, state, tensor)
+    def __init__(self, exchange: Exchange, own: Parcel) -> None:
+        self._exchange, self._codec, self._method, self._tensor = exchange, own.codec, own.method, own.tensor
+        payload, self.state = exchange.encode(own)
         # Nobody says when all have read it, and the sum is written where the tensor was.
-        self._own = apart(payload, tensor)
+        self._own = apart(payload, own.tensor)
         self._hop = exchange.channel.hops(1)
         for peer in others(exchange.channel):
             exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)

@@ -10,8 +10,8 @@ from torch import Tensor
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import with_residual
 from farflung.comm import Coding
-from farflung.reducers.journeys.journey import Exchange, unwrapped
-from farflung.types import Codec, CodecState, CodingCost, Seeds
+from farflung.reducers.journeys.journey import Exchange, Parcel, unwrapped
+from farflung.types import CodecState, CodingCost
 
 __all__ = ["Hops"]
 
@@ -27,25 +27,18 @@ class Hops:
 
     posted = False
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        method: str,
-        state: CodecState,
-        tensor: Tensor,
-        seeds: Seeds,
-    ) -> None:
-        self._exchange, self._tensor, self.state = exchange, tensor, state
+    def __init__(self, exchange: Exchange, own: Parcel) -> None:
+        tensor, self.state = own.tensor, own.state
+        self._exchange, self._tensor = exchange, tensor
         self._left: Tensor | None = None
-        inner, _ = unwrapped(codec, state)
-        if isinstance(codec, ErrorFeedback):
-            residual = state.local["residual"]
+        if isinstance(own.codec, ErrorFeedback):
+            residual = own.state.local["residual"]
             cost = CodingCost("add", "", tensor.numel())
             self._tensor = exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
             self._left = torch.zeros_like(tensor)
-            self.state = with_residual(state, torch.zeros_like(residual))
-        self._coding = Coding(inner, seeds, exchange.step, self._left, method)
+            self.state = with_residual(own.state, torch.zeros_like(residual))
+        inner, _ = unwrapped(own.codec, own.state)
+        self._coding = Coding(inner, own.seeds, exchange.step, self._left, own.method)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce."""

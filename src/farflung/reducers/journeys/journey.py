@@ -19,9 +19,28 @@ from farflung.comm import Coding
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
 from farflung.trees import only_seeds
-from farflung.types import Channel, Codec, CodecState, CodingCost, Payload
+from farflung.types import Channel, Codec, CodecState, CodingCost, Payload, Seeds
 
-__all__ = ["Exchange", "Journey", "both", "check_cut", "unwrapped"]
+__all__ = ["Exchange", "Journey", "Parcel", "both", "check_cut", "unwrapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one rank gives to a journey.
+
+    Args:
+      codec: encodes it.
+      method: what the costs of its encodings are called by.
+      state: of the codec.
+      tensor: flat; given away.
+      seeds: of its segments, where it is cut.
+    """
+
+    codec: Codec
+    method: str
+    state: CodecState
+    tensor: Tensor
+    seeds: Seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +59,11 @@ class Exchange:
     side: Tensor
     step: int
 
-    def encode(
-        self, codec: Codec, method: str, state: CodecState, tensor: Tensor
-    ) -> tuple[Payload, CodecState]:
-        """The rank's own tensor, by a codec and what its costs are called by."""
-        cost = CodingCost("encode", method, tensor.numel())
-        return self.channel.compute(cost, partial(codec.encode, state, tensor, step=self.step, count=1))
+    def encode(self, own: Parcel) -> tuple[Payload, CodecState]:
+        """The rank's own tensor, whole."""
+        cost = CodingCost("encode", own.method, own.tensor.numel())
+        encode = partial(own.codec.encode, own.state, own.tensor, step=self.step, count=1)
+        return self.channel.compute(cost, encode)
 
     async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
         """The sums of a flat tensor, given away, and of the side."""

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from farflung.reducers.journeys.journey import Exchange
+from farflung.reducers.journeys.journey import Exchange, Parcel
 from farflung.trees import rebuilt
-from farflung.types import Codec, CodecState, CodingCost, TensorSpec
+from farflung.types import CodecState, CodingCost, TensorSpec
 
 __all__ = ["Linear"]
 
@@ -20,12 +20,10 @@ class Linear:
 
     posted = False
 
-    def __init__(
-        self, exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
-    ) -> None:
-        self._exchange, self._codec, self._method = exchange, codec, method
-        self._spec = TensorSpec.of(tensor)
-        self._payload, self.state = exchange.encode(codec, method, state, tensor)
+    def __init__(self, exchange: Exchange, own: Parcel) -> None:
+        self._exchange, self._codec, self._method = exchange, own.codec, own.method
+        self._spec = TensorSpec.of(own.tensor)
+        self._payload, self.state = exchange.encode(own)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce for each dtype in the payload; there is rarely more than one."""

@@ -11,11 +11,11 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.error_feedback import left_over, with_residual
 from farflung.comm import Coding
 from farflung.comm.collectives.coding import Charged
-from farflung.comm.collectives.segments import cut, others, sum_in_order, summed
+from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed
 from farflung.comm.staging import on_device
-from farflung.reducers.journeys.journey import Exchange, both, unwrapped
+from farflung.reducers.journeys.journey import Exchange, Parcel, both, unwrapped
 from farflung.trees import apart
-from farflung.types import Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
+from farflung.types import CodecState, CodingCost, Payload, Segment, TensorSpec
 
 __all__ = ["TwoPhases"]
 
@@ -33,21 +33,13 @@ class TwoPhases:
 
     posted = True
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        method: str,
-        state: CodecState,
-        tensor: Tensor,
-        seeds: Seeds,
-    ) -> None:
-        channel = exchange.channel
+    def __init__(self, exchange: Exchange, own: Parcel) -> None:
+        channel, tensor, state = exchange.channel, own.tensor, own.state
         self._exchange, self._tensor = exchange, tensor
-        inner, _ = unwrapped(codec, state)
-        self._coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
+        inner, _ = unwrapped(own.codec, state)
+        self._coding = Charged(channel, Coding(inner, own.seeds, exchange.step, method=own.method))
         self._segments = cut(tensor.numel(), channel.size)
-        self._keeps, self._left = isinstance(codec, ErrorFeedback), tensor[:0]
+        self._keeps, self._left = isinstance(own.codec, ErrorFeedback), tensor[:0]
         wanted = tensor
         if self._keeps:
             wanted = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
@@ -88,8 +80,7 @@ class TwoPhases:
             payload = packed
             if owner != rank:
                 payload = on_device(await channel.recv(owner, self._hop + 1), self._tensor.device)
-            dense, target = self._decode(payload, segment, size), segment.of(self._tensor)
-            channel.compute(CodingCost("copy", "", segment.length), partial(target.copy_, dense))
+            copied(channel, self._decode(payload, segment, size), segment.of(self._tensor))
         if self._keeps:
             cost = CodingCost("subtract", "", own.length)
             self._left = channel.compute(cost, partial(left_over, total, own.of(self._tensor), packed))
