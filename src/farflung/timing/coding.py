@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -18,10 +20,12 @@ from farflung.reducers import REDUCERS, CodecReducer
 from farflung.runtime import VirtualWorld
 from farflung.spec import build
 from farflung.types import (
+    ChecksModel,
     Codec,
     CodingCost,
     Communicator,
     Contribution,
+    HasPhases,
     Placed,
     Reducer,
     Seeds,
@@ -43,6 +47,8 @@ SMALLEST, GROWTH, LARGEST = 1 << 10, 4, 1 << 22
 """Sizes that are measured, in elements; what is larger grows with its size."""
 APART = 1.5
 """How many times as large a size is as the next that is kept."""
+KERNEL = (16, 16)
+"""Filters and depth of a convolution in place of a matrix."""
 _WAYS: tuple[Literal["gather", "two", "hops"], ...] = ("gather", "two", "hops")
 
 
@@ -131,7 +137,7 @@ def coding_points(
         for reducer in task.reducers:
             for spec in specs:
                 with suppress(Unsupported):  # a codec that cannot go this way
-                    _exchange(reducer, spec, rounds, clock, taken)
+                    _exchange(reducer, _fitting(reducer, spec), rounds, clock, taken)
     points: dict[tuple[str, str], dict[int, float]] = {}
     for cost, seconds in taken.items():
         if cost.numel:
@@ -172,6 +178,16 @@ class _TimedChannel(ExchangeChannel):
         return value
 
 
+def _fitting(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
+    """The tensor, as one convolution where the reducer has no use for what it is made of."""
+    if isinstance(reducer, ChecksModel):
+        try:
+            reducer.check([spec])
+        except Unsupported:
+            return replace(spec, parts=(Placed((*KERNEL, spec.numel // math.prod(KERNEL), 1), 0),))
+    return spec
+
+
 def _exchange(
     reducer: Reducer,
     spec: TensorSpec,
@@ -180,13 +196,15 @@ def _exchange(
     taken: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(REPLICAS, closed_form=False)
+    unlike = max(WARM_UP, reducer.phases_steps) if isinstance(reducer, HasPhases) else WARM_UP
 
     async def replica(rank: int) -> None:
         comm = world.runtimes[rank].comm
         slot = StateSlot(reducer.init(spec, Seeds(0, rank)))
         noise = torch.Generator().manual_seed(rank)
         gradient = torch.randn(spec.numel, generator=noise).to(spec.dtype)
-        for step in range(LATE, LATE + WARM_UP + rounds):
+        for step in range(LATE, LATE + unlike + rounds):
+            # Kinds of exchanges that are seldom count even where they come early.
             counted = taken if step >= LATE + WARM_UP else {}
             channel = _TimedChannel(comm, step, clock, counted)
             own = Contribution(gradient.clone(), 1.0, torch.zeros(0, dtype=torch.float64))

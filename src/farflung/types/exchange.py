@@ -11,7 +11,17 @@ from torch import Tensor
 from farflung.types.tensors import Payload, State, TensorSpec
 from farflung.types.world import Channel
 
-__all__ = ["ChecksModel", "Codec", "CodecState", "Contribution", "Reduced", "Reducer", "Seeds", "StateSlot"]
+__all__ = [
+    "ChecksModel",
+    "Codec",
+    "CodecState",
+    "Contribution",
+    "HasPhases",
+    "Reduced",
+    "Reducer",
+    "Seeds",
+    "StateSlot",
+]
 
 
 class Seeds(NamedTuple):
@@ -135,6 +145,16 @@ class Reducer(Protocol):
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """The weighted mean over all replicas of ``channel``."""
+        ...
+
+
+@runtime_checkable
+class HasPhases(Protocol):
+    """A reducer whose exchanges are not alike."""
+
+    @property
+    def phases_steps(self) -> int:
+        """After so many exchanges each kind of them has happened, where replicas agree."""
         ...
 
 

@@ -120,6 +120,11 @@ class GradiVeQ:
         check_rounds(name, self.collective)
         object.__setattr__(self, "method", method_of_rounds(name, self))
 
+    @property
+    def phases_steps(self) -> int:
+        """A window of samples, its confirmation, and one exchange that is compressed."""
+        return self.sample_steps + 2
+
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Refuses a model that it can do nothing for, or that has too little memory.
 
