@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import farflung
 from farflung.comm import ExchangeChannel, LinkModel
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.errors import ConfigError, Unsupported
@@ -438,6 +439,14 @@ def test_models_that_it_can_do_nothing_for_are_refused() -> None:
     Slots(GradiVeQ(), {0: matrix, 1: SPEC}, 1, 0)
     with pytest.raises(ConfigError, match=r"window of 100 samples takes 24 MB .* window_mb is 20"):
         Slots(GradiVeQ(slice_size=100, reuse=1, window_mb=20.0), {0: _wide(), 1: matrix}, 1, 0)
+
+
+def test_a_run_that_ends_before_anything_is_compressed_is_refused() -> None:
+    recipe = farflung.recipe("synchronous").but(reducer="gradiveq(warm_up=3,sample_steps=5)")
+    with pytest.raises(
+        ConfigError, match=r"warm_up 3 and sample_steps 5 .* run of 9 steps: .* 10 steps or more"
+    ):
+        farflung.simulate("cifar10/resnet8", recipe, steps=9)
 
 
 def _wide() -> TensorSpec:

@@ -88,6 +88,14 @@ def test_every_codec_and_reducer_can_be_measured() -> None:
     assert all(seconds > 0 for points in found.values() for _, seconds in points)
 
 
+def test_kinds_of_exchanges_that_come_seldom_are_waited_for() -> None:
+    tasks = coding_tasks(reducers=["gradiveq(sample_steps=20,sample_bits=None)"])
+    found = coding_points(tasks, ladder(1 << 10), rounds=1)
+    assert {"encode", "decode", "hash", "learn", "pca"} <= {
+        operation for operation, method in found if method
+    }
+
+
 def test_what_is_measured() -> None:
     (plain, asked) = coding_tasks(["topk(density=0.1)"])
     assert (plain.name, asked.name) == ("identity", "topk(density=0.1)")

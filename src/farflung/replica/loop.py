@@ -42,6 +42,7 @@ from farflung.types import (
     Dataset,
     Decision,
     Feed,
+    HasPhases,
     Json,
     PoolView,
     RateSchedule,
@@ -213,6 +214,8 @@ class Replica:
             rides=self._numbers(0),
         )
         self._exchanges.check(self.optimizer)
+        if isinstance(self.parts.reducer, HasPhases):
+            self.parts.reducer.check_steps(self.training.steps)
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "

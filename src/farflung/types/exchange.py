@@ -154,7 +154,15 @@ class HasPhases(Protocol):
 
     @property
     def phases_steps(self) -> int:
-        """After so many exchanges each kind of them has happened, where replicas agree."""
+        """After so many exchanges each kind of them has happened, where replicas agree and nothing warms up."""
+        ...
+
+    def check_steps(self, steps: int) -> None:
+        """Refuses a run that ends before each kind has happened.
+
+        Raises:
+          ConfigError: says what to set otherwise.
+        """
         ...
 
 

@@ -125,6 +125,19 @@ class GradiVeQ:
         """A window of samples, its confirmation, and one exchange that is compressed."""
         return self.sample_steps + 2
 
+    def check_steps(self, steps: int) -> None:
+        """Refuses a run in which nothing would be compressed.
+
+        Raises:
+          ConfigError: the warm-up and the first window's samples take as many steps as it has.
+        """
+        needed = self.warm_up + self.phases_steps
+        if steps < needed:
+            raise ConfigError(
+                f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "
+                f"run of {steps} steps: lower them, or use {needed} steps or more"
+            )
+
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Refuses a model that it can do nothing for, or that has too little memory.
 
