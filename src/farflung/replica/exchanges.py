@@ -77,6 +77,7 @@ class Exchanges:
       looks: whether to look for it in the gradients too, where the loss is not known.
       on_arrival: told of each exchange that is merged.
       rides: the names of the numbers that votes carry beside their own.
+      steps: of the run, where that is known.
 
     Raises:
       Unsupported: a merge that nothing carries out, or a bucket that nothing moves.
@@ -94,6 +95,7 @@ class Exchanges:
         rides: Iterable[str] = (),
         *,
         looks: bool = False,
+        steps: int | None = None,
     ) -> None:
         self._on_nonfinite, self._on_arrival, self._looks = on_nonfinite, on_arrival, looks
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
@@ -103,7 +105,7 @@ class Exchanges:
         self._in_order = tuple(self._parts.values())
         self._state = schedule.init()
         specs = {number: spec_of(part) for number, part in self._parts.items()}
-        self._slots = Slots(reducer, specs, seed, runtime.comm.rank)
+        self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
         self._rider = Rider(rides)
         self._in_flight: list[Flight] = []

@@ -42,7 +42,6 @@ from farflung.types import (
     Dataset,
     Decision,
     Feed,
-    HasPhases,
     Json,
     PoolView,
     RateSchedule,
@@ -212,10 +211,9 @@ class Replica:
             self.training.on_nonfinite,
             self._tell if self.trace else None,
             rides=self._numbers(0),
+            steps=self.training.steps,
         )
         self._exchanges.check(self.optimizer)
-        if isinstance(self.parts.reducer, HasPhases):
-            self.parts.reducer.check_steps(self.training.steps)
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "

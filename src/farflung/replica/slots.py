@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from farflung.seeding import derive
-from farflung.types import ChecksModel, CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
+from farflung.types import ChecksRun, CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
 
 __all__ = ["Slots"]
 
@@ -20,14 +20,23 @@ class Slots:
       specs: of the flat tensor of each part, by number.
       seed: the run's.
       rank: this replica's.
+      steps: of the run, where that is known.
 
     Raises:
-      ConfigError: the reducer cannot carry such parts.
+      ConfigError: the reducer cannot carry such parts, or is not made for so few steps.
     """
 
-    def __init__(self, reducer: Reducer, specs: Mapping[int, TensorSpec], seed: int, rank: int) -> None:
-        if isinstance(reducer, ChecksModel):
-            reducer.check(list(specs.values()))
+    def __init__(
+        self,
+        reducer: Reducer,
+        specs: Mapping[int, TensorSpec],
+        seed: int,
+        rank: int,
+        *,
+        steps: int | None = None,
+    ) -> None:
+        if isinstance(reducer, ChecksRun):
+            reducer.check(list(specs.values()), steps)
         self._slots = {
             number: StateSlot(
                 reducer.init(spec, Seeds(derive(seed, "codec", number), derive(seed, "codec", number, rank)))

@@ -20,7 +20,7 @@ from farflung.reducers import REDUCERS, CodecReducer
 from farflung.runtime import VirtualWorld
 from farflung.spec import build
 from farflung.types import (
-    ChecksModel,
+    ChecksRun,
     Codec,
     CodingCost,
     Communicator,
@@ -180,7 +180,7 @@ class _TimedChannel(ExchangeChannel):
 
 def _fitting(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
     """The tensor, as one convolution where the reducer has no use for what it is made of."""
-    if isinstance(reducer, ChecksModel):
+    if isinstance(reducer, ChecksRun):
         try:
             reducer.check([spec])
         except Unsupported:

@@ -19,7 +19,7 @@ from farflung.timing.traffic import Op
 from farflung.types import (
     AllReduce,
     Channel,
-    ChecksModel,
+    ChecksRun,
     CodecState,
     CodingCost,
     Contribution,
@@ -148,10 +148,10 @@ class _RecordingReducer:
     def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
         self._reducer, self._recorder = reducer, recorder
 
-    def check(self, specs: Sequence[TensorSpec]) -> None:
+    def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """The reducer's, where it has one."""
-        if isinstance(self._reducer, ChecksModel):
-            self._reducer.check(specs)
+        if isinstance(self._reducer, ChecksRun):
+            self._reducer.check(specs, steps)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The reducer's."""

@@ -20,7 +20,7 @@ from farflung.types.data import (
     Workload,
 )
 from farflung.types.exchange import (
-    ChecksModel,
+    ChecksRun,
     Codec,
     CodecState,
     Contribution,
@@ -65,7 +65,7 @@ __all__ = [
     "Batch",
     "Bucket",
     "Channel",
-    "ChecksModel",
+    "ChecksRun",
     "Codec",
     "CodecState",
     "CodingCost",

@@ -12,7 +12,7 @@ from farflung.types.tensors import Payload, State, TensorSpec
 from farflung.types.world import Channel
 
 __all__ = [
-    "ChecksModel",
+    "ChecksRun",
     "Codec",
     "CodecState",
     "Contribution",
@@ -157,24 +157,17 @@ class HasPhases(Protocol):
         """After so many exchanges each kind of them has happened, where replicas agree and nothing warms up."""
         ...
 
-    def check_steps(self, steps: int) -> None:
-        """Refuses a run that ends before each kind has happened.
-
-        Raises:
-          ConfigError: says what to set otherwise.
-        """
-        ...
-
 
 @runtime_checkable
-class ChecksModel(Protocol):
-    """A reducer that not every model suits."""
+class ChecksRun(Protocol):
+    """A reducer that not every model or run suits."""
 
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuses a model before it is trained.
+    def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
+        """Refuses a run before it begins.
 
         Args:
           specs: of all that the reducer will carry.
+          steps: of the run, where that is known.
 
         Raises:
           ConfigError: says why, and what to do instead.

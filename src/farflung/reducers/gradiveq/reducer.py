@@ -125,27 +125,16 @@ class GradiVeQ:
         """A window of samples, its confirmation, and one exchange that is compressed."""
         return self.sample_steps + 2
 
-    def check_steps(self, steps: int) -> None:
-        """Refuses a run in which nothing would be compressed.
-
-        Raises:
-          ConfigError: the warm-up and the first window's samples take as many steps as it has.
-        """
-        needed = self.warm_up + self.phases_steps
-        if steps < needed:
-            raise ConfigError(
-                f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "
-                f"run of {steps} steps: lower them, or use {needed} steps or more"
-            )
-
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuses a model that it can do nothing for, or that has too little memory.
+    def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
+        """Refuses a run that it can do nothing for, or whose windows take too much memory.
 
         Args:
           specs: of all that it will carry.
+          steps: of the run, where that is known.
 
         Raises:
-          ConfigError: a window takes more than ``window_mb``, or a slice does not fit.
+          ConfigError: a slice does not fit, a window takes more than ``window_mb``, or the run ends before the first
+            window's samples are there.
           Unsupported: the model has no convolution.
         """
         if not any(self._layout(spec).layers for spec in specs):
@@ -158,6 +147,12 @@ class GradiVeQ:
             raise ConfigError(
                 f"gradiveq: a window of {self.sample_steps} samples takes {needed:.0f} MB for this model, and "
                 f"window_mb is {self.window_mb:g}: raise reuse or window_mb, or lower slice_size or sample_steps"
+            )
+        first = self.warm_up + self.phases_steps
+        if steps is not None and steps < first:
+            raise ConfigError(
+                f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "
+                f"run of {steps} steps: lower them, or use {first} steps or more"
             )
 
     def window_nbytes(self, specs: Iterable[TensorSpec]) -> int:
