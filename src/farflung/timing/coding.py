@@ -38,7 +38,7 @@ __all__ = ["CodingTask", "coding_points", "coding_tasks", "ladder", "tensors_lik
 T = TypeVar("T")
 
 REPLICAS = 2
-"""Who exchange with each other while the stopwatch runs; each computes for itself."""
+"""Who exchange with each other while the stopwatch runs, unless said otherwise; each computes for itself."""
 WARM_UP = 2
 """Exchanges that are not counted: the first ones allocate."""
 LATE = 1 << 20
@@ -116,6 +116,7 @@ def coding_points(
     specs: Sequence[TensorSpec],
     *,
     rounds: int = 10,
+    replicas: int = REPLICAS,
     clock: Callable[[], float] = time.thread_time,
     begins: Callable[[str], None] = lambda name: None,
 ) -> dict[tuple[str, str], Points]:
@@ -128,6 +129,7 @@ def coding_points(
       tasks: what to measure.
       specs: of the tensors.
       rounds: exchanges that count, of each tensor by each reducer.
+      replicas: how many exchange with each other; the more, the smaller the segments that are measured.
       clock: in seconds; by default those of this thread's processor, whatever else the machine does.
       begins: is told the name of what is measured next.
     """
@@ -137,7 +139,7 @@ def coding_points(
         for reducer in task.reducers:
             for spec in specs:
                 with suppress(Unsupported):  # a codec that cannot go this way
-                    _exchange(reducer, _fitting(reducer, spec), rounds, clock, taken)
+                    _exchange(reducer, _fitting(reducer, spec), rounds, replicas, clock, taken)
     points: dict[tuple[str, str], dict[int, float]] = {}
     for cost, seconds in taken.items():
         if cost.numel:
@@ -192,10 +194,11 @@ def _exchange(
     reducer: Reducer,
     spec: TensorSpec,
     rounds: int,
+    replicas: int,
     clock: Callable[[], float],
     taken: dict[CodingCost, list[float]],
 ) -> None:
-    world = VirtualWorld(REPLICAS, closed_form=False)
+    world = VirtualWorld(replicas, closed_form=False)
     unlike = max(WARM_UP, reducer.phases_steps) if isinstance(reducer, HasPhases) else WARM_UP
 
     async def replica(rank: int) -> None:
@@ -212,4 +215,4 @@ def _exchange(
             if result.learn is not None:
                 slot.state = result.learn(slot.state)
 
-    world.run([replica(rank) for rank in range(REPLICAS)])
+    world.run([replica(rank) for rank in range(replicas)])
