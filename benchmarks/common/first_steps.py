@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.types import Reducer, Schedule, Transfer
+from farflung.types import HasPhases, Reducer, Schedule, Transfer
 
 __all__ = ["combined", "digest", "first_steps", "machine"]
 
 AT_LEAST = 20
-COUNTED = ("warmup_steps",)
+COUNTED = ("warmup_steps", "warm_up")
 """Settings of codecs and reducers that are a step after which they do something else."""
 
 
@@ -43,8 +43,10 @@ def first_steps(model: nn.Module, schedule: Schedule, reducer: Reducer, total: i
             kind = replace(transfer, due_step=transfer.due_step - step)
             events.setdefault(kind, []).append(transfer.due_step)
     second = (sorted(steps)[:2][-1] for steps in events.values())
-    changes = (start + 1 for start in _counted(reducer))
-    return min(total, 1 + max(AT_LEAST - 1, *second, *changes))
+    starts = list(_counted(reducer))
+    changes = (start + 1 for start in starts)
+    phases = max(starts, default=0) + reducer.exchanges_until(2) if isinstance(reducer, HasPhases) else 0
+    return min(total, max(phases, 1 + max(AT_LEAST - 1, *second, *changes)))
 
 
 def _counted(part: object) -> Iterator[int]:

@@ -199,7 +199,7 @@ def _exchange(
     taken: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(replicas, closed_form=False)
-    unlike = max(WARM_UP, reducer.phases_steps) if isinstance(reducer, HasPhases) else WARM_UP
+    unlike = max(WARM_UP, reducer.exchanges_until(1)) if isinstance(reducer, HasPhases) else WARM_UP
 
     async def replica(rank: int) -> None:
         comm = world.runtimes[rank].comm

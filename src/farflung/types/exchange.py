@@ -152,9 +152,8 @@ class Reducer(Protocol):
 class HasPhases(Protocol):
     """A reducer whose exchanges are not alike."""
 
-    @property
-    def phases_steps(self) -> int:
-        """After so many exchanges each kind of them has happened, where replicas agree and nothing warms up."""
+    def exchanges_until(self, times: int) -> int:
+        """After so many exchanges each kind has happened ``times`` times, where replicas agree; without a warm-up."""
         ...
 
 

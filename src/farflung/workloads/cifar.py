@@ -10,7 +10,7 @@ from farflung.workloads._classification import Classification, settings
 from farflung.workloads._plain import vgg
 from farflung.workloads._residual import resnet
 
-__all__ = ["resnet8", "resnet20", "small_vgg"]
+__all__ = ["resnet8", "resnet20", "resnet32", "small_vgg"]
 
 
 def resnet8() -> Workload:
@@ -36,6 +36,16 @@ def resnet20() -> Workload:
     return Classification(
         name="cifar10/resnet20",
         network=partial(resnet, 20, 10),
+        load=partial(cifar.load, cifar.CIFAR10),
+        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+    )
+
+
+def resnet32() -> Workload:
+    """CIFAR-10 with the residual network of 32 layers, 0.46 million parameters."""
+    return Classification(
+        name="cifar10/resnet32",
+        network=partial(resnet, 32, 10),
         load=partial(cifar.load, cifar.CIFAR10),
         defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )

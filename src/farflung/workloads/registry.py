@@ -26,6 +26,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "ag-news/lstm": news.ag_news_lstm,
     "aid/mobilenet": aid.mobilenet,
     "cifar10/resnet20": cifar.resnet20,
+    "cifar10/resnet32": cifar.resnet32,
     "cifar10/resnet8": cifar.resnet8,
     "cifar10/vgg": cifar.small_vgg,
     "covtype/softmax": covtype.softmax,

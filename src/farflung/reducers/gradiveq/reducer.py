@@ -120,10 +120,9 @@ class GradiVeQ:
         check_rounds(name, self.collective)
         object.__setattr__(self, "method", method_of_rounds(name, self))
 
-    @property
-    def phases_steps(self) -> int:
-        """A window of samples, its confirmation, and one exchange that is compressed."""
-        return self.sample_steps + 2
+    def exchanges_until(self, times: int) -> int:
+        """Whole windows but for the last, of which the samples, the confirmation and one compressed exchange count."""
+        return (times - 1) * (self.sample_steps + self.compress_steps) + self.sample_steps + 2
 
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """Refuses a run that it can do nothing for, or whose windows take too much memory.
@@ -148,7 +147,7 @@ class GradiVeQ:
                 f"gradiveq: a window of {self.sample_steps} samples takes {needed:.0f} MB for this model, and "
                 f"window_mb is {self.window_mb:g}: raise reuse or window_mb, or lower slice_size or sample_steps"
             )
-        first = self.warm_up + self.phases_steps
+        first = self.warm_up + self.exchanges_until(1)
         if steps is not None and steps < first:
             raise ConfigError(
                 f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "

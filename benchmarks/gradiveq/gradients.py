@@ -1,0 +1,155 @@
+"""Gradients of a training as all replicas sum them, and what their principal components leave out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gradiveq.times import gradient_of
+from farflung.reducers.gradiveq.bases import groups, principal
+from farflung.reducers.gradiveq.layout import Layout
+from farflung.seeding import generator
+from farflung.types import TensorSpec
+from farflung.workloads import workload
+
+__all__ = ["Choice", "Series", "adjacent", "compared", "series", "spectra"]
+
+WORKLOAD = "cifar10/resnet32"
+SAMPLES, RATE, MOMENTUM = 48, 0.05, 0.9
+"""Of each step, six replicas of eight; of SGD, our choice."""
+LOOKED_AT = 20
+"""Every so many steps behind a window its bases are tried."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of a window.
+
+    Args:
+      slice_size: K, as wished; a layer's is the nearest that fits it.
+      reuse: s; ``None``: a layer has one basis.
+      variance_left: lambda.
+    """
+
+    slice_size: int = 768
+    reuse: int | None = None
+    variance_left: float = 0.01
+
+
+@dataclass(frozen=True)
+class Series:
+    """Gradients of some consecutive steps.
+
+    Args:
+      spec: of each.
+      window: shape ``(steps, numel)``: those that bases are found from.
+      later: by steps behind the window, those that bases are tried on.
+    """
+
+    spec: TensorSpec
+    window: Tensor
+    later: Mapping[int, Tensor]
+
+
+def gradients(steps: int, *, seed: int = 0) -> Iterator[Tensor]:
+    """The mean gradient of each step of a training, flat, in the order of the parameters."""
+    torch.set_num_threads(1)
+    task = workload(WORKLOAD)
+    model = task.model(generator(seed, "model"))
+    data, _ = task.datasets()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=1e-4)
+    order = generator(seed, "order")
+    for _ in range(steps):
+        drawn = torch.randint(len(data), (SAMPLES,), generator=order)
+        task.loss(model, data.take(drawn, train=True)).mean().backward()
+        yield torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def series(skipped: int, window: int, behind: int) -> Series:
+    """Of a training from its beginning on.
+
+    Args:
+      skipped: steps before the window.
+      window: steps in it.
+      behind: steps after it.
+    """
+    inside, later = [], {}
+    for step, gradient in enumerate(gradients(skipped + window + behind)):
+        at = step - skipped
+        if 0 <= at < window:
+            inside.append(gradient)
+        elif at >= window and (at - window) % LOOKED_AT == 0:
+            later[at - window] = gradient
+    spec = gradient_of(workload(WORKLOAD).model(generator(0, "model")))
+    return Series(spec, torch.stack(inside), later)
+
+
+def compared(found: Series, choice: Choice) -> dict[str, Any]:
+    """How much smaller gradients become, and how far what comes out is from what went in.
+
+    Returns:
+      ``ratio``: numbers of convolutions over coefficients; ``losses``: the norm of what is left out over that of the
+      gradient, of convolutions, by steps behind the window; ``loss``: their median; ``ratios``: of each layer.
+    """
+    layout = Layout.of(found.spec, choice.slice_size, "nearest")
+    left = dict.fromkeys(found.later, 0.0)
+    whole = dict.fromkeys(found.later, 0.0)
+    coded = 0
+    ratios: list[float] = []
+    for number, layer in enumerate(layout.layers):
+        of_layer = 0
+        rows = torch.stack([layer.rows(one, 0, layer.slices) for one in found.window])
+        mean = rows.mean(dim=0)
+        for group in groups([layer], choice.reuse):
+            basis = principal(rows[:, group.first], choice.variance_left)
+            of_layer += basis.shape[1] * (group.last - group.first)
+            for behind, gradient in found.later.items():
+                own = layer.rows(gradient, group.first, group.last)
+                centred = own - mean[group.first : group.last]
+                left[behind] += float((centred - centred @ basis @ basis.T).square().sum())
+                whole[behind] += float(own.square().sum())
+        coded += of_layer
+        ratios.append(layout.layers[number].numel / of_layer)
+    losses = {behind: (left[behind] / whole[behind]) ** 0.5 for behind in found.later}
+    return {
+        "ratio": layout.sliced_numel / coded,
+        "loss": statistics.median(losses.values()),
+        "losses": losses,
+        "ratios": ratios,
+    }
+
+
+def spectra(found: Series, slice_size: int) -> list[list[float]]:
+    """Of each layer's first slice, the share of its variance that the first 1, 2, ... components explain."""
+    layout = Layout.of(found.spec, slice_size, "nearest")
+    shares = []
+    for layer in layout.layers:
+        rows = torch.stack([layer.rows(one, 0, 1)[0] for one in found.window])
+        variances = torch.linalg.svdvals(rows - rows.mean(dim=0)).square()[:-1]
+        shares.append((variances.cumsum(0) / variances.sum()).tolist())
+    return shares
+
+
+def adjacent(found: Series) -> list[list[float]]:
+    """Of each layer, the share of variance that two components explain of every three adjacent gradients.
+
+    References: Yu et al. 2018, Fig. 4, three adjacent gradients of one layer over 150 iterations.
+    """
+    layout = Layout.of(found.spec, 1, "nearest")
+    explained = []
+    for layer in layout.layers:
+        flat = torch.stack([layer.rows(one, 0, layer.slices).reshape(-1) for one in found.window])
+        centred = (flat - flat.mean(dim=0)).double()
+        triples = centred[:, : flat.shape[1] // 3 * 3].view(len(flat), -1, 3)
+        covariances = torch.einsum("tia,tib->iab", triples, triples)
+        variances = torch.linalg.eigvalsh(covariances)
+        total = variances.sum(dim=1)
+        explained.append((1 - variances[:, 0] / total)[total > 0].tolist())
+    return explained

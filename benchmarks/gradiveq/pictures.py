@@ -1,0 +1,73 @@
+"""Pictures of a window: how few directions there are, and what is left out behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+USUAL = {"slice_size": 768, "reuse": None, "variance_left": 0.01}
+NAMES = {"slice_size": "K", "reuse": "s", "variance_left": r"$\lambda$"}
+
+
+def draw(folder: Path, found: Mapping[str, Any]) -> None:
+    """``spectra.png`` and ``window.png``.
+
+    Args:
+      folder: takes them.
+      found: ``spectra`` by layer, and ``choices`` with their ratio and loss.
+    """
+    _spectra(folder / "spectra.png", found["spectra"])
+    _choices(folder / "window.png", found["choices"])
+
+
+def _spectra(path: Path, spectra: Sequence[Sequence[float]]) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    colours = plt.get_cmap("viridis")
+    for number, shares in enumerate(spectra):
+        axes.plot(
+            range(1, len(shares) + 1),
+            shares,
+            color=colours(number / max(1, len(spectra) - 1)),
+            linewidth=1,
+            label={0: "first layer", len(spectra) - 1: "last layer"}.get(number),
+        )
+    axes.axhline(0.99, color="#888888", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="principal components", ylabel="share of variance explained", ylim=(0, 1.01))
+    axes.set_title("A layer's first slice over a window of 100 steps", loc="left")
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _choices(path: Path, choices: Sequence[Mapping[str, Any]]) -> None:
+    figure, places = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
+    for axes, setting in zip(places, USUAL, strict=True):
+        along = [one for one in choices if _differs_in(one["choice"], setting)]
+        _losses(axes, setting, sorted(along, key=lambda one: one["ratio"]))
+    places[0].set_ylabel("left out behind the window, relative to the gradient")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _differs_in(choice: Mapping[str, Any], setting: str) -> bool:
+    return all(choice[name] == usual for name, usual in USUAL.items() if name != setting)
+
+
+def _losses(axes: Axes, setting: str, along: Sequence[Mapping[str, Any]]) -> None:
+    axes.plot([one["ratio"] for one in along], [one["loss"] for one in along], color="#0072B2", marker="o")
+    for one in along:
+        value = one["choice"][setting]
+        said = "all" if value is None else f"{value:g}"
+        axes.annotate(said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=(5, 5))
+    axes.set(xlabel="numbers over coefficients", xscale="log", ylim=(0, 1.05))
+    axes.set_title(f"by {NAMES[setting]}", loc="left")

@@ -1,0 +1,227 @@
+"""GradiVeQ: what aggregation takes, what windows of samples leave out, and what that costs in accuracy."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common import Benchmark, Group, Kept, Measured, Trainings, Trial, Trials, main, source_hash
+from benchmarks.common.trials import TRIED, WORLD
+from benchmarks.gradiveq.gradients import WORKLOAD, Choice, Series, adjacent, compared, series, spectra
+from benchmarks.gradiveq.pictures import draw
+from benchmarks.gradiveq.times import SAMPLE_STEPS, Cluster, from_json, gradient_of, rates
+from farflung.network import Link, NetworkProfile
+from farflung.seeding import generator
+from farflung.workloads import workload
+
+FOLDER = Path(__file__).parent
+AGGREGATION = "aggregation time"
+OVER_QSGD = "aggregation time over 4-bit QSGD inside the ring, coding charged"
+END_TO_END = "end to end time"
+ACCURACY = "top-1 accuracy lost against uncompressed"
+RATIO = "mean compression ratio"
+EXPLAINED = "explained variance by the first 2 of 3 adjacent gradients over 150 iterations"
+
+NODES = 6
+COMPUTE_S, AGGREGATION_S = 650 / 500, 850 / 500
+"""Of an iteration on the paper's processors, without compression (section 5)."""
+LATENCY_S = 1e-4
+"""One way; our choice."""
+ITERATIONS, WARM_UP = 45_000, 2_500
+"""The paper's; what warms up is not compressed."""
+SLICE_SIZES = (256, 768, 2304, 4608, 9216)
+CHOSEN = 4608
+"""Of the rows of times."""
+
+
+def times(quick: bool) -> Mapping[str, Measured]:
+    """Seconds of a window of 500 iterations, over those of the dense ring and of four bits on its hops."""
+    spec = gradient_of(workload(WORKLOAD).model(generator(0, "model")))
+    sizes = (CHOSEN,) if quick else SLICE_SIZES
+    # A ring sends 2 (n - 1) / n of the gradient over each link.
+    bandwidth = 2 * (NODES - 1) / NODES * 8 * spec.nbytes / AGGREGATION_S
+    network = NetworkProfile.uniform(Link(LATENCY_S, bandwidth), NODES, "the ring's 1.7 s")
+    kept = Kept(FOLDER / "results" / "coding.jsonl", quick=quick).once(
+        {"sizes": list(sizes), "nodes": NODES, "sources": source_hash(CODED)},
+        functools.partial(rates, sizes, spec, NODES, 1 if quick else 10),
+    )
+    cluster = Cluster(network, spec, from_json(kept))
+    plain_s, qsgd_s = cluster.plain_s(), cluster.qsgd_s()
+    windows = {size: cluster.windows(size) for size in sizes}
+    table = {
+        size: {
+            "ratio": found.ratio,
+            "sample_s": found.sample_s,
+            "compress_s": found.compress_s,
+            "change_s": found.change_s,
+            "times_faster": plain_s / found.mean_s,
+            "over_qsgd": qsgd_s / found.mean_s,
+            "saved": _saved(plain_s, found.mean_s),
+        }
+        for size, found in windows.items()
+    }
+    config = {
+        "nodes": NODES,
+        "bandwidth_bps": bandwidth,
+        "latency_s": LATENCY_S,
+        "compute_s": COMPUTE_S,
+        "parameters": spec.numel,
+        "plain_s": plain_s,
+        "qsgd_s": qsgd_s,
+        "slice_size": CHOSEN,
+        "of_slice_sizes": table,
+    }
+
+    def row(name: str) -> Measured:
+        values = [cell[name] for cell in table.values()]
+        return Measured(table[CHOSEN][name], (min(values), max(values)), config, simulated=True)
+
+    return {AGGREGATION: row("times_faster"), OVER_QSGD: row("over_qsgd"), END_TO_END: row("saved")}
+
+
+def _saved(plain_s: float, mean_s: float) -> float:
+    """Share of the paper's 45,000 iterations' time, with what warms up uncompressed."""
+    dense = ITERATIONS * (COMPUTE_S + plain_s)
+    ours = WARM_UP * (COMPUTE_S + plain_s) + (ITERATIONS - WARM_UP) * (COMPUTE_S + mean_s)
+    return 1 - ours / dense
+
+
+SKIPPED, ADJACENT, BEHIND = 250, 150, 400
+CHOICES = {
+    "K": [Choice(slice_size=size) for size in SLICE_SIZES],
+    "s": [Choice(reuse=reuse) for reuse in (1, 3, None)],
+    "lambda": [Choice(variance_left=left) for left in (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)],
+}
+
+
+def left_out(quick: bool) -> Mapping[str, Measured]:
+    """How many fewer numbers travel, and what of the gradients behind a window is left out; pictures of both."""
+    if quick:
+        return {}
+    found = Kept(FOLDER / "results" / "gradients.jsonl").once(
+        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
+        lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
+    )
+    draw(FOLDER / "results", found)
+    usual = next(one for one in found["choices"] if Choice(**one["choice"]) == Choice())
+    fits = {one["choice"]["slice_size"]: one for one in found["choices"]}
+    ratio = {
+        "workload": WORKLOAD,
+        "reduced": "CIFAR-10 for CIFAR-100",
+        "skipped_steps": SKIPPED + ADJACENT - SAMPLE_STEPS,
+        "held_out_loss": usual["loss"],
+        "ratios_of_layers": usual["ratios"],
+        "choices": found["choices"],
+    }
+    best = [max(layer) for layer in found["adjacent"]]
+    explained = {
+        "best_of_layers": best,
+        "median_of_layers": [statistics.median(layer) for layer in found["adjacent"]],
+        "median": statistics.median(share for layer in found["adjacent"] for share in layer),
+    }
+    losses = [one["ratio"] for one in fits.values()]
+    return {
+        RATIO: Measured(usual["ratio"], (min(losses), max(losses)), ratio),
+        EXPLAINED: Measured(statistics.median(best), (min(best), max(best)), explained),
+    }
+
+
+def _seen(found: Series) -> dict[str, Any]:
+    """All that is drawn and all rows, of one training."""
+    window = Series(found.spec, found.window[-SAMPLE_STEPS:], found.later)
+    choices = list(dict.fromkeys(choice for some in CHOICES.values() for choice in some))
+    return {
+        "choices": [
+            {
+                "choice": {
+                    "slice_size": choice.slice_size,
+                    "reuse": choice.reuse,
+                    "variance_left": choice.variance_left,
+                },
+                **compared(window, choice),
+            }
+            for choice in choices
+        ],
+        "spectra": spectra(window, Choice().slice_size),
+        "adjacent": [_thinned(layer) for layer in adjacent(found)],
+    }
+
+
+def _thinned(shares: list[float], most: int = 101) -> list[float]:
+    """Quantiles, the least and the greatest among them."""
+    ordered = sorted(shares)
+    return [ordered[round(at * (len(ordered) - 1) / (most - 1))] for at in range(most)]
+
+
+STEPS, SEEDS, RATES = 4500, (0, 1), (0.05, 0.1, 0.025)
+"""A tenth of the paper's steps, and so of its warm-up; windows are as long as the paper's."""
+METHODS = {
+    "uncompressed": {"collective": "ring"},
+    "gradiveq": {"collective": "ring", "reducer": f"gradiveq(warm_up={WARM_UP * STEPS // ITERATIONS})"},
+    "qsgd, 4 bits on hops": {
+        "collective": "ring",
+        "codec": "qsgd(bits=4)",
+        "reducer": "codec(phases='hops')",
+    },
+}
+TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=2.0)
+
+
+def accuracy(quick: bool) -> Mapping[str, Measured]:
+    """Points lost to the dense ring, each at its own best rate, at equal steps."""
+    trials = Trials(TRAININGS, quick=quick)
+    if quick:
+        return {}
+    found, chosen = {}, {}
+    for name, parts in METHODS.items():
+        trial = Trial(parts, "cifar10/resnet8", NODES, 8, STEPS)
+        found[name], chosen[name] = trials.best(trial, RATES, SEEDS)
+    lost = {
+        name: [dense - own for dense, own in zip(found["uncompressed"], accuracies, strict=True)]
+        for name, accuracies in found.items()
+    }
+    ours = lost["gradiveq"]
+    config = {
+        "workload": "cifar10/resnet8",
+        "reduced": "resnet8 on CIFAR-10 for resnet32 on CIFAR-100, a tenth of the steps",
+        "replicas": NODES,
+        "steps": STEPS,
+        "seeds": list(SEEDS),
+        "accuracies": found,
+        "best_rate": chosen,
+        "lost": lost,
+    }
+    return {ACCURACY: Measured(statistics.fmean(ours), (min(ours), max(ours)), config)}
+
+
+CODED = [
+    "src/farflung/codecs/qsgd.py",
+    "src/farflung/reducers/**/*.py",
+    "src/farflung/comm/collectives/*.py",
+    "src/farflung/timing/coding.py",
+    "benchmarks/gradiveq/times.py",
+]
+WATCHED = [
+    "src/farflung/reducers/gradiveq/bases.py",
+    "src/farflung/reducers/gradiveq/layout.py",
+    "src/farflung/workloads/*.py",
+    "benchmarks/gradiveq/gradients.py",
+]
+BENCHMARK = Benchmark(
+    FOLDER,
+    [
+        Group((AGGREGATION, OVER_QSGD, END_TO_END), times, "simulated", 8.0, WORLD),
+        Group((RATIO, EXPLAINED), left_out, "simulated", 15.0, WATCHED),
+        Group((ACCURACY,), accuracy, "trainings", 0.0, TRIED),
+    ],
+    TRAININGS,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
