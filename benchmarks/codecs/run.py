@@ -28,13 +28,24 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
+from farflung.reducers.gradiveq.bases import groups
+from farflung.reducers.gradiveq.layout import Layout
+from farflung.reducers.gradiveq.segments import Coder
 from farflung.types import Codec, Placed, Seeds, TensorSpec
 
 NUMEL = 10_000_000
 SEED = 0
 FULL_ROUNDS, QUICK_ROUNDS = 21, 3
-ROWS = {"truncate16": "truncate16", "int8": "int8", "qsgd 4 bits, packed": "qsgd", "topk 1%": "topk"}
-"""The timed codec of each row."""
+ROWS = {
+    "truncate16": "truncate16",
+    "int8": "int8",
+    "qsgd 4 bits, packed": "qsgd",
+    "topk 1%": "topk",
+    "gradiveq at ratio 8, after warm-up": "gradiveq",
+}
+"""The timed codec of each row; GradiVeQ is a reducer, whose windows of samples have passed."""
+SLICE_NUMEL, COEFFICIENTS = 768, 96
+"""GradiVeQ's K and d."""
 # Every name in CODECS, with the options that its row or its purpose asks for.
 TIMED: dict[str, Codec] = {
     **{name: make() for name, make in CODECS.items()},
@@ -105,7 +116,25 @@ def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[st
         works[f"{name}: decode"] = lambda codec=codec, state=state, payload=payload: codec.decode(  # type: ignore[misc]
             state, payload, spec, step=0, count=1
         )
+    coder = _coder(grad.clone())
+    (whole,) = coder.cut(1)
+    encoded = coder.encode(whole)
+    sizes["gradiveq"] = round(grad.nbytes / encoded.nbytes, 3)
+    works["gradiveq: encode"] = lambda: coder.encode(whole)
+    works["gradiveq: decode"] = lambda: coder.decode(encoded, whole, 1.0)
     return works, sizes
+
+
+def _coder(tensor: torch.Tensor) -> Coder:
+    """One convolution of 16 filters, and as deep, whose slices share a basis; a few numbers over are dense."""
+    slices = NUMEL // SLICE_NUMEL
+    convolution = Placed((16, 16, slices * SLICE_NUMEL // 256, 1), 0)
+    rest = Placed((NUMEL - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
+    layout = Layout.of(TensorSpec((NUMEL,), parts=(convolution, rest)), SLICE_NUMEL, "exact")
+    generator = torch.Generator().manual_seed(SEED)
+    basis, _ = torch.linalg.qr(torch.randn(SLICE_NUMEL, COEFFICIENTS, generator=generator))
+    (group,) = groups(layout.layers, None)
+    return Coder(layout, torch.zeros(layout.sliced_numel), {group.name: basis}, None, tensor, 1.0)
 
 
 def _timed(works: Mapping[str, Callable[[], object]], rounds: int) -> Seconds:
@@ -137,7 +166,7 @@ def _keep_memory() -> None:
 
 
 BENCHMARK = Benchmark(
-    Path(__file__).parent, [Group(tuple(ROWS), measure, "measured", 2.0, ["src/farflung/codecs/*.py"])]
+    Path(__file__).parent, [Group(tuple(ROWS), measure, "measured", 2.0, ["src/farflung/codecs/*.py", "src/farflung/reducers/gradiveq/*.py"])]
 )
 
 if __name__ == "__main__":
