@@ -289,7 +289,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
-    for seed in range(8):
+    for seed in range(20):
         world = VirtualWorld(4, closed_form=False)
         shuffled(world, seed)
         results = world.run(

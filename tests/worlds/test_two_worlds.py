@@ -53,8 +53,7 @@ def test_real_equals_virtual(
     pool: Pool, codec: str, reducer: str, collective: str, schedule: str, size: int
 ) -> None:
     parts = {"codec": codec, "reducer": reducer, "collective": collective, "schedule": schedule}
-    late = schedule.startswith("delayed")  # by four steps, so that later ones use what came of the first
-    run = {"parts": parts, "steps": 6 if late else 4, "batch_size": 4}
+    run = {"parts": parts, "steps": 6, "batch_size": 8}
     real = pool.run(size, "tests.worlds.jobs.wall", **run)
     simulated = jobs.virtual(size, **run)
     assert real == simulated
