@@ -70,8 +70,9 @@ Row = Mapping[str, Any]
 
 def measure(quick: bool) -> Mapping[str, Measured]:
     """All cells, then the rows; cells measured before with the same seed and sources are kept."""
-    seed = next_seed()
-    found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], quick)
+    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
+    seed = seed_of(kept)
+    found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], kept, quick)
     counted = [cell for cell in found if cell["overran"] < OVERRAN_AT_MOST]
     timed = [error for cell in counted if cell["paced"] for error in (cell["error"], cell["short_error"])]
     if len(timed) < (1 if quick else CELLS_AT_LEAST):
@@ -120,10 +121,12 @@ def measure(quick: bool) -> Mapping[str, Measured]:
 _SAID = ("network", "recipe", "paced", "steps", "lab_s", "simulated_s", "error", "short_error", "bytes_error")
 
 
-def next_seed() -> int:
-    """One more than that of the newest stored rows, so that every stored run has networks that none before it had."""
+def seed_of(kept: Kept) -> int:
+    """That of the newest stored rows while what the lab measured for them holds, so that a change of the model is
+    judged by it; else one more, so that every run of the lab has networks that none before it had."""
     stored = load_stored(FOLDER).get(MEDIAN)
-    return 1 + (0 if stored is None else int(stored.config.get("seed", 0)))
+    newest = 0 if stored is None else int(stored.config.get("seed", 0))
+    return newest if kept.find({"seed": newest, "sources": source_hash(LAB)}) else newest + 1
 
 
 def paced(seed: int, quick: bool) -> list[Cell]:
@@ -147,9 +150,8 @@ def unpaced(seed: int, quick: bool) -> list[Cell]:
     ]
 
 
-def run(cells: Sequence[Cell], quick: bool) -> tuple[list[Row], list[str]]:
-    """What was measured of each cell, and the networks that the lab refused."""
-    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
+def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list[str]]:
+    """What came out for each cell, and the networks that the lab refused."""
     sources = source_hash(LAB)
     found: list[Row] = []
     refused: list[str] = []
