@@ -93,6 +93,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that mark nothing ``lab`` are not read where the lab is alone, unless they are named."""
+    if config.getoption("lab") != "alone" or collection_path.suffix != ".py":
+        return None
+    named = {Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args}
+    return (collection_path not in named and "mark.lab" not in collection_path.read_text()) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     which = config.getoption("lab")
     slow = config.getoption("slow") or "slow" in config.getoption("markexpr")

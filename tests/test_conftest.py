@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,22 +81,51 @@ def test_an_unknown_required_part_is_refused(project: Path) -> None:
     assert "kafak" in result.stderr
 
 
-@pytest.mark.parametrize(("lab", "runs"), [("with", "2"), ("without", "1"), ("alone", "1")])
-def test_the_lab_is_with_the_others_left_out_or_alone(project: Path, lab: str, runs: str) -> None:
-    probe = "import pytest\n@pytest.mark.lab\ndef test_lab(): pass\ndef test_other(): pass\n"
-    (project / "test_probe.py").write_text(probe)
-    said = run(project, "--lab", lab, "--collect-only", "-q").stdout
-    assert ("::test_lab" in said, "::test_other" in said) == (lab != "without", lab != "alone")
-    assert f"{runs}/2" in said or f"{runs} tests" in said
+PROBES = """
+import pytest
+
+@pytest.mark.lab
+def test_lab(): pass
+
+@pytest.mark.slow
+def test_long(): pass
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_long_lab(): pass
+
+def test_other(): pass
+"""
 
 
 @pytest.mark.parametrize(
     ("options", "there"),
-    [([], False), (["--slow"], True), (["-m", "slow"], True), (["-m", "not slow"], False)],
+    [
+        ([], {"lab", "other"}),
+        (["--lab", "with", "--slow"], {"lab", "long", "long_lab", "other"}),
+        (["--lab", "without", "-m", "slow"], {"long"}),
+        (["--lab", "alone", "-m", "not slow"], {"lab"}),
+    ],
 )
-def test_what_is_slow_is_left_out_unless_asked_for(project: Path, options: list[str], there: bool) -> None:
-    (project / "test_probe.py").write_text("import pytest\n@pytest.mark.slow\ndef test_long(): pass\n")
-    assert ("::test_long" in run(project, *options, "--collect-only", "-q").stdout) == there
+def test_the_lab_and_what_is_slow_are_left_out_or_asked_for(
+    project: Path, options: list[str], there: set[str]
+) -> None:
+    """What is slow only where that is asked for; the lab with the others, without them, or alone."""
+    (project / "test_probe.py").write_text(PROBES)
+    said = run(project, *options, "--collect-only", "-q").stdout
+    assert set(re.findall(r"::test_(\w+)", said)) == there
+    assert "4 tests collected" in said if len(there) == 4 else f"{len(there)}/4 tests collected" in said
+
+
+def test_where_the_lab_is_alone_no_file_without_it_is_read(project: Path) -> None:
+    (project / "tests").mkdir()
+    (project / "test_probe.py").rename(project / "tests" / "test_probe.py")
+    (project / "test_probe.py").write_text("import pytest\n@pytest.mark.lab\ndef test_lab(): pass\n")
+    (project / "tests" / "test_broken.py").write_text("raise AssertionError('it was read')\n")
+    said = run(project, "--lab", "alone", "--collect-only", "-q", "tests").stdout
+    assert "1 test collected" in said
+    assert "it was read" not in said
+    assert "it was read" in run(project, "--lab", "alone", "-q", "tests/test_broken.py").stdout
 
 
 def test_what_shares_the_pool_runs_in_one_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,11 @@ def said(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-TEXTS = [
-    text
-    for path in (ROOT / "src" / "farflung").rglob("*.py")
-    for text in said(ast.parse(path.read_text(encoding="utf-8")))
-]
+@functools.cache
+def texts() -> list[str]:
+    """All that the package may say."""
+    paths = (ROOT / "src" / "farflung").rglob("*.py")
+    return [text for path in paths for text in said(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def test_it_quotes_many() -> None:
@@ -39,4 +40,4 @@ def test_a_message_on_the_page_is_one_of_ours(message: str) -> None:
     pieces = [piece.strip(" ;:") for piece in message.split("…")]
     assert sum(map(len, pieces)) > 6
     in_order = re.compile(".*".join(map(re.escape, pieces)), re.DOTALL)
-    assert any(in_order.search(text) for text in TEXTS), f"nothing says {message!r}"
+    assert any(in_order.search(text) for text in texts()), f"nothing says {message!r}"

@@ -25,8 +25,9 @@ FIRST_RATE = 0.05
 SEEDS = (0, 1, 2)
 EQUAL_POINTS = 1.0
 """How much less accurate than synchronous SGD a method may be on average to count as equal."""
-HOPELESS_POINTS = 4.0
-"""How much less with the first seed at its best rate, so that the others are not tried; seeds differ by less."""
+HOPELESS_POINTS = 2.5
+"""How much less with the first seed, each at its best rate, so that the other seeds are not tried. They have other
+models and orders of samples, which are the same for all methods, so differences between methods vary less."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class Equality:
 
     def holds(self, method: str) -> bool:
         """Whether the mean of all seeds is within a point of synchronous SGD's own best."""
-        goal = self._best(SYNCHRONOUS).mean
-        learned = self._best(method, hopeless=goal - HOPELESS_POINTS)
-        return len(learned.accuracies) == len(SEEDS) and learned.mean >= goal - EQUAL_POINTS
+        goal = self._best(SYNCHRONOUS)
+        learned = self._best(method, hopeless=goal.accuracies[0] - HOPELESS_POINTS)
+        return len(learned.accuracies) == len(SEEDS) and learned.mean >= goal.mean - EQUAL_POINTS
 
     def _best(self, method: str, hopeless: float = 0.0) -> Learned:
         """At the rate that is better than its neighbours on the grid for the first seed."""

@@ -66,7 +66,8 @@ STEPS = 3
 SOURCES = [
     "src/farflung/codecs/*.py",
     "src/farflung/reducers/**/*.py",
-    "src/farflung/comm/**/*.py",
+    "src/farflung/comm/*.py",
+    "src/farflung/comm/collectives/*.py",
     "src/farflung/ddp.py",
 ]
 

@@ -15,14 +15,14 @@ from typing import Any
 import farflung as package
 from benchmarks.common.runs import farflung, last_event
 from benchmarks.fidelity.recipes import RECIPES
-from farflung.devices import DeviceProfile, device_profile
+from farflung.devices import device_profile
 from farflung.lab import Measured, as_measured
 from farflung.lab.tun import chosen_congestion_control
-from farflung.network import NetworkProfile, network_profile
+from farflung.network import network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.telemetry import Event, read_events
 
-__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "measured", "recipe_of"]
+__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "compared", "measured", "recipe_of"]
 
 WORKLOAD, BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 64
 FORWARD_S = 0.008
@@ -85,47 +85,55 @@ def calibrated(cell: Cell, recipes: Collection[str], *, rounds: int) -> str:
         return out.read_text(encoding="utf-8")
 
 
-def measured(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dict[str, Any]:
-    """Both worlds' times of a cell's first steps, and of those after them.
+def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
+    """The lab's times of a cell's first steps, and of those after them; as many as virtual time finds room for.
 
     Args:
       cell: which.
       calibration: this machine with as many replicas, as TOML.
-      scratch: an empty folder.
       quick: as few steps as make sense.
     """
-    network = _network(cell, scratch)
     control = chosen_congestion_control()
-    profile = network_profile(f"{network}(congestion={control})").for_nodes(cell.nodes)
-    machine = scratch / "machine.toml"
-    machine.write_text(calibration, encoding="utf-8")
-    device = device_profile(str(machine))
-    if cell.paced:
-        # Coding and messages are this machine's own, and take the processor while the replica idles.
-        device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0, cores=2.0)
-    events = _simulated(cell, profile, device, SHORT + (LEAST if quick else MOST))
-    virtual = _ends(events)
+    virtual = _simulated(cell, control, [], calibration, SHORT + (LEAST if quick else MOST))
     fit = sum(end <= RUN_S for end in virtual)
     steps = max(SHORT + LEAST, min(fit, len(virtual) - 1))
-    lab, report = _in_lab(cell, network, steps, scratch)
-    real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
-    began = [float(one) for one in report["began_s"]]
-    real = [end - (max(began) - began[0]) for end in real]  # from when all have begun
-    there = as_measured(profile, [Measured(**pair) for pair in report["pairs"]])
-    if there != profile:
-        virtual = _ends(_simulated(cell, there, device, steps))
-    durations = [after - before for before, after in pairwise(real[SHORT:])]
-    paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)] if cell.paced else []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        lab, report = _in_lab(cell, _network(cell, scratch), steps, scratch)
+        real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
+        began = [float(one) for one in report["began_s"]]
+        real = [end - (max(began) - began[0]) for end in real]  # from when all have begun
+        durations = [after - before for before, after in pairwise(real[SHORT:])]
+        paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)] if cell.paced else []
+        return {
+            "steps": steps,
+            "short_lab_s": real[SHORT],
+            "lab_s": _mean(real[SHORT : steps + 1]),
+            "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
+            **_bytes(lab, cell.nodes, report["counters"]),
+            "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
+            "pairs": report["pairs"],
+            "congestion_control": report["congestion_control"],
+            "lab_seconds": report["seconds"],
+        }
+
+
+def compared(cell: Cell, lab: Mapping[str, Any], calibration: str) -> dict[str, Any]:
+    """Virtual time's times of the same steps, and how far they are off.
+
+    Args:
+      cell: which.
+      lab: what :func:`measured` gave of it.
+      calibration: as there.
+    """
+    pairs = [Measured(**pair) for pair in lab["pairs"]]
+    virtual = _simulated(cell, lab["congestion_control"], pairs, calibration, lab["steps"])
+    short_s, long_s = virtual[SHORT], _mean(virtual[SHORT : lab["steps"] + 1])
     return {
-        "steps": steps,
-        **_compared("short", real[SHORT], virtual[SHORT]),
-        **_compared("", _mean(real[SHORT : steps + 1]), _mean(virtual[SHORT : steps + 1])),
-        "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
-        **_bytes(lab, cell.nodes, report["counters"]),
-        "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
-        "delays_measured": there != profile,
-        "congestion_control": report["congestion_control"],
-        "lab_seconds": report["seconds"],
+        "short_simulated_s": short_s,
+        "short_error": abs(short_s / lab["short_lab_s"] - 1.0),
+        "simulated_s": long_s,
+        "error": abs(long_s / lab["lab_s"] - 1.0),
     }
 
 
@@ -157,9 +165,22 @@ def _settings(cell: Cell, steps: int) -> dict[str, object]:
     }
 
 
-def _simulated(cell: Cell, network: NetworkProfile, device: DeviceProfile, steps: int) -> Sequence[Event]:
-    run = package.simulate(**_settings(cell, steps), network=network, device=device)  # type: ignore[arg-type]
-    return run.events[0]
+def _simulated(
+    cell: Cell, control: str, pairs: Sequence[Measured], calibration: str, steps: int
+) -> list[float]:
+    """When each step ends; with the delays that the lab has measured where they are not the profile's."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        network = f"{_network(cell, scratch)}(congestion={control})"
+        profile = as_measured(network_profile(network).for_nodes(cell.nodes), pairs)
+        machine = scratch / "machine.toml"
+        machine.write_text(calibration, encoding="utf-8")
+        device = device_profile(str(machine))
+    if cell.paced:
+        # Coding and messages are this machine's own, and take the processor while the replica idles.
+        device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0, cores=2.0)
+    run = package.simulate(**_settings(cell, steps), network=profile, device=device)  # type: ignore[arg-type]
+    return _ends(run.events[0])
 
 
 def _in_lab(cell: Cell, network: str, steps: int, scratch: Path) -> tuple[Path, Mapping[str, Any]]:
@@ -184,12 +205,6 @@ def _ends(events: Sequence[Event]) -> list[float]:
 
 def _mean(ends: Sequence[float]) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-def _compared(name: str, real_s: float, virtual_s: float) -> dict[str, float]:
-    begins = f"{name}_" if name else ""
-    error = abs(virtual_s / real_s - 1.0)
-    return {f"{begins}lab_s": real_s, f"{begins}simulated_s": virtual_s, f"{begins}error": error}
 
 
 def _bytes(lab: Path, nodes: int, counters: Sequence[Mapping[str, int]]) -> dict[str, float]:

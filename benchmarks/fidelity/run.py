@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Benchmark, Group, Kept, Measured, main, source_hash  # noqa: E402
 from benchmarks.common.rows import load_stored  # noqa: E402
-from benchmarks.fidelity.cells import Cell, calibrated, measured  # noqa: E402
+from benchmarks.fidelity.cells import Cell, calibrated, compared, measured  # noqa: E402
 from benchmarks.fidelity.networks import NAMED, drawn  # noqa: E402
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one  # noqa: E402
 from benchmarks.fidelity.recipes import CODED, DENSE, UNPACED, dealt  # noqa: E402
@@ -37,29 +37,42 @@ MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER = (
     "median error of recipes with codecs, unpaced devices as calibrated, wifi-100mbps and lan-1g",
     "order of recipes by step time kept, all networks",
 )
-SOURCES = [
+CARRIED = [
     "src/farflung/codecs/*.py",
-    "src/farflung/comm/**/*.py",
-    "src/farflung/devices/*.py",
-    "src/farflung/lab/*.py",
-    "src/farflung/network/*.py",
+    "src/farflung/comm/*.py",
+    "src/farflung/comm/collectives/*.py",
     "src/farflung/reducers/**/*.py",
     "src/farflung/replica/**/*.py",
-    "src/farflung/runtime/*.py",
     "src/farflung/schedules/*.py",
-    "src/farflung/timing/calibrate.py",
-    "src/farflung/timing/coding.py",
-    "src/farflung/timing/messages.py",
-    "src/farflung/timing/sharing.py",
     "benchmarks/common/runs.py",
+    "benchmarks/fidelity/cells.py",
+    "benchmarks/fidelity/recipes.py",
+]
+LAB = [
+    *CARRIED,
+    "src/farflung/lab/*.py",
+    "src/farflung/network/named.py",
+    "src/farflung/runtime/pace.py",
+    "src/farflung/runtime/wall.py",
+]
+"""What the lab's times depend on; they are kept when the model changes."""
+CALIBRATION = [*CARRIED, "src/farflung/timing/*.py"]
+SOURCES = [
+    *LAB,
+    *CALIBRATION,
+    "src/farflung/comm/virtual/*.py",
+    "src/farflung/devices/*.py",
+    "src/farflung/network/*.py",
+    "src/farflung/runtime/*.py",
 ]
 Row = Mapping[str, Any]
 
 
 def measure(quick: bool) -> Mapping[str, Measured]:
     """All cells, then the rows; cells measured before with the same seed and sources are kept."""
-    seed = next_seed()
-    found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], quick)
+    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
+    seed = seed_of(kept)
+    found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], kept, quick)
     counted = [cell for cell in found if cell["overran"] < OVERRAN_AT_MOST]
     timed = [error for cell in counted if cell["paced"] for error in (cell["error"], cell["short_error"])]
     if len(timed) < (1 if quick else CELLS_AT_LEAST):
@@ -108,10 +121,12 @@ def measure(quick: bool) -> Mapping[str, Measured]:
 _SAID = ("network", "recipe", "paced", "steps", "lab_s", "simulated_s", "error", "short_error", "bytes_error")
 
 
-def next_seed() -> int:
-    """One more than that of the newest stored rows, so that every stored run has networks that none before it had."""
+def seed_of(kept: Kept) -> int:
+    """That of the newest stored rows while what the lab measured for them holds, so that a change of the model is
+    judged by it; else one more, so that every run of the lab has networks that none before it had."""
     stored = load_stored(FOLDER).get(MEDIAN)
-    return 1 + (0 if stored is None else int(stored.config.get("seed", 0)))
+    newest = 0 if stored is None else int(stored.config.get("seed", 0))
+    return newest if kept.find({"seed": newest, "sources": source_hash(LAB)}) else newest + 1
 
 
 def paced(seed: int, quick: bool) -> list[Cell]:
@@ -135,29 +150,26 @@ def unpaced(seed: int, quick: bool) -> list[Cell]:
     ]
 
 
-def run(cells: Sequence[Cell], quick: bool) -> tuple[list[Row], list[str]]:
-    """What was measured of each cell, and the networks that the lab refused."""
-    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
-    sources = source_hash([*SOURCES, "benchmarks/fidelity/*.py"])
+def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list[str]]:
+    """What came out for each cell, and the networks that the lab refused."""
+    sources = source_hash(LAB)
     found: list[Row] = []
     refused: list[str] = []
     for cell in cells:
         if cell.network in refused:
             continue
 
-        def both(cell: Cell = cell) -> dict[str, Any]:
-            with tempfile.TemporaryDirectory() as scratch:
-                device = this_machine(cells, cell, kept, sources, quick)
-                return measured(cell, device, Path(scratch), quick=quick)
-
+        device = this_machine(cells, cell, kept, quick)
+        measure = partial(measured, cell, device, quick=quick)
         try:
-            found.append(kept.once({**asdict(cell), "sources": sources}, both))
+            lab = kept.once({**asdict(cell), "sources": sources}, measure)
         except RuntimeError as error:
             if REFUSED not in str(error):
                 raise
             refused.append(cell.network)
             print(f"{cell.network}: the lab refuses it", file=sys.stderr, flush=True)
         else:
+            found.append({**lab, **compared(cell, lab, device)})
             said = {
                 name: found[-1][name] for name in ("lab_s", "simulated_s", "error", "short_error", "overran")
             }
@@ -165,9 +177,10 @@ def run(cells: Sequence[Cell], quick: bool) -> tuple[list[Row], list[str]]:
     return found, refused
 
 
-def this_machine(cells: Sequence[Cell], of: Cell, kept: Kept, sources: str, quick: bool) -> str:
+def this_machine(cells: Sequence[Cell], of: Cell, kept: Kept, quick: bool) -> str:
     """It as a device, as TOML: shared by as many replicas as a cell has, calibrated once for all cells of its kind."""
     alike = [cell for cell in cells if (cell.nodes, cell.paced) == (of.nodes, of.paced)]
+    sources = source_hash(CALIBRATION)
     key = {"calibrated": of.nodes, "paced": of.paced, "seed": of.seed, "sources": sources}
     rounds = QUICK_ROUNDS if quick else ROUNDS
     line = kept.once(key, lambda: {"device": calibrated(of, {cell.recipe for cell in alike}, rounds=rounds)})

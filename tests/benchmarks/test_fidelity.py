@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.common import Kept, source_hash
 from benchmarks.fidelity import networks, run
 from benchmarks.fidelity.cells import Cell, recipe_of
 from benchmarks.fidelity.networks import DELAY_MS, DRAWN, LOSS, RATE_MBPS, drawn
@@ -126,40 +128,53 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_stored_run_has_a_seed_of_its_own(folder: Path) -> None:
-    assert run.next_seed() == 1
+def test_every_run_of_the_lab_has_a_seed_of_its_own(folder: Path) -> None:
+    kept = Kept(folder / "results" / "cells.jsonl")
+    assert run.seed_of(kept) == 1
     row = {"name": run.MEDIAN, "ours": 0.1, "spread": [0.1, 0.1], "simulated": False, "sources": "s"}
     (folder / "results").mkdir()
     lines = [json.dumps({**row, "config": config}) for config in ({}, {"seed": 4})]
     (folder / "results" / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert run.next_seed() == 5
+    assert run.seed_of(kept) == 5
+    kept.once({"seed": 4, "sources": "of other code"}, dict)
+    assert run.seed_of(kept) == 5
+    kept.once({"seed": 4, "sources": source_hash(run.LAB)}, dict)
+    assert run.seed_of(kept) == 4, "what the lab measured holds: only the model has changed"
 
 
 def test_a_stopped_run_goes_on_where_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def both(cell: Cell, calibration: str, scratch: Path, *, quick: bool) -> dict[str, Any]:
-        assert (calibration, scratch.is_dir(), quick) == ("a device", True, False)
+    def in_lab(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
+        assert (calibration, quick) == ("a device", False)
         asked.append(f"{cell.network} {cell.recipe}")
         if cell.network == "lan-1g":
             raise RuntimeError(f"lan-1g {run.REFUSED} (2 of 12 pairs)")
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return dict.fromkeys(("lab_s", "simulated_s", "error", "short_error", "overran"), 0.0)
+        return {"lab_s": float(len(asked)), "overran": 0.0}
 
-    monkeypatch.setattr(run, "measured", both)
+    def simulated(cell: Cell, lab: Mapping[str, Any], calibration: str) -> dict[str, Any]:
+        assert calibration == "a device"
+        return dict.fromkeys(("simulated_s", "error", "short_error"), lab["lab_s"])
+
+    monkeypatch.setattr(run, "measured", in_lab)
+    monkeypatch.setattr(run, "compared", simulated)
     monkeypatch.setattr(run, "calibrated", lambda cell, recipes, rounds: "a device")
     chosen = [
         Cell(network, "", recipe, 2, paced=False, seed=1)
         for network in ("lan-1g", "wifi-100mbps")
         for recipe in UNPACED[:2]
     ]
+    cells = Kept(folder / "results" / "cells.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        run.run(chosen, quick=False)
-    found, refused = run.run(chosen, quick=False)
+        run.run(chosen, cells, quick=False)
+    found, refused = run.run(chosen, cells, quick=False)
     assert ([cell["recipe"] for cell in found], refused) == (list(UNPACED[:2]), ["lan-1g"])
     first, second = UNPACED[:2]
     assert asked[:3] == [f"lan-1g {first}", f"wifi-100mbps {first}", f"wifi-100mbps {second}"]
     assert asked[3:] == [f"lan-1g {first}", f"wifi-100mbps {second}"]
     kept = [json.loads(line) for line in (folder / "results" / "cells.jsonl").read_text().splitlines()]
     assert sum("device" in line for line in kept) == 1
+    assert [cell["error"] for cell in found] == [2.0, 5.0]
+    assert not any("error" in line for line in kept), "what is simulated is simulated anew"

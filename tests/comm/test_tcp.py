@@ -11,7 +11,7 @@ from farflung.comm.virtual.clock import VirtualClock
 from farflung.comm.virtual.flows import Flows
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, Site, Wiring, network_profile
-from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN
+from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, repaired_s
 from farflung.runtime import VirtualWorld
 
 SEGMENT_BITS = 8 * SEGMENT_NBYTES
@@ -128,3 +128,35 @@ def test_a_named_network_may_have_a_congestion_control() -> None:
         ConfigError, match="four-regions: congestion = 'vegas': must be one of bbr, cubic, reno"
     ):
         network_profile("four-regions(congestion=vegas)")
+
+
+@pytest.mark.parametrize(
+    ("drawn", "last", "late_s"),
+    [
+        ((0.0, 0.0), False, 0.6),  # the very last packet; what follows tells of it
+        ((0.0, 0.0), True, 1.2),  # nothing does
+        ((0.0, 0.95), False, 1.2),  # lost once more
+        ((0.45, 0.0), True, 0.1),  # five packets are behind it, a tenth of a second each
+        ((0.55, 0.0), True, 0.0),  # seven are: it is there before the last one
+        ((0.99, 0.0), True, 0.0),  # ten packets without a loss
+    ],
+)
+def test_a_lost_packet_holds_up_what_is_behind_it(
+    drawn: tuple[float, float], last: bool, late_s: float
+) -> None:
+    found = repaired_s(10 * SEGMENT_BITS, 1.0, 0.6, 0.1, drawn, last=last)
+    assert found == pytest.approx(late_s)
+
+
+def test_as_many_messages_are_held_up_as_lose_a_packet() -> None:
+    draws = [(number + 0.5) / 1000 for number in range(1000)]
+    late = [repaired_s(20 * SEGMENT_BITS, 0.0, 1.0, 0.02, (one, 0.0), last=False) > 0 for one in draws]
+    assert sum(late) / len(late) == pytest.approx(1 - 0.98**20, abs=1e-3)
+
+
+def test_nothing_is_held_up_where_nothing_is_lost() -> None:
+    assert repaired_s(SEGMENT_BITS, 1.0, 1.0, 0.0, (0.0, 0.0), last=True) == 0.0
+    lossless = arrivals(NARROW, "bbr", (0.0, 40), (10.0, 40))
+    lossy = NetworkProfile.uniform(Link(0.5, 20.0 * SEGMENT_BITS, loss=0.1))
+    delayed = arrivals(lossy, "bbr", (0.0, 40), (10.0, 40))
+    assert all(late > early for early, late in zip(lossless, delayed, strict=True))

@@ -85,7 +85,8 @@ BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 )
 def test_retiming_equals_simulating(tmp_path: Path, parts: dict[str, Any], base: str) -> None:
     _, stored = made(tmp_path / "base", network=base, **parts)
-    for network in BASES[base]:
+    # On its own network only what is plain: what is recorded wrongly comes out wrong elsewhere too.
+    for network in BASES[base] if not parts else set(BASES[base]) - {base}:
         _, fresh = made(tmp_path / f"fresh-{network}", network=network, **parts)
         assert told(again(tmp_path / network, stored, network=network)) == told(fresh), network
 

@@ -7,7 +7,7 @@ from farflung.network.loading import load_profile
 from farflung.network.max_min import max_min_rates
 from farflung.network.named import NETWORKS, network_profile
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tcp import Tcp, window_share_bps
+from farflung.network.tcp import Tcp, repaired_s, window_share_bps
 from farflung.network.trace import Trace
 from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 
@@ -30,5 +30,6 @@ __all__ = [
     "max_min_rates",
     "network_profile",
     "pieces_of",
+    "repaired_s",
     "window_share_bps",
 ]

@@ -7,7 +7,14 @@ from typing import Literal, TypeAlias, get_args
 
 from farflung.errors import ConfigError
 
-__all__ = ["SEGMENT_NBYTES", "CongestionControl", "Tcp", "check_congestion", "window_share_bps"]
+__all__ = [
+    "SEGMENT_NBYTES",
+    "CongestionControl",
+    "Tcp",
+    "check_congestion",
+    "repaired_s",
+    "window_share_bps",
+]
 
 CongestionControl: TypeAlias = Literal["bbr", "cubic", "reno"]
 """By the names that Linux gives them."""
@@ -68,6 +75,42 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
     if control in ("cubic", None):
         window = max(1.054 * (round_trip_s / loss) ** 0.75, window)
     return SEGMENT_BITS * window / round_trip_s
+
+
+def repaired_s(
+    nbits: float, took_s: float, round_trip_s: float, loss: float, drawn: tuple[float, float], *, last: bool
+) -> float:
+    r"""By how much a lost packet holds up the end of a message, where packets are lost at random.
+
+    A receiver gets nothing that is behind a lost packet before that has come again, a round trip :math:`R` later. The
+    rest of the message fills that time, so the packet lost closest to its end counts: with :math:`j` packets behind it,
+    which is a geometric number, :math:`\tau` apart, and lost :math:`k` times more, it comes
+
+    .. math:: \max(0,\ (1 + k) R - j\, \tau)
+
+    behind the end. Nothing tells of the loss of a message's very last packet if nothing follows it: it is sent again
+    after two round trips of silence (tail loss probe).
+
+    Args:
+      nbits: of the message.
+      took_s: from its first bit's leaving to its last one's.
+      round_trip_s: R, in seconds.
+      loss: share of packets that are lost.
+      drawn: two uniform numbers in [0, 1), for j and k.
+      last: whether nothing follows the message.
+
+    References: RFC 8985 (RACK-TLP), Sec. 7; that losses before the last one are repaired in time is our choice.
+    """
+    if loss == 0.0 or nbits == 0.0:
+        return 0.0
+    behind, more = (
+        int(math.log1p(-one) / math.log(odds)) for one, odds in zip(drawn, (1 - loss, loss), strict=True)
+    )
+    packets = math.ceil(nbits / SEGMENT_BITS)
+    if behind >= packets:
+        return 0.0
+    waited_s = (1 + more + (last and behind == 0)) * round_trip_s
+    return max(0.0, waited_s - behind * took_s / packets)
 
 
 class Tcp:

@@ -30,6 +30,7 @@ class Path:
       uses: of the resources it shares.
       congestion: the congestion control of its connection, which then has to find its rate; ``None``: it has not.
       round_trip_s: both delays, for that.
+      loss: share of packets that are lost.
     """
 
     latency_s: float
@@ -37,6 +38,7 @@ class Path:
     uses: tuple[Use, ...]
     congestion: CongestionControl | None = None
     round_trip_s: float = 0.0
+    loss: float = 0.0
 
 
 class Wiring:
@@ -88,6 +90,7 @@ class Wiring:
             tuple(uses),
             profile.congestion,
             profile.round_trip_s(a, b),
+            there.link.loss,
         )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:

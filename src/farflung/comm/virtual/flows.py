@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
-from farflung.network import Fabric, Flow, Path, Tcp, Use
+from farflung.network import Fabric, Flow, Path, Tcp, Use, repaired_s
 from farflung.network.trace import Capacity, map_capacity
 from farflung.noise import uniform
 from farflung.tasks import Pending
@@ -26,8 +26,12 @@ AFTER_ALL_ELSE = 1
 class _Message:
     bits: float
     """That have not left yet."""
+    whole: float
+    """All of them."""
     arrived: Callable[[float], None]
     left: Pending[None]
+    began_s: float = 0.0
+    """When its first bit left."""
 
 
 @dataclass(slots=True)
@@ -90,7 +94,7 @@ class Flows:
                 path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
             tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
             line = self._lines[key] = _Line(path, src, dst, priority, deque(), tcp)
-        message = _Message(bits, arrived, Pending())
+        message = _Message(bits, bits, arrived, Pending())
         self._under_way += 1
         line.queue.append(message)
         if len(line.queue) == 1:
@@ -123,6 +127,8 @@ class Flows:
         """The first message of a line goes on; what takes no time has left at once."""
         while line.queue:
             bits = line.queue[0].bits
+            if bits == line.queue[0].whole:
+                line.queue[0].began_s = self._clock.now()
             if bits and line.tcp is not None:
                 self._clock.at(max(line.tcp.free_s, self._clock.now()), lambda: self._fly(line))
                 return
@@ -166,10 +172,20 @@ class Flows:
         if line.path.jitter_s:
             drawn = uniform(self._seed, line.src, line.dst, line.sent)
             delay += line.path.jitter_s * (2.0 * drawn - 1.0)
+        if line.tcp is not None and line.path.loss:
+            delay += self._repaired_s(line, message)
         line.sent += 1
         arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
         self._clock.at(arrives, lambda: self._arrive(message))
         message.left.set(None)
+
+    def _repaired_s(self, line: _Line, message: _Message) -> float:
+        took_s = self._clock.now() - message.began_s
+        lost, again = (uniform(self._seed, line.src, line.dst, line.sent, which) for which in (1, 2))
+        path = line.path
+        return repaired_s(
+            message.whole, took_s, path.round_trip_s, path.loss, (lost, again), last=not line.queue
+        )
 
     def _arrive(self, message: _Message) -> None:
         self._under_way -= 1
