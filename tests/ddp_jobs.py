@@ -39,10 +39,10 @@ class Net(nn.Module):
         super().__init__()
         self.outer = nn.Linear(700, 5)
         self.middle = nn.Linear(400, 700)
-        self.inner = nn.Conv2d(1, 4, 1)
+        self.inner = nn.Conv1d(1, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.inner(x[:, None, None]).flatten(1)
+        hidden = self.inner(x[:, None]).flatten(1)
         y: Tensor = self.outer(torch.relu(self.middle(hidden)))
         return y
 

@@ -24,6 +24,8 @@ __all__ = ["CASES", "Case", "known"]
 
 UNEVEN = "battery/uneven"
 RESIDUALS = "error_feedback(topk(density=0.05))"
+WINDOWS = "gradiveq(slice_size=96, warm_up=2, sample_steps=4, compress_steps=5, {})"
+"""Of which 20 steps see two, and their half falls among those that are compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ _OTHERS = (
         {"reducer": "powersgd", "schedule": "pipelined(width=2)", "collective": "ring", "workers": 3},
     ),
     Case("powersgd, delayed", {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)"}, "4g"),
+    Case(
+        "gradiveq, around a ring",
+        {"reducer": WINDOWS.format("matrices=True"), "collective": "ring", "workers": 3},
+    ),
+    Case("gradiveq, pipelined", {"reducer": WINDOWS.format("reuse=1"), "schedule": "pipelined(width=2)"}, "4g"),
     Case("shared_scale_qsgd", {"reducer": "shared_scale_qsgd(bits=4)", "workers": 3}),
     Case(
         "quadratic, own shares",

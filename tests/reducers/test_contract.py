@@ -64,7 +64,15 @@ ROWS: dict[str, Row] = _carried() | {
         GradiVeQ(warm_up=0, sample_steps=2, compress_steps=3, sample_bits=None, slice_size=48)
     ),
     "gradiveq (around a ring)": Row(
-        GradiVeQ(warm_up=0, sample_steps=2, compress_steps=9, reuse=1, slice_size=16, collective="ring")
+        GradiVeQ(
+            warm_up=0,
+            sample_steps=2,
+            compress_steps=9,
+            matrices=True,
+            reuse=1,
+            slice_size=16,
+            collective="ring",
+        )
     ),
     "powersgd": Row(PowerSGD()),
     "powersgd (of full rank)": Row(PowerSGD(rank=36, min_ratio=1.0), 1e-5),

@@ -100,6 +100,28 @@ def test_slices_are_of_the_size_that_fits_best(shape: tuple[int, ...], numel: in
     assert layer.slices * numel == part.numel
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel"), [((4, 6, 5), (4, 6, 1, 5)), ((4, 6, 2, 3, 2), (4, 6, 3, 4))], ids=["1-d", "3-d"]
+)
+def test_convolutions_have_any_number_of_sides(shape: tuple[int, ...], kernel: tuple[int, ...]) -> None:
+    one, other = (
+        Layout.of(TensorSpec((math.prod(sides),), parts=(Placed(sides, 0),)), 48, "nearest")
+        for sides in (shape, kernel)
+    )
+    assert one == other
+
+
+def test_a_slice_of_a_matrix_is_some_inputs_with_all_their_outputs() -> None:
+    spec = TensorSpec((67,), parts=(Placed((5, 12), 3),))
+    assert Layout.of(spec, 20, "nearest").layers == ()
+    (layer,) = Layout.of(spec, 20, "nearest", matrices=True).layers
+    tensor = normal(67)
+    rows = layer.rows(tensor, 0, layer.slices)
+    assert rows.shape == (3, 20)
+    matrix = tensor[3:63].view(5, 12)
+    assert torch.equal(rows, matrix.T.reshape(3, 20))
+
+
 def test_what_is_no_convolution_is_dense() -> None:
     layout = Layout.of(CONVOLUTIONS, 48, "nearest")
     assert layout.dense == ((144, 10), (559, 1))
@@ -436,6 +458,9 @@ def test_models_that_it_can_do_nothing_for_are_refused() -> None:
     matrix = TensorSpec((100,), parts=(Placed((10, 10), 0),))
     with pytest.raises(Unsupported, match="this model has none"):
         Slots(GradiVeQ(), {0: matrix}, 1, 0)
+    Slots(GradiVeQ(matrices=True), {0: matrix}, 1, 0)
+    with pytest.raises(Unsupported, match="this model has neither"):
+        Slots(GradiVeQ(matrices=True), {0: TensorSpec((10,))}, 1, 0)
     Slots(GradiVeQ(), {0: matrix, 1: SPEC}, 1, 0)
     with pytest.raises(ConfigError, match=r"window of 100 samples takes 24 MB .* window_mb is 20"):
         Slots(GradiVeQ(slice_size=100, reuse=1, window_mb=20.0), {0: _wide(), 1: matrix}, 1, 0)

@@ -1,7 +1,8 @@
-"""Where the slices of convolutions are in a flat tensor."""
+"""Where the slices of weights are in a flat tensor."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,19 +20,20 @@ Fit = Literal["nearest", "exact"]
 
 
 class Layer(NamedTuple):
-    """A convolution cut into slices of equal size.
+    """A weight cut into slices of equal size.
 
-    Its numbers are read in the order height, width, depth, filter, so entry ``(h, w, d, f)`` has the index
-    ``((h * W + w) * D + d) * F + f``, and a slice is some positions of the kernel.
+    The numbers of a convolution are read in the order height, width, depth, filter, so entry ``(h, w, d, f)`` has the
+    index ``((h * W + w) * D + d) * F + f``, and a slice is some positions of the kernel. A matrix of F outputs and P
+    inputs is read as a kernel of P positions and depth 1, so a slice is some inputs with all their outputs.
 
     Args:
       start: where its first element is in the flat tensor.
       filters: F.
       depth: D.
-      positions: H times W.
+      positions: P, height times width for a convolution.
       each: m, positions in a slice; divides them.
 
-    References: Yu et al. 2018, section 2, with TensorFlow's order of a kernel's dimensions.
+    References: Yu et al. 2018, section 2, with TensorFlow's order of a kernel's dimensions. Matrices are our choice.
     """
 
     start: int
@@ -72,10 +74,10 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The convolutions of a flat tensor, and what stays dense.
+    """The weights of a flat tensor that are cut, and what stays dense.
 
     Args:
-      layers: the convolutions.
+      layers: those that are cut.
       dense: first element and length of each stretch of all else.
     """
 
@@ -83,18 +85,22 @@ class Layout:
     dense: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(spec: TensorSpec, wished: int, fit: Fit) -> Layout:
-        """Cuts each parameter of four dimensions, which are torch's F, D, H and W.
+    def of(spec: TensorSpec, wished: int, fit: Fit, *, matrices: bool = False) -> Layout:
+        """Cuts each convolution, which is a parameter of three dimensions or more: torch's F, D and the kernel's sides.
+
+        Args:
+          spec: of the flat tensor.
+          wished: K, numbers in a slice.
+          fit: whether K may be another that fits.
+          matrices: whether parameters of two dimensions are cut too.
 
         Raises:
-          ConfigError: with ``fit="exact"``, a convolution has no slices of ``wished`` numbers.
+          ConfigError: with ``fit="exact"``, a weight has no slices of ``wished`` numbers.
         """
         layers, dense = [], []
         for part in spec.parts or (Placed(spec.shape, 0),):
-            if len(part.shape) == 4 and part.numel:
-                filters, depth, height, width = part.shape
-                each = _positions(part, wished, fit)
-                layers.append(Layer(part.start, filters, depth, height * width, each))
+            if part.numel and len(part.shape) >= (2 if matrices else 3):
+                layers.append(_cut(part, wished, fit))
             elif part.numel:
                 dense.append((part.start, part.numel))
         return Layout(tuple(layers), tuple(dense))
@@ -114,7 +120,7 @@ class Layout:
 
     @property
     def sliced_numel(self) -> int:
-        """Numbers in convolutions."""
+        """Numbers in all layers."""
         return sum(layer.numel for layer in self.layers)
 
     @property
@@ -124,22 +130,22 @@ class Layout:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each layer begins in a tensor of the convolutions alone."""
+        """Where each layer begins in a tensor of the layers alone."""
         return list(accumulate((layer.numel for layer in self.layers), initial=0))[:-1]
 
 
-def _positions(part: Placed, wished: int, fit: Fit) -> int:
-    """m, a divisor of the kernel's positions."""
-    filters, depth, height, width = part.shape
-    step, positions = filters * depth, height * width
+def _cut(part: Placed, wished: int, fit: Fit) -> Layer:
+    filters, *others = part.shape
+    depth, positions = (1, others[0]) if len(others) == 1 else (others[0], math.prod(others[1:]))
+    step = filters * depth
     fitting = [each for each in range(1, positions + 1) if positions % each == 0]
     nearest = min(fitting, key=lambda each: abs(each * step - wished))
     if fit == "exact" and nearest * step != wished:
         raise ConfigError(
-            f"gradiveq: slice_size {wished} does not fit a convolution of shape {_shape(part.shape)}: it must be a "
-            f"multiple of F x D = {step} that fills the layer; the nearest is {nearest * step} (fit='nearest' takes it)"
+            f"gradiveq: slice_size {wished} does not fit a weight of shape {_shape(part.shape)}: it must be a multiple "
+            f"of F x D = {step} that fills the layer; the nearest is {nearest * step} (fit='nearest' takes it)"
         )
-    return nearest
+    return Layer(part.start, filters, depth, positions, nearest)
 
 
 def _shape(sides: Iterable[int]) -> str:

@@ -58,7 +58,8 @@ class GradiVeQ:
     U holds the first principal components of the window, as many as explain :math:`1 - \lambda` of its variance: at
     most :math:`L_t - 1`, for the samples have no more directions. All ranks find U by themselves, from the same means;
     the first exchange of those to be compressed carries a hash of it instead, and where the hashes are unlike, the next
-    one carries rank 0's. What no convolution is stays dense, in the same messages. Nothing that is left out is kept.
+    one carries rank 0's. What no convolution is stays dense, in the same messages; matrices may be cut too. Nothing
+    that is left out is kept.
 
     Over ``ring``, ranks encode and decode their segments while others are on their way (Algorithm 1); any other
     collective sums the encoded tensor as a whole. Each bucket has windows of its own.
@@ -69,6 +70,7 @@ class GradiVeQ:
     Args:
       slice_size: K, numbers in a slice, a multiple of a layer's filters times its depth that fills the layer.
       fit: ``"nearest"`` takes the size closest to ``slice_size`` that fits each layer; ``"exact"`` no other.
+      matrices: whether weights of two dimensions are cut too, each slice some inputs with all their outputs.
       reuse: s, so many consecutive slices of a layer share the U of the first of them; ``None``: all.
       variance_left: :math:`\lambda`, share of the variance that U need not explain.
       warm_up: so many steps at the start are summed dense, and nothing is learned from them.
@@ -85,11 +87,12 @@ class GradiVeQ:
       Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Yu et al. 2018, eq. (3) to (6), Algorithm 1, and the windows of section 4. The bound of the vote, the
-    hash, ``fit`` and ``window_mb`` are our choice.
+    hash, ``fit``, ``matrices`` and ``window_mb`` are our choice.
     """
 
     slice_size: int = 768
     fit: Fit = "nearest"
+    matrices: bool = False
     reuse: int | None = None
     variance_left: float = 0.01
     warm_up: int = 2500
@@ -134,12 +137,14 @@ class GradiVeQ:
         Raises:
           ConfigError: a slice does not fit, a window takes more than ``window_mb``, or the run ends before the first
             window's samples are there.
-          Unsupported: the model has no convolution.
+          Unsupported: the model has nothing that it would cut.
         """
         if not any(self._layout(spec).layers for spec in specs):
             raise Unsupported(
-                "reducer gradiveq compresses convolutions (weights of four dimensions), and this model has none: "
-                "try powersgd"
+                "reducer gradiveq compresses matrices and convolutions, and this model has neither: use reducer codec"
+                if self.matrices
+                else "reducer gradiveq compresses convolutions, and this model has none: try gradiveq(matrices=True), "
+                "or powersgd"
             )
         needed = self.window_nbytes(specs) / 1e6
         if needed > self.window_mb:
@@ -267,7 +272,7 @@ class GradiVeQ:
         return {"vote": float(loss > self.drift * start), "start": start}
 
     def _layout(self, spec: TensorSpec) -> Layout:
-        return Layout.of(spec, self.slice_size, self.fit)
+        return Layout.of(spec, self.slice_size, self.fit, matrices=self.matrices)
 
     def _coding(self, state: CodecState, step: int) -> Coding | None:
         if self.sample_bits is None:
