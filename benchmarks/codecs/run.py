@@ -166,7 +166,16 @@ def _keep_memory() -> None:
 
 
 BENCHMARK = Benchmark(
-    Path(__file__).parent, [Group(tuple(ROWS), measure, "measured", 2.0, ["src/farflung/codecs/*.py", "src/farflung/reducers/gradiveq/*.py"])]
+    Path(__file__).parent,
+    [
+        Group(
+            tuple(ROWS),
+            measure,
+            "measured",
+            2.0,
+            ["src/farflung/codecs/*.py", "src/farflung/reducers/gradiveq/*.py"],
+        )
+    ],
 )
 
 if __name__ == "__main__":

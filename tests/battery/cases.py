@@ -90,7 +90,9 @@ _OTHERS = (
         "gradiveq, around a ring",
         {"reducer": WINDOWS.format("matrices=True"), "collective": "ring", "workers": 3},
     ),
-    Case("gradiveq, pipelined", {"reducer": WINDOWS.format("reuse=1"), "schedule": "pipelined(width=2)"}, "4g"),
+    Case(
+        "gradiveq, pipelined", {"reducer": WINDOWS.format("reuse=1"), "schedule": "pipelined(width=2)"}, "4g"
+    ),
     Case("shared_scale_qsgd", {"reducer": "shared_scale_qsgd(bits=4)", "workers": 3}),
     Case(
         "quadratic, own shares",

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from farflung.codecs.routed import join
 from farflung.comm import ExchangeChannel, LinkModel
-from farflung.reducers import PowerSGD
+from farflung.reducers import GradiVeQ, PowerSGD
+from farflung.reducers.gradiveq.layout import Layout
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
@@ -136,6 +137,9 @@ def left(replica: Replica) -> Tensor:
         for shape, starts in shared["layout"]["groups"].items():
             for start, matrix in zip(starts, local["residual"][shape], strict=True):
                 whole[start : start + matrix.numel()] = matrix.reshape(-1)
+        return whole
+    if isinstance(replica.reducer, GradiVeQ):
+        Layout.of_state(shared["layout"]).add(whole, local["residual"]["all"].double())
         return whole
     if "seed" in local:  # what two phases wrap around a codec's state
         shared, local = shared["codec"], local["codec"]

@@ -24,7 +24,7 @@ from farflung.codecs import (
     error_feedback,
 )
 from farflung.comm import LinkModel
-from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
+from farflung.reducers import CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.types import (
@@ -182,6 +182,9 @@ def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
 # --- weights and residuals --------------------------------------------------------------------------------------
 
 
+WINDOWS = GradiVeQ(
+    slice_size=48, warm_up=1, sample_steps=3, compress_steps=9, error_feedback=True, sample_bits=None
+)
 FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1))),
     CodecReducer(error_feedback(Sign())),
@@ -197,6 +200,8 @@ FEEDBACK: list[Reducer] = [
     CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), "ring", phases="hops"),
     PowerSGD(),
     PowerSGD(rank=1, warm_start=False),
+    replace(WINDOWS, spread=True),
+    replace(WINDOWS, compress_steps=30, collective="ring"),
 ]
 
 

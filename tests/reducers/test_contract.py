@@ -63,6 +63,17 @@ ROWS: dict[str, Row] = _carried() | {
     "gradiveq (of short windows)": Row(
         GradiVeQ(warm_up=0, sample_steps=2, compress_steps=3, sample_bits=None, slice_size=48)
     ),
+    "gradiveq (of spread samples, with residuals)": Row(
+        GradiVeQ(
+            warm_up=0,
+            sample_steps=2,
+            compress_steps=3,
+            spread=True,
+            error_feedback=True,
+            sample_bits=None,
+            slice_size=48,
+        )
+    ),
     "gradiveq (around a ring)": Row(
         GradiVeQ(
             warm_up=0,

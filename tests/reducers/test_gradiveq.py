@@ -302,6 +302,16 @@ def test_windows_follow_each_other() -> None:
     assert seen(SHORT, 20) == ["warm_up", *WINDOW, *WINDOW, "sample"]
 
 
+def test_samples_may_be_spread_among_those_that_are_compressed() -> None:
+    """One of three exchanges is summed whole, and after five of them bases are found and confirmed anew."""
+    reducer = replace(SHORT, compress_steps=10, spread=True)
+    cycle = ["confirm", *["compress"] * 15]
+    assert seen(reducer, 40) == ["warm_up", *["sample"] * 5, *cycle, *cycle, "confirm", "compress"]
+    nbytes = run(reducer, 2, 40)[0].nbytes
+    whole = [step for step, sent in enumerate(nbytes) if sent > 0.9 * nbytes[1]]
+    assert whole == [*range(7), *range(9, 22, 3), 22, *range(25, 38, 3), 38]
+
+
 def test_with_several_exchanges_under_way_a_phase_lasts_until_the_last_is_merged() -> None:
     expected = ["warm_up", *["sample"] * 6, *["confirm"] * 2, *["compress"] * 4]
     assert seen(SHORT, 14, width=2) == [*expected, "sample"]
@@ -439,6 +449,7 @@ def test_who_has_no_weight_says_nothing_and_nobody_s_weight_teaches_nothing() ->
         ({"compress_steps": 1}, "compress_steps 1"),
         ({"sample_bits": 9}, "bits 9"),
         ({"drift": 0.5}, "drift 0.5"),
+        ({"spread": True, "compress_steps": 99}, "99 is less than 100"),
         ({"window_mb": "much"}, "window_mb 'much'"),
         ({"collective": "native"}, "'native' matches sums by their order"),
     ],

@@ -118,6 +118,12 @@ class Layout:
         """For a checkpoint."""
         return {"layers": [list(layer) for layer in self.layers], "dense": [list(run) for run in self.dense]}
 
+    def add(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Adds numbers in the order of the layers and their slices, flat, where they belong in the flat tensor."""
+        for layer, own in zip(self.layers, numbers.split([one.numel for one in self.layers]), strict=True):
+            rows = layer.rows(tensor, 0, layer.slices)
+            layer.put(tensor, 0, rows + own.view(rows.shape))
+
     @property
     def sliced_numel(self) -> int:
         """Numbers in all layers."""

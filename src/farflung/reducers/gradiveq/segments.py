@@ -46,6 +46,7 @@ class _Run(NamedTuple):
       first: of the layer's slices.
       last: behind the last one.
       mean: of their window, shape ``(slices, K)``.
+      residual: of the same shape, or ``None``.
       basis: shape ``(K, d)``.
     """
 
@@ -54,6 +55,7 @@ class _Run(NamedTuple):
     first: int
     last: int
     mean: Tensor
+    residual: Tensor | None
     basis: Tensor
 
 
@@ -72,8 +74,11 @@ class Coder:
       reuse: slices that share one.
       tensor: flat, the numerator; overwritten by the mean as it is decoded.
       weight: :math:`w_i`.
+      residual: what earlier exchanges have left out, in the order of ``mean``. It is added to the own slices, and
+        overwritten by what is left out of them as they are encoded. ``None``: nothing is fed back.
 
-    References: Yu et al. 2018, eq. (3) to (5); weights are ours, and the mean is each slice's own under reuse.
+    References: Yu et al. 2018, eq. (3) to (5); weights and residuals are ours, and the mean is each slice's own under
+    reuse.
     """
 
     def __init__(
@@ -84,10 +89,11 @@ class Coder:
         reuse: int | None,
         tensor: Tensor,
         weight: float,
+        residual: Tensor | None = None,
     ) -> None:
         self._layout, self._tensor, self._weight = layout, tensor, weight
         self.dtype = working_dtype(tensor.dtype)
-        self._runs = tuple(_runs(layout, mean.to(tensor.device), bases, reuse))
+        self._runs = tuple(_runs(layout, mean.to(tensor.device), bases, reuse, residual))
         self._sizes = [run.basis.shape[1] for run in self._runs for _ in range(run.first, run.last)]
         self._borders = list(accumulate(self._sizes, initial=0))
         self._squares: list[Tensor] = []
@@ -119,8 +125,14 @@ class Coder:
         parts = []
         for run, first, last in self._within(where):
             rows = run.layer.rows(self._tensor, first, last).to(self.dtype)
-            centred = rows - run.mean[first - run.first : last - run.first] * self._weight
-            coded = centred @ run.basis
+            among = slice(first - run.first, last - run.first)
+            centred = rows - run.mean[among] * self._weight
+            if run.residual is None:
+                coded = centred @ run.basis
+            else:
+                fed = centred + run.residual[among]
+                coded = fed @ run.basis
+                run.residual[among] = (fed - coded @ run.basis.T).nan_to_num_(0.0, 0.0, 0.0)
             self._squares.append(torch.stack([_square(rows), _square(centred), _square(coded)]))
             parts.append(coded.view(-1))
         parts += [place.to(self.dtype) for place in self._dense(where)]
@@ -149,7 +161,7 @@ class Coder:
     def loss(self) -> float | None:
         r""":math:`\|g - \hat g\| / \|g\|` of the own slices encoded so far; ``None`` where they are zeros.
 
-        Found without decoding, for the columns of U are orthonormal.
+        Found without decoding, for the columns of U are orthonormal, and a residual of the same window to them.
         """
         if not self._squares:
             return None
@@ -174,13 +186,18 @@ class Coder:
             at += numel
 
 
-def _runs(layout: Layout, mean: Tensor, bases: Mapping[str, Tensor], reuse: int | None) -> Iterator[_Run]:
+def _runs(
+    layout: Layout, mean: Tensor, bases: Mapping[str, Tensor], reuse: int | None, residual: Tensor | None
+) -> Iterator[_Run]:
     number, offsets = 0, layout.offsets
     for group in groups(layout.layers, reuse):
         layer = layout.layers[group.layer]
         start, count = offsets[group.layer] + group.first * layer.slice_numel, group.last - group.first
-        own = mean[start : start + count * layer.slice_numel].view(count, layer.slice_numel)
-        yield _Run(number, layer, group.first, group.last, own, _aligned(bases[group.name].to(mean.device)))
+        place, shape = slice(start, start + count * layer.slice_numel), (count, layer.slice_numel)
+        own = mean[place].view(shape)
+        left = None if residual is None else residual[place].view(shape)
+        basis = _aligned(bases[group.name].to(mean.device))
+        yield _Run(number, layer, group.first, group.last, own, left, basis)
         number += count
 
 

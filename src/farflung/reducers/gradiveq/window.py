@@ -9,7 +9,8 @@ The state is alike on all replicas and changes when a result is merged. Each pha
 ``share``
   the hashes were unlike, and rank 0's bases travel beside such a sum;
 ``compress``
-  slices travel on their bases.
+  slices travel on their bases; where samples are spread, one of several exchanges is summed and kept as in ``sample``,
+  and what has been found is confirmed when as many are there.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def taken(state: State, mean: Tensor, reuse: int | None) -> State:
     if not every.isfinite().all():
         return _sampling(state)
     first = torch.cat([slices[group.layer][group.first] for group in groups(layers, reuse)])
-    total = every + state["means"]["sum"].to(every.device) if state["means"] else every
-    rows = {**state["rows"], f"{state['count']:06}": first}
-    return {**state, "count": state["count"] + 1, "rows": rows, "means": {"sum": total}}
+    means, rows = state["means"], state["rows"]
+    total = every + means["sum"].to(every.device) if "sum" in means else every
+    rows = {**rows, f"{len(rows):06}": first}
+    return {**state, "rows": rows, "means": {**means, "sum": total}}
 
 
 def solved(state: State, reuse: int | None, left_out: float, solve: Solve) -> State:
@@ -108,8 +110,8 @@ def shared_by(state: State, received: list[Tensor]) -> State:
     return {**state, "phase": "compress", "means": {"all": mean}, "bases": named}
 
 
-def compressed(state: State, votes: float, *, steps: int, size: int) -> State:
-    """One more exchange was compressed; another window begins after ``steps``, or when most have voted for it."""
+def compressed(state: State, votes: float, *, steps: float, size: int) -> State:
+    """One more exchange is over; another window begins after ``steps``, or when most have voted for it."""
     count = state["count"] + 1
     if count >= steps or 2 * votes > size:
         return _sampling(state)
