@@ -93,6 +93,14 @@ _OTHERS = (
     Case(
         "gradiveq, pipelined", {"reducer": WINDOWS.format("reuse=1"), "schedule": "pipelined(width=2)"}, "4g"
     ),
+    Case(
+        "gradiveq, residuals",
+        {
+            "reducer": WINDOWS.format("spread=True,error_feedback=True"),
+            "schedule": "delayed(delay=2)",
+            "workers": 3,
+        },
+    ),
     Case("shared_scale_qsgd", {"reducer": "shared_scale_qsgd(bits=4)", "workers": 3}),
     Case(
         "quadratic, own shares",
