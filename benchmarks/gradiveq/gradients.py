@@ -17,13 +17,17 @@ from farflung.seeding import generator
 from farflung.types import TensorSpec
 from farflung.workloads import workload
 
-__all__ = ["Choice", "Series", "adjacent", "compared", "series", "spectra"]
+__all__ = ["WAYS", "Choice", "Series", "Way", "added_up", "adjacent", "compared", "series", "spectra"]
 
 WORKLOAD = "cifar10/resnet32"
 SAMPLES, RATE, MOMENTUM = 48, 0.05, 0.9
 """Of each step, six replicas of eight; of SGD, our choice."""
 LOOKED_AT = 20
 """Every so many steps behind a window its bases are tried."""
+FOLLOWED = 200
+"""Steps behind a window of which each one is looked at."""
+SPANS = (1, 5, 20, 100)
+"""So many consecutive gradients are added up."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,27 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Way:
+    """What happens to what is left out.
+
+    Args:
+      every: one of so many exchanges is a sample, sent whole; ``None``: none of them.
+      residuals: whether it is added to the next gradient.
+    """
+
+    every: int | None = None
+    residuals: bool = False
+
+
+WAYS = {
+    "the paper's": Way(),
+    "spread samples": Way(every=5),
+    "spread samples, error feedback": Way(every=5, residuals=True),
+}
+"""At equal bytes over 500 exchanges: of the paper's windows, a hundred samples are over before these begin."""
+
+
+@dataclass(frozen=True)
 class Series:
     """Gradients of some consecutive steps.
 
@@ -49,11 +74,13 @@ class Series:
       spec: of each.
       window: shape ``(steps, numel)``: those that bases are found from.
       later: by steps behind the window, those that bases are tried on.
+      after: shape ``(steps, numel)``: the first behind the window.
     """
 
     spec: TensorSpec
     window: Tensor
     later: Mapping[int, Tensor]
+    after: Tensor
 
 
 def gradients(steps: int, *, seed: int = 0) -> Iterator[Tensor]:
@@ -80,15 +107,17 @@ def series(skipped: int, window: int, behind: int) -> Series:
       window: steps in it.
       behind: steps after it.
     """
-    inside, later = [], {}
+    inside, later, after = [], {}, []
     for step, gradient in enumerate(gradients(skipped + window + behind)):
         at = step - skipped
         if 0 <= at < window:
             inside.append(gradient)
         elif at >= window and (at - window) % LOOKED_AT == 0:
             later[at - window] = gradient
+        if window <= at < window + FOLLOWED:
+            after.append(gradient)
     spec = gradient_of(workload(WORKLOAD).model(generator(0, "model")))
-    return Series(spec, torch.stack(inside), later)
+    return Series(spec, torch.stack(inside), later, torch.stack(after))
 
 
 def compared(found: Series, choice: Choice) -> dict[str, Any]:
@@ -124,6 +153,38 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
         "losses": losses,
         "ratios": ratios,
     }
+
+
+def added_up(found: Series, choice: Choice, way: Way) -> dict[int, float]:
+    """How far the sum of consecutive gradients is from the sum of what comes out for them.
+
+    Returns:
+      The norm of the difference over that of the sum of the gradients, of all layers, in the median of those there are
+      behind the window, by the number of gradients.
+    """
+    layout = Layout.of(found.spec, choice.slice_size, "nearest")
+    off = {span: torch.zeros(len(found.after) // span) for span in SPANS}
+    whole = {span: torch.zeros(len(found.after) // span) for span in SPANS}
+    for layer in layout.layers:
+        window = torch.stack([layer.rows(one, 0, layer.slices) for one in found.window])
+        mean, basis = window.mean(dim=0), principal(window[:, 0], choice.variance_left)
+        after = torch.stack([layer.rows(one, 0, layer.slices) for one in found.after])
+        errors, left = torch.empty_like(after), torch.zeros_like(mean)
+        for step, own in enumerate(after):
+            given = own + left
+            sampled = way.every is not None and step % way.every == 0
+            out = given if sampled else (given - mean) @ basis @ basis.T + mean
+            errors[step] = out - own
+            left = given - out if way.residuals else left
+        for span in SPANS:
+            off[span] += _squares_of_sums(errors, span)
+            whole[span] += _squares_of_sums(after, span)
+    return {span: float((off[span] / whole[span]).sqrt().median()) for span in SPANS}
+
+
+def _squares_of_sums(steps: Tensor, span: int) -> Tensor:
+    """Of each so many consecutive steps, the squared norm of their sum."""
+    return steps.flatten(1).view(len(steps) // span, span, -1).sum(dim=1).square().sum(dim=1)
 
 
 def spectra(found: Series, slice_size: int) -> list[list[float]]:
