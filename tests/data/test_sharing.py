@@ -1,28 +1,115 @@
-"""No sharing sends nothing."""
+"""Samples that move between replicas, and those that stay."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 import torch
 
 from farflung.comm import ExchangeChannel
-from farflung.data import SHARINGS, NoSharing, TensorDataset
+from farflung.data import SHARINGS, Injection, NoSharing, TensorDataset
+from farflung.errors import ConfigError, ProtocolError
 from farflung.runtime import VirtualWorld
-from farflung.types import Sharing
+from farflung.types import Batch, Payload, Sharing
+
+SAMPLE_NBYTES = 8 + 1
+"""Of one of :func:`rows`, with its label."""
+
+
+def rows(rank: int, count: int) -> Batch:
+    inputs = torch.arange(2.0 * count).reshape(count, 2) + 100 * rank
+    return Batch(inputs, torch.full((count,), rank, dtype=torch.uint8))
+
+
+def shared(sharing: Sharing, counts: list[int], step: int = 0) -> tuple[list[Batch], list[int]]:
+    """What each of some replicas trains on, that had so many rows, and the bytes that each has sent."""
+    world = VirtualWorld(len(counts))
+    channels = [ExchangeChannel(runtime.comm, step, 0) for runtime in world.runtimes]
+    samples = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
+    found = world.run(
+        [
+            sharing.exchange(channel, samples, rows(rank, count), step=step)
+            for rank, (channel, count) in enumerate(zip(channels, counts, strict=True))
+        ]
+    )
+    return found, [channel.sent_nbytes for channel in channels]
 
 
 def test_nothing_leaves() -> None:
-    world = VirtualWorld(2)
     sharing: Sharing = NoSharing()
-    samples = TensorDataset(torch.arange(3.0).reshape(3, 1), torch.zeros(3))
-    channels = [ExchangeChannel(runtime.comm, 0, 0) for runtime in world.runtimes]
-    rows = samples.rows(torch.tensor([2, 0]))
-    found = world.run([sharing.exchange(channel, samples, rows, step=0) for channel in channels])
+    found, sent = shared(sharing, [2, 3])
     assert not sharing.data_leaves_device
     assert not any(sharing.due(step) for step in range(100))
-    assert all(batch is rows for batch in found)
-    assert [channel.sent_nbytes for channel in channels] == [0, 0]
-    assert world.clock.now() == 0.0
+    assert [len(batch) for batch in found] == [2, 3]
+    assert sent == [0, 0]
 
 
-def test_it_is_found_by_its_name() -> None:
+def test_they_are_found_by_their_names() -> None:
     assert isinstance(SHARINGS["none"](), NoSharing)
+    assert isinstance(SHARINGS["injection"](seed=1), Injection)
+
+
+def test_senders_are_drawn_anew_for_each_step_and_alike_on_all() -> None:
+    sharing, other = Injection(3, alpha=0.3), Injection(4, alpha=0.3)
+    drawn = [sharing.senders(step, 10) for step in range(200)]
+    assert drawn == [Injection(3, alpha=0.3).senders(step, 10) for step in range(200)]
+    assert drawn != [other.senders(step, 10) for step in range(200)]
+    assert {len(senders) for senders in drawn} == {3}
+    often = Counter(rank for senders in drawn for rank in senders)
+    assert len(often) == 10
+    assert max(often.values()) < 2 * min(often.values())
+
+
+@pytest.mark.parametrize(("alpha", "senders"), [(0.05, 1), (0.1, 1), (0.25, 3), (0.5, 5), (1.0, 10)])
+def test_so_many_send(alpha: float, senders: int) -> None:
+    assert len(Injection(0, alpha=alpha).senders(7, 10)) == senders
+
+
+@pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])
+def test_all_train_on_their_own_rows_and_on_what_the_senders_sent(beta: float) -> None:
+    sharing, counts = Injection(5, alpha=0.5, beta=beta), [8, 3, 12, 5]
+    senders = sharing.senders(0, 4)
+    found, sent = shared(sharing, counts)
+    for rank, batch in enumerate(found):
+        parts = [rows(rank, counts[rank])]
+        for sender in senders:
+            if sender != rank:
+                whole, count = rows(sender, counts[sender]), int(beta * counts[sender])
+                parts.append(Batch(whole.inputs[:count], whole.targets[:count]))
+        assert torch.equal(batch.inputs, torch.cat([part.inputs for part in parts]))
+        assert torch.equal(batch.targets, torch.cat([part.targets for part in parts]))
+        copies = 3 * int(beta * counts[rank]) if rank in senders else 0
+        assert sent[rank] == copies * SAMPLE_NBYTES
+
+
+def test_one_replica_sends_to_nobody() -> None:
+    (batch,), sent = shared(Injection(1), [4])
+    assert torch.equal(batch.inputs, rows(0, 4).inputs)
+    assert sent == [0]
+
+
+def test_batches_can_be_kept() -> None:
+    assert Injection(0).own(32, 16) == 32
+    sharing = Injection(0, keep_batch=True)
+    assert sharing.own(32, 16) == round(32 / 5)
+    assert sharing.own(1, 16) == 1
+
+
+def test_samples_of_another_kind_are_refused() -> None:
+    world = VirtualWorld(2)
+    sharing = Injection(0, alpha=1.0)
+    channels = [ExchangeChannel(runtime.comm, 0, 0) for runtime in world.runtimes]
+    samples = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
+
+    async def other() -> None:
+        channels[1].send(Payload((torch.zeros(2, 3), torch.zeros(2, dtype=torch.uint8))), 0, channels[1].hops(1))
+
+    with pytest.raises(ProtocolError, match="rank 1 sent samples of another kind"):
+        world.run([sharing.exchange(channels[0], samples, rows(0, 4), step=0), other()])
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.0}, {"alpha": 1.5}, {"beta": -0.1}, {"beta": True}])
+def test_bad_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} .* must be above 0 and at most 1"):
+        Injection(0, **options)

@@ -24,7 +24,7 @@ from farflung.codecs import (
     error_feedback,
 )
 from farflung.comm import LinkModel
-from farflung.reducers import CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
+from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.types import (
@@ -198,6 +198,8 @@ FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1)), phases="hops"),
     CodecReducer(error_feedback(chain(TopK(0.3), Int8())), "ring", phases="hops"),
     CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), "ring", phases="hops"),
+    AdaptiveTopK(threshold=1.0),
+    AdaptiveTopK(threshold=0.5, smoothing=1.0, decide="exact"),
     PowerSGD(),
     PowerSGD(rank=1, warm_start=False),
     replace(WINDOWS, spread=True),

@@ -15,7 +15,7 @@ import torch
 from farflung.codecs import DGC, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
-from farflung.reducers import REDUCERS, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
+from farflung.reducers import REDUCERS, AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.replica import load_tree, save_tree
 from farflung.runtime import VirtualWorld
 from farflung.types import (
@@ -59,6 +59,10 @@ def _carried() -> dict[str, Row]:
 
 
 ROWS: dict[str, Row] = _carried() | {
+    "adaptive_topk": Row(AdaptiveTopK()),
+    "adaptive_topk (dense)": Row(AdaptiveTopK(threshold=0.0), 1e-6),
+    "adaptive_topk (exact)": Row(AdaptiveTopK(threshold=0.5, decide="exact")),
+    "adaptive_topk (by bucket)": Row(AdaptiveTopK(threshold=1.0, decide="bucket")),
     "gradiveq": Row(GradiVeQ(), 1e-6),
     "gradiveq (of short windows)": Row(
         GradiVeQ(warm_up=0, sample_steps=2, compress_steps=3, sample_bits=None, slice_size=48)

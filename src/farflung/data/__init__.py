@@ -17,7 +17,7 @@ from farflung.data.partition import (
     iid,
     in_order,
 )
-from farflung.data.sharing import SHARINGS, NoSharing
+from farflung.data.sharing import SHARINGS, Injection, NoSharing
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
 from farflung.data.streams import STREAMS, InMemory, RateLimited
 
@@ -32,6 +32,7 @@ __all__ = [
     "Entry",
     "File",
     "InMemory",
+    "Injection",
     "Labels",
     "Location",
     "NoSharing",

@@ -61,7 +61,7 @@ class Recipe:
       sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
       stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
         what makes one.
-      sharing: how samples move between replicas: none; as an object, what makes one.
+      sharing: how samples move between replicas: none, or injection; as an object, what makes one from a ``seed``.
       bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
@@ -107,7 +107,9 @@ class Recipe:
             schedule=_made("schedule", self.schedule, SCHEDULES, "plan"),
             sampler=_made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True),
             stream=stream,
-            sharing=_made("sharing", self.sharing, SHARINGS, "exchange", fresh=True),
+            sharing=_made(
+                "sharing", self.sharing, SHARINGS, "exchange", {"seed": derive(seed, "sharing")}, fresh=True
+            ),
             bucket_nbytes=self.bucket_nbytes,
         )
 

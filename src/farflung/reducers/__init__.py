@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from farflung.reducers.adaptive_topk import AdaptiveTopK
 from farflung.reducers.codec import CodecReducer
 from farflung.reducers.gradiveq import GradiVeQ
 from farflung.reducers.powersgd import PowerSGD
@@ -9,9 +10,10 @@ from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
 from farflung.reducers.sums import summed_nbytes
 from farflung.types import Reducer
 
-__all__ = ["REDUCERS", "CodecReducer", "GradiVeQ", "PowerSGD", "SharedScaleQSGD", "summed_nbytes"]
+__all__ = ["REDUCERS", "AdaptiveTopK", "CodecReducer", "GradiVeQ", "PowerSGD", "SharedScaleQSGD", "summed_nbytes"]
 
 REDUCERS: dict[str, Callable[..., Reducer]] = {
+    "adaptive_topk": AdaptiveTopK,
     "codec": CodecReducer,
     "gradiveq": GradiVeQ,
     "powersgd": PowerSGD,

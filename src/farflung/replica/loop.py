@@ -37,6 +37,7 @@ from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending, done
 from farflung.telemetry import Telemetry
 from farflung.types import (
+    DrawsFewer,
     Batch,
     Cost,
     Dataset,
@@ -376,7 +377,9 @@ class Replica:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), self.step_done)
         rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
-        size = self.training.batch_size if arrivals.count is None else arrivals.count
+        wanted = self.training.batch_size if arrivals.count is None else arrivals.count
+        sharing = self.parts.sharing
+        size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
         pool = len(self._train) if stream.everything else arrivals.ids[:size]
         draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
         return _Drawn(draw.ids, draw.weights, arrivals.weight, len(arrivals.ids))

@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "Draw",
+    "DrawsFewer",
     "Feed",
     "PoolView",
     "Sampler",
@@ -251,6 +252,15 @@ class Sharing(Protocol):
         Returns:
           The rows that the step trains on: the first are ``rows``, others may follow.
         """
+        ...
+
+
+@runtime_checkable
+class DrawsFewer(Protocol):
+    """A sharing of which part of a step's samples come from others."""
+
+    def own(self, wanted: int, size: int) -> int:
+        """How many a replica draws itself for a step that is to be made of ``wanted``, among ``size`` replicas."""
         ...
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from farflung.data.streams.rates import Rates, courses
 from farflung.errors import ConfigError
 from farflung.files import deciding
 from farflung.seeding import Passes, derive
@@ -22,7 +21,8 @@ _AHEAD = 1 << 24
 class RateLimited:
     r"""A data set as a source that sends ``rate`` samples per second, one at a time, in shuffled passes.
 
-    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks.
+    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
+    as late as a rate that changes says.
     Where all replicas draw from the whole data set they take turns: of each pass over it, replica :math:`i` of
     :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`; with shares, each has passes over its own.
 
@@ -34,7 +34,10 @@ class RateLimited:
     a decision of the replica, which a replay makes again.
 
     Args:
-      rate: :math:`S_i`, samples per second, above 0; one number, or one for each replica.
+      rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
+        and a number in the place of a number are a rate that changes, counted from the first step of the run. A name
+        draws each replica's from a law: ``"S1"``, ``"S2"``, ``"S1'"`` or ``"S2'"`` of Tyagi & Swany 2022, Table I, at
+        least 8; ``"printed S1"`` is the list in their scripts.
       least: samples without which no step begins; the run's batch size when not given.
       most: of the samples there, no more than this; ``least`` when not given.
       backlog: how many samples may wait to be used; ``None``: any number.
@@ -49,18 +52,15 @@ class RateLimited:
 
     def __init__(
         self,
-        rate: float | Sequence[float],
+        rate: Rates,
         least: int | None = None,
         most: int | None = None,
         backlog: int | None = None,
         full: Literal["pause", "drop_oldest"] = "pause",
     ) -> None:
-        self._rates = list(rate) if isinstance(rate, Sequence) else rate
-        for each in self._rates if isinstance(self._rates, list) else [self._rates]:
-            if not 0 < each < math.inf:
-                raise ConfigError(
-                    f"stream rate({rate}): rate: must be a number of samples per second above 0"
-                )
+        if not isinstance(rate, str):
+            courses(rate, 1 if isinstance(rate, int | float) else len(rate), seed=0)
+        self._rates = rate
         if full not in ("pause", "drop_oldest"):
             raise ConfigError(f"stream rate: full={full!r}: must be 'pause' or 'drop_oldest'")
         self._least, self._most, self._backlog, self._drops = least, most, backlog, full == "drop_oldest"
@@ -68,6 +68,11 @@ class RateLimited:
         self._next = 0
         self._in_use = 0
         self._begin: float | None = None
+        """Since when the source sends without a pause."""
+        self._before = 0.0
+        """Seconds of its course that were over then."""
+        self._elapsed = 0.0
+        """Those that were over at the last poll."""
         self._sent = 0
         self._stalled = False
         self._dropped = 0
@@ -80,11 +85,7 @@ class RateLimited:
         Raises:
           ConfigError: rates for another number of replicas, or bounds that contradict each other.
         """
-        if isinstance(self._rates, list) and len(self._rates) != feed.size:
-            raise ConfigError(
-                f"stream rate: {len(self._rates)} rates for {feed.size} replicas: give one, or one for each"
-            )
-        self._rate = self._rates[feed.rank] if isinstance(self._rates, list) else self._rates
+        self._course = courses(self._rates, feed.size, derive(feed.seed, "rates"))[feed.rank]
         self._fewest = feed.batch_size if self._least is None else self._least
         self._largest = self._fewest if self._most is None else self._most
         room = self._largest if self._backlog is None else self._backlog
@@ -109,7 +110,7 @@ class RateLimited:
         if not self._in_use:
             self._in_use = wanted
             if self._stalled:
-                self._begin, self._sent = now, 0
+                self._begin, self._before, self._sent = now, self._elapsed, 0
         return Arrivals(self._held, count=wanted)
 
     def commit(self, ids: SampleIds, *, step: int) -> None:
@@ -120,11 +121,12 @@ class RateLimited:
 
     def state_dict(self) -> State:
         """What is held, and which arrives next; the wait for that begins anew."""
-        return {"held": self._held, "next": self._next, "dropped": self._dropped}
+        return {"held": self._held, "next": self._next, "dropped": self._dropped, "elapsed": self._elapsed}
 
     def seek(self, state: State) -> None:
         """Goes on from there."""
         self._held, self._next, self._dropped = state["held"], state["next"], state["dropped"]
+        self._before = self._elapsed = float(state["elapsed"])
         self._begin, self._sent, self._in_use, self._chosen = None, 0, 0, None
 
     def close(self) -> None:
@@ -133,7 +135,8 @@ class RateLimited:
     def _arrive(self, now: float) -> None:
         if self._begin is None:
             self._begin = now
-        due = int((now - self._begin) * self._rate)
+        self._elapsed = self._before + (now - self._begin)
+        due = int(self._course.sent(self._before, now - self._begin))
         while self._arrival(due + 1) <= now:
             due += 1
         while due > self._sent and self._arrival(due) > now:
@@ -150,7 +153,7 @@ class RateLimited:
 
     def _arrival(self, number: int) -> float:
         assert self._begin is not None
-        return self._begin + number / self._rate
+        return self._begin + self._course.delay(number, self._before)
 
     def _wanted(self, step: int) -> int:
         """How many samples the step is made of, as far as that is known."""

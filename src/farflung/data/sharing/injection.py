@@ -1,0 +1,96 @@
+"""Some replicas send some of what they train on to all others."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from farflung.comm.collectives.segments import others
+from farflung.errors import ConfigError, ProtocolError
+from farflung.seeding import generator
+from farflung.types import Batch, Channel, Payload, Samples
+
+__all__ = ["Injection"]
+
+
+class Injection:
+    r"""Randomized data injection, for replicas whose samples are unlike.
+
+    At each step :math:`\lceil \alpha n \rceil` of n replicas, drawn anew by a seed that all have, send the first
+    :math:`\lfloor \beta b_i \rfloor` of the step's :math:`b_i` rows to all others, as they are stored. Every replica
+    trains on its own rows and on all that it has received, each augmented by itself; its weight in the mean is the
+    number of samples.
+
+    **Privacy.** Samples leave the device as they are, and every other replica may keep them. Who sends changes from
+    step to step, so in the long run every replica sends about :math:`\alpha \beta` of what it trains on.
+
+    Args:
+      seed: alike on all replicas.
+      alpha: share of the replicas that send, in (0, 1].
+      beta: share of its rows that a sender sends, in (0, 1].
+      keep_batch: whether a replica draws fewer samples of its own, :math:`b / (1 + \alpha \beta n)`, so that it trains
+        on about b with those received; otherwise batches grow.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Tyagi & Swany 2022 (ScaDLES), section IV-C, where the rows of a device are those that streamed in;
+    ``keep_batch``: Tyagi & Swany 2023 (SelSync), section III-D.
+    """
+
+    data_leaves_device = True
+
+    def __init__(self, seed: int, alpha: float = 0.5, beta: float = 0.5, *, keep_batch: bool = False) -> None:
+        for name, share in (("alpha", alpha), ("beta", beta)):
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigError(f"sharing injection: {name} {share!r} must be above 0 and at most 1")
+        self._seed, self._alpha, self._beta, self._keeps_batch = seed, alpha, beta, keep_batch
+
+    def due(self, step: int) -> bool:
+        """Always."""
+        del step
+        return True
+
+    def own(self, wanted: int, size: int) -> int:
+        """As many as leave room for those that will be received."""
+        if not self._keeps_batch:
+            return wanted
+        return max(1, round(wanted / (1 + self._alpha * self._beta * size)))
+
+    def senders(self, step: int, size: int) -> list[int]:
+        """The ranks that send at a step, in order."""
+        order = torch.randperm(size, generator=generator(self._seed, "senders", step))
+        return sorted(order[: math.ceil(self._alpha * size)].tolist())
+
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+        """Own rows first, then those of the senders in rank order; a copy for each receiver travels.
+
+        Raises:
+          ProtocolError: rows of another kind came.
+        """
+        del samples
+        senders, hop = self.senders(step, channel.size), channel.hops(1)
+        if channel.rank in senders:
+            count = int(self._beta * len(rows))
+            sent = Payload((rows.inputs[:count], rows.targets[:count]))
+            for peer in others(channel):
+                channel.send(sent, peer, hop)
+        found = [rows]
+        for rank in senders:
+            if rank != channel.rank:
+                found.append(_rows(await channel.recv(rank, hop), rows, rank))
+        return Batch(torch.cat([one.inputs for one in found]), torch.cat([one.targets for one in found]))
+
+
+def _rows(received: Payload, like: Batch, rank: int) -> Batch:
+    tensors = received.tensors()
+    if len(tensors) == 2:  # noqa: PLR2004
+        inputs, targets = tensors
+        alike = all(
+            one.dtype == own.dtype and one.shape[1:] == own.shape[1:] and one.dim() == own.dim()
+            for one, own in ((inputs, like.inputs), (targets, like.targets))
+        )
+        if alike and len(inputs) == len(targets):
+            return Batch(inputs, targets)
+    raise ProtocolError(f"rank {rank} sent samples of another kind: do all ranks train the same workload?")

@@ -1,0 +1,160 @@
+"""How many samples a second arrive at each device: sets of rates, and rates that change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+
+from farflung.errors import ConfigError
+from farflung.seeding import generator
+
+__all__ = ["PRINTED", "RATE_SETS", "Course", "Rates", "courses", "drawn"]
+
+Pairs: TypeAlias = Sequence[tuple[float, float]]
+Rates: TypeAlias = float | str | Pairs | Sequence[float | Pairs]
+"""One for all, one for each, or the name of a law; see :func:`courses`."""
+
+FLOOR = 8.0
+"""No device is slower; Tyagi & Swany's smallest batch, of one second."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateSet:
+    """A law that rates are drawn from.
+
+    Args:
+      law: uniform or normal.
+      mean: in samples per second.
+      deviation: its standard deviation.
+    """
+
+    law: str
+    mean: float
+    deviation: float
+
+
+RATE_SETS = {
+    "S1": RateSet("uniform", 38, 24),
+    "S2": RateSet("uniform", 300, 112),
+    "S1'": RateSet("normal", 64, 24),
+    "S2'": RateSet("normal", 256, 28),
+}
+"""Tyagi & Swany 2022 (ScaDLES), Table I."""
+PRINTED = {
+    "S1": (50, 38, 12, 36, 34, 13, 82, 40),
+    "S1'": (92, 38, 62, 42, 48, 88, 90, 22, 44, 28),
+    "S2'": (270, 218, 300, 246, 232, 284, 284, 236, 274, 228),
+}
+"""The lists in their published scripts, where the last one is named S2; its mean and deviation are those of S2'."""
+
+
+def drawn(name: str, count: int, seed: int) -> list[float]:
+    """The rates of so many devices, whole numbers of at least 8.
+
+    Args:
+      name: in :data:`RATE_SETS`.
+      count: of devices.
+      seed: alike on all of them.
+    """
+    law = RATE_SETS[name]
+    noise = generator(seed, "rates", name)
+    if law.law == "uniform":
+        half = math.sqrt(3.0) * law.deviation
+        found = law.mean + half * (2.0 * torch.rand(count, generator=noise, dtype=torch.float64) - 1.0)
+    else:
+        found = law.mean + law.deviation * torch.randn(count, generator=noise, dtype=torch.float64)
+    return [max(FLOOR, float(round(rate))) for rate in found.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A rate over time, each value from its begin to the next one's; the last one stays.
+
+    Args:
+      begins: in seconds, the first 0.
+      rates: in samples per second, above 0.
+    """
+
+    begins: tuple[float, ...]
+    rates: tuple[float, ...]
+
+    def delay(self, number: int, since: float) -> float:
+        """How long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
+        left = float(number)
+        for begin, end, rate in self._spans(since):
+            room = (end - begin) * rate
+            if left <= room:
+                return begin - since + left / rate
+            left -= room
+        raise AssertionError("the last rate has no end")
+
+    def sent(self, since: float, seconds: float) -> float:
+        """How many samples are sent in so many seconds from ``since`` on, with the fraction of the last one."""
+        until = since + seconds
+        return sum(max(0.0, min(end, until) - begin) * rate for begin, end, rate in self._spans(since))
+
+    def _spans(self, since: float) -> Iterator[tuple[float, float, float]]:
+        """Begin, end and value of each rate from a time on."""
+        ends = (*self.begins[1:], math.inf)
+        for begin, end, rate in zip(self.begins, ends, self.rates, strict=True):
+            if end > since:
+                yield max(begin, since), end, rate
+
+
+def courses(rate: Rates, size: int, seed: int) -> list[Course]:
+    """What each of ``size`` replicas receives.
+
+    Args:
+      rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
+        or the name of a law, of which each replica's rate is drawn, or ``"printed NAME"`` for a list.
+      size: of replicas.
+      seed: of the draw, alike on all.
+
+    Raises:
+      ConfigError: no such name, for another number of replicas, out of order, or a rate that is not above 0.
+    """
+    if isinstance(rate, str):
+        return [Course((0.0,), (one,)) for one in _named(rate, size, seed)]
+    if isinstance(rate, int | float):
+        return [_course(rate)] * size
+    if rate and all(_is_pair(one) for one in rate):
+        return [_course(rate)] * size
+    if len(rate) != size:
+        raise ConfigError(f"stream rate: {len(rate)} rates for {size} replicas: give one, or one for each")
+    return [_course(one) for one in rate]
+
+
+def _named(name: str, size: int, seed: int) -> Sequence[float]:
+    if name in RATE_SETS:
+        return drawn(name, size, seed)
+    listed = name.removeprefix("printed ")
+    if listed == name or listed not in PRINTED:
+        known = ", ".join([*RATE_SETS, *(f"printed {one}" for one in PRINTED)])
+        raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
+    rates = PRINTED[listed]
+    if size > len(rates):
+        raise ConfigError(f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself")
+    return [float(one) for one in rates[:size]]
+
+
+def _is_pair(one: object) -> bool:
+    return isinstance(one, Sequence) and len(one) == 2 and all(isinstance(part, int | float) for part in one)  # noqa: PLR2004
+
+
+def _course(rate: object) -> Course:
+    pairs = [(0.0, rate)] if isinstance(rate, int | float) else rate
+    usable = isinstance(pairs, Sequence) and len(pairs) > 0 and all(_is_pair(one) for one in pairs)
+    if usable:
+        begins, rates = zip(*pairs, strict=True)  # type: ignore[arg-type]
+        rising = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
+        if rising and all(0 < one < math.inf for one in rates):
+            return Course(tuple(map(float, begins)), tuple(map(float, rates)))
+    raise ConfigError(
+        f"stream rate({rate}): must be a number of samples per second above 0, or pairs of a begin in seconds and a "
+        "number, the first begin 0"
+    )

@@ -1,0 +1,116 @@
+"""Top-k where it keeps enough of the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.errors import ConfigError, Unsupported
+from farflung.reducers import AdaptiveTopK
+from farflung.replica.slots import Slots
+from farflung.seeding import generator
+from farflung.types import CodecState, TensorSpec
+from tests.reducers.replicas import SPEC, Replica, assert_alike, gradient, run
+
+KEPT = 26
+"""Entries of a tenth of :data:`SPEC`."""
+
+
+def peaked(rank: int, step: int) -> Tensor:
+    """A gradient whose largest tenth has nearly all of it."""
+    found = 1e-3 * torch.randn(SPEC.numel, generator=generator(41, rank, step))
+    found[:KEPT] += 1.0
+    return found
+
+
+def ways(replica: Replica) -> list[bool]:
+    """Whether each exchange was compressed, by its bytes."""
+    return [nbytes < max(replica.nbytes) / 2 for nbytes in replica.nbytes]
+
+
+def test_what_its_largest_entries_hold_is_sent_by_them() -> None:
+    replicas = run(AdaptiveTopK(smoothing=1.0), 2, 4, make=peaked)
+    assert_alike(replicas)
+    assert ways(replicas[0]) == [False, True, True, True]
+
+
+def test_what_they_do_not_hold_is_sent_whole() -> None:
+    (one, _) = run(AdaptiveTopK(smoothing=1.0), 2, 4)
+    assert not any(ways(one))
+    assert 0.3 < one.slot.state.shared["left_out"] < 0.9
+
+
+def test_an_exact_decision_is_by_the_step_itself() -> None:
+    def sometimes(rank: int, step: int) -> Tensor:
+        return peaked(rank, step) if step in (0, 3) else gradient(rank, step)
+
+    exact = run(AdaptiveTopK(smoothing=1.0, decide="exact"), 2, 5, make=sometimes)[0]
+    late = run(AdaptiveTopK(smoothing=1.0), 2, 5, make=sometimes)[0]
+    assert ways(exact) == [True, False, False, True, False]
+    assert ways(late) == [False, True, False, False, True]
+
+
+def test_shares_are_averaged() -> None:
+    def share(own: list[Tensor]) -> float:
+        whole = sum(float(one.double().square().sum()) for one in own)
+        largest = sum(float(one.double().abs().sort().values[-KEPT:].square().sum()) for one in own)
+        return 1.0 - largest / whole
+
+    steps = [[weight * gradient(rank, step) for rank, weight in enumerate((1.0, 0.5))] for step in range(3)]
+    expected = share(steps[0])
+    for own in steps[1:]:
+        expected += 0.2 * (share(own) - expected)
+    replicas = run(AdaptiveTopK(smoothing=0.2, threshold=0.0), 2, 3)
+    assert replicas[0].slot.state.shared["left_out"] == pytest.approx(expected)
+
+
+def test_buckets_decide_together_or_each_for_itself() -> None:
+    """One has little to leave out and one much, so that the whole is in between."""
+    sums = {0: [100.0, 99.0], 1: [100.0, 21.0]}
+    decided = {}
+    for decide in ("last", "bucket"):
+        reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)  # type: ignore[arg-type]
+        slots = Slots(reducer, {0: SPEC, 1: SPEC}, 0, 0)
+        states = {
+            number: reducer._learned(slots[number].state, compressed=False, sums=numbers)
+            for number, numbers in sums.items()
+        }
+        together = reducer._decided(states) if decide == "last" else states
+        decided[decide] = [state.shared["compress"] for state in together.values()]
+    assert decided == {"last": [True, True], "bucket": [True, False]}
+
+
+@pytest.mark.parametrize("sums", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+def test_what_is_zero_or_not_finite_teaches_nothing(sums: list[float]) -> None:
+    reducer = AdaptiveTopK(decide="bucket")
+    before = CodecState({"left_out": 0.2, "compress": True, "steps": 3, "compressed": 2}, {})
+    after = reducer._learned(before, compressed=True, sums=sums)
+    assert (after.shared["left_out"], after.shared["compress"]) == (0.2, True)
+    assert (after.shared["steps"], after.shared["compressed"]) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, "density 0.0"),
+        ({"threshold": -0.1}, "threshold -0.1"),
+        ({"smoothing": 0.0}, "smoothing 0.0"),
+        ({"smoothing": 1.5}, "smoothing 1.5"),
+        ({"decide": "now"}, "decide 'now'"),
+        ({"collective": "native"}, "'native' matches sums by their order"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, Unsupported), match=message):
+        AdaptiveTopK(**options)
+
+
+def test_an_exact_decision_needs_one_bucket() -> None:
+    specs = [TensorSpec((10,)), TensorSpec((20,))]
+    AdaptiveTopK(decide="exact").check(specs[:1])
+    AdaptiveTopK().check(specs)
+    with pytest.raises(ConfigError, match="one bucket, and there are 2"):
+        AdaptiveTopK(decide="exact").check(specs)
