@@ -32,7 +32,12 @@ FAR_POINTS = 10.0
 """How much less at the first rate, so that no other rate is tried."""
 TIGHTER = {
     "powersgd, rank 1": "powersgd, rank 2",
+    "powersgd, rank 2": "powersgd, rank 4",
+    "sign, error feedback, in two phases": "sign, error feedback, gathered",
     "topk, 0.1%, error feedback, gathered": "topk, 1%, error feedback, gathered",
+    "topk, 1%, then int8, error feedback": "topk, 1%, error feedback, gathered",
+    "topk, 1%, error feedback, in two phases": "topk, 1%, error feedback, gathered",
+    "topk, 1%, error feedback, gathered": "by_role, convolutions topk 1%",
 }
 """Methods that send less of the same than another, and are not equal where that is not."""
 

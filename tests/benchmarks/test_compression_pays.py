@@ -81,7 +81,8 @@ def test_a_method_far_behind_at_the_first_rate_is_tried_at_no_other() -> None:
 
 @pytest.mark.parametrize(("looser", "trained"), [(48.0, 0), (49.5, 5)])
 def test_a_tighter_setting_is_tried_where_the_looser_one_is_equal(looser: float, trained: int) -> None:
-    one, other = "powersgd, rank 1", TIGHTER["powersgd, rank 1"]
+    one = "sign, error feedback, in two phases"
+    other = TIGHTER[one]
     table = Table(best_at({SYNCHRONOUS: (0.025, 50.0), other: (0.025, looser), one: (0.025, 49.5)}))
     assert Equality(table).holds(one) is bool(trained)  # type: ignore[arg-type]
     assert sum(training.method == one for training in table.asked) == trained
