@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from benchmarks.common.meter import MAIN, Meter
-from benchmarks.compression_pays.accuracy import RATES, SEEDS, Equality, Hooked
+from benchmarks.compression_pays.accuracy import RATES, SEEDS, TIGHTER, Equality, Hooked
 from benchmarks.compression_pays.methods import METHODS, OWN_MOMENTUM, SYNCHRONOUS
 from farflung.comm import ExchangeChannel
 from farflung.runtime import VirtualWorld
@@ -42,9 +42,10 @@ def best_at(places: dict[str, tuple[float, float]]) -> Callable[[Hooked], float]
 @pytest.mark.parametrize(
     ("rate", "tried"),
     [
-        (0.05, [0.025, 0.05, 0.1]),
-        (0.0125, [0.025, 0.05, 0.1, 0.0125]),
-        (RATES[-1], [0.025, 0.05, 0.1, 0.2, 0.4, 0.8]),
+        (0.025, [0.025, 0.0125, 0.05]),
+        (0.05, [0.025, 0.0125, 0.05, 0.1]),
+        (0.0125, [0.025, 0.0125, 0.05]),
+        (RATES[-1], [0.025, 0.0125, 0.05, 0.1, 0.2, 0.4, 0.8]),
     ],
 )
 def test_a_rate_is_sought_until_its_neighbours_are_worse(rate: float, tried: list[float]) -> None:
@@ -70,8 +71,25 @@ def test_equal_is_within_a_point_of_synchronous_each_at_its_own_rate(
     assert len(table.asked) == before
 
 
+def test_a_method_far_behind_at_the_first_rate_is_tried_at_no_other() -> None:
+    table = Table(best_at({SYNCHRONOUS: (0.025, 50.0), "sign": (0.025, 39.9), "int8": (0.025, 40.1)}))
+    equality = Equality(table)  # type: ignore[arg-type]
+    assert not equality.holds("sign")
+    assert not equality.holds("int8")
+    assert (len(table.rates("sign")), len(table.rates("int8"))) == (1, 3)
+
+
+@pytest.mark.parametrize(("looser", "trained"), [(48.0, 0), (49.5, 5)])
+def test_a_tighter_setting_is_tried_where_the_looser_one_is_equal(looser: float, trained: int) -> None:
+    one = "sign, error feedback, in two phases"
+    other = TIGHTER[one]
+    table = Table(best_at({SYNCHRONOUS: (0.025, 50.0), other: (0.025, looser), one: (0.025, 49.5)}))
+    assert Equality(table).holds(one) is bool(trained)  # type: ignore[arg-type]
+    assert sum(training.method == one for training in table.asked) == trained
+
+
 def test_methods_that_are_named_exist() -> None:
-    assert {*OWN_MOMENTUM, SYNCHRONOUS} <= METHODS.keys()
+    assert {*OWN_MOMENTUM, SYNCHRONOUS, *TIGHTER, *TIGHTER.values()} <= METHODS.keys()
 
 
 def test_a_meter_tells_threads_apart_and_what_exchanges_compute() -> None:

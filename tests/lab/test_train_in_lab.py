@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,18 @@ def test_a_run_in_the_lab(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     counters = json.loads(report.read_text())["counters"]
     counted = sum(c["sent_nbytes"] - HEADERS_NBYTES * c["sent_packets"] for c in counters)
     assert counted == pytest.approx(said, rel=0.03)
+
+
+@pytest.mark.parametrize("program", [["farflung"], [sys.executable, "-m", "farflung"], ["env", "farflung"]])
+def test_a_run_of_more_events_than_a_socket_holds(
+    program: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """However training is named, nobody waits for a reader of events that is not there."""
+    report = tmp_path / "report.json"
+    lab = ["lab", "--network", "wifi-100mbps", "--nodes", "2", "--any-delay", "--report", str(report), "--"]
+    train = ["train", "--workload", "fashion-mnist/mlp", "--data", "packaged", "--steps", "40"]
+    rest = ["--batch-size", "4", "--evaluate-every", "0", "--out", str(tmp_path / "run")]
+    assert main([*lab, *program, *train, *rest]) == 0, capfd.readouterr().err
+    assert len(list(read_events(tmp_path / "run" / "telemetry" / "rank-1.jsonl"))) > 40
+    heard = json.loads(report.read_text())["began_s"]
+    assert all((began is None) == (program[0] == "env") for began in heard)

@@ -92,7 +92,9 @@ class RunInLab:
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
-            environment[EVENTS] = told.getsockname()
+            environment.pop(EVENTS, None)
+            if self._trains:
+                environment[EVENTS] = told.getsockname()
             environment[NETWORK] = self.network
             result = run_job(
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
@@ -122,7 +124,10 @@ class RunInLab:
     @property
     def _trains(self) -> bool:
         """Whether the program is one whose workers tell of their events."""
-        return list(self.command[1:4]) == ["-m", "farflung", "train"]
+        program, *arguments = self.command
+        return arguments[:3] == ["-m", "farflung", "train"] or (
+            Path(program).name == "farflung" and arguments[:1] == ["train"]
+        )
 
     def _check(self) -> int:
         found = abilities()

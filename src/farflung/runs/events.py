@@ -17,6 +17,8 @@ EVENTS = "FARFLUNG_EVENTS"
 """Names the datagram socket on which whoever started the workers listens to them."""
 
 LISTEN_S = 0.05
+TELL_S = 60.0
+"""How long whoever listens may leave a full socket unread."""
 
 
 @contextlib.contextmanager
@@ -29,8 +31,9 @@ def listener(scratch: Path) -> Iterator[socket.socket]:
 
 
 def teller(address: str) -> Sink:
-    """The end that tells."""
+    """The end that tells; whoever does not listen for a minute counts as gone."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    link.settimeout(TELL_S)
     link.connect(address)
 
     def tell(event: Event) -> None:
