@@ -103,7 +103,9 @@ def test_samples_of_another_kind_are_refused() -> None:
     samples = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
 
     async def other() -> None:
-        channels[1].send(Payload((torch.zeros(2, 3), torch.zeros(2, dtype=torch.uint8))), 0, channels[1].hops(1))
+        channels[1].send(
+            Payload((torch.zeros(2, 3), torch.zeros(2, dtype=torch.uint8))), 0, channels[1].hops(1)
+        )
 
     with pytest.raises(ProtocolError, match="rank 1 sent samples of another kind"):
         world.run([sharing.exchange(channels[0], samples, rows(0, 4), step=0), other()])

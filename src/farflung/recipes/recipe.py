@@ -12,13 +12,14 @@ from farflung.config import BUCKET_NBYTES
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
 from farflung.options import whole_option
+from farflung.rates import SCALINGS
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import Codec, Json, Reducer, Sampler, Schedule, Sharing, Stream
+from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
 
 __all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
 
@@ -31,6 +32,7 @@ MEMBERS: dict[str, Mapping[str, Any]] = {
     "sampler": SAMPLERS,
     "stream": STREAMS,
     "sharing": SHARINGS,
+    "scaling": SCALINGS,
 }
 """The families that a recipe takes a member of, and what can be had of each by name."""
 
@@ -62,6 +64,7 @@ class Recipe:
       stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
         what makes one.
       sharing: how samples move between replicas: none, or injection; as an object, what makes one from a ``seed``.
+      scaling: how a step's learning rate follows the number of its samples, where that changes: none, linear or root.
       bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
 
@@ -74,6 +77,7 @@ class Recipe:
     sampler: str | Callable[..., Sampler] = "uniform"
     stream: str | Callable[..., Stream] = "in_memory"
     sharing: str | Callable[..., Sharing] = "none"
+    scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
     def but(self, **given: object) -> Recipe:
@@ -110,6 +114,7 @@ class Recipe:
             sharing=_made(
                 "sharing", self.sharing, SHARINGS, "exchange", {"seed": derive(seed, "sharing")}, fresh=True
             ),
+            scaling=_made("scaling", self.scaling, SCALINGS, "factor"),
             bucket_nbytes=self.bucket_nbytes,
         )
 

@@ -10,7 +10,15 @@ from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
 from farflung.reducers.sums import summed_nbytes
 from farflung.types import Reducer
 
-__all__ = ["REDUCERS", "AdaptiveTopK", "CodecReducer", "GradiVeQ", "PowerSGD", "SharedScaleQSGD", "summed_nbytes"]
+__all__ = [
+    "REDUCERS",
+    "AdaptiveTopK",
+    "CodecReducer",
+    "GradiVeQ",
+    "PowerSGD",
+    "SharedScaleQSGD",
+    "summed_nbytes",
+]
 
 REDUCERS: dict[str, Callable[..., Reducer]] = {
     "adaptive_topk": AdaptiveTopK,

@@ -126,7 +126,9 @@ class AdaptiveTopK:
             _, sums = await first.sum(tensor.new_empty(0))
             shared = self._with(shared, sums.tolist())
         side = torch.cat((side_of(own), said))
-        journey = self._started(Exchange(channel, self.collective, side, step), slot, tensor, shared["compress"])
+        journey = self._started(
+            Exchange(channel, self.collective, side, step), slot, tensor, shared["compress"]
+        )
         total, side = await journey.finish()
         result = reduced(channel, total, side)
         rider, sums = result.rider.split([len(own.rider), _NUMBERS])
@@ -140,7 +142,9 @@ class AdaptiveTopK:
     def _started(self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool) -> Journey:
         state = CodecState(slot.state.shared["codec"], slot.state.local)
         if compress:
-            journey: Journey = Gathered(exchange, Parcel(self._codec, self._method, state, tensor, Seeds(0, 0)))
+            journey: Journey = Gathered(
+                exchange, Parcel(self._codec, self._method, state, tensor, Seeds(0, 0))
+            )
             state = journey.state
         else:
             cost = CodingCost("add", "", tensor.numel())
@@ -162,7 +166,10 @@ class AdaptiveTopK:
 
     def _decided(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
         """All buckets, by the sums of all."""
-        sums = [math.fsum(numbers) for numbers in zip(*(each.shared["seen"] for each in states.values()), strict=True)]
+        sums = [
+            math.fsum(numbers)
+            for numbers in zip(*(each.shared["seen"] for each in states.values()), strict=True)
+        ]
         return {
             number: CodecState(self._with(each.shared, sums), each.local) for number, each in states.items()
         }

@@ -162,6 +162,16 @@ class Exchanges:
         """Whether the gradient that the optimizer steps on may be clipped."""
         return all(merger.clips for merger in self._mergers.values())
 
+    @property
+    def steps_on_means(self) -> bool:
+        """Whether the optimizer steps on means of gradients and on nothing else."""
+        return all(merger.takes_gradient for merger in self._mergers.values())
+
+    @property
+    def merged_weight(self) -> float:
+        """What the gradients of the last step that has been merged at this one weigh together; 0 where none has."""
+        return self._settled.stats.weight if self._settled.stats else 0.0
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer that the schedule's merges cannot go with.
 

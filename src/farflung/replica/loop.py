@@ -15,6 +15,7 @@ from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import NoSharing, Subset
 from farflung.errors import CheckpointError, ConfigError
 from farflung.files import reading
+from farflung.rates import NoScaling
 from farflung.replica.averaging import averaged, barrier
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import (
@@ -37,14 +38,15 @@ from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending, done
 from farflung.telemetry import Telemetry
 from farflung.types import (
-    DrawsFewer,
     Batch,
     Cost,
     Dataset,
     Decision,
+    DrawsFewer,
     Feed,
     Json,
     PoolView,
+    RateScaling,
     RateSchedule,
     Reducer,
     Runtime,
@@ -77,6 +79,7 @@ class Parts:
     sampler: Sampler
     stream: Stream
     sharing: Sharing = field(default_factory=NoSharing)
+    scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
 
@@ -220,6 +223,11 @@ class Replica:
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
                 "their norm is known and cannot clip them: leave it out, or choose another --schedule"
             )
+        if self._scales and not self._exchanges.steps_on_means:
+            raise ConfigError(
+                f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
+                "many samples all replicas took: leave it out, or choose another --schedule"
+            )
 
     @property
     def bucket_specs(self) -> list[TensorSpec]:
@@ -309,6 +317,7 @@ class Replica:
         apply = await self._exchanges.settle()
         merged = now()
         if apply:
+            self._scale_rate(self.step_done)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self._buckets.clear()
         updated = now()
@@ -335,6 +344,7 @@ class Replica:
 
         async def update(step: int) -> None:
             self._set_rate(step)
+            self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
         self._count(await self._exchanges.flush(self.step_done, update))
@@ -344,11 +354,25 @@ class Replica:
         if not self._even:
             self._samples += int(settled.sums.get("samples", 0))
 
-    def _set_rate(self, step: int) -> None:
-        size = self.runtime.comm.size
+    def _set_rate(self, step: int, share: float = 1.0) -> None:
         self._rate = set_rate(
-            self.optimizer, self.training, self._rates, step=step, samples=self._samples, size=size
+            self.optimizer,
+            self.training,
+            self._rates,
+            step=step,
+            samples=self._samples,
+            size=self.runtime.comm.size,
+            scale=self.parts.scaling.factor(share) if self._scales else None,
         )
+
+    def _scale_rate(self, step: int) -> None:
+        """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
+        if self._scales:
+            self._set_rate(step, self._exchanges.merged_weight / self.runtime.comm.size)
+
+    @property
+    def _scales(self) -> bool:
+        return self.parts.scaling != NoScaling()
 
     # --- its pieces -------------------------------------------------------------------------------------------
 

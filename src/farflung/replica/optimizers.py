@@ -20,6 +20,7 @@ def set_rate(
     step: int,
     samples: int,
     size: int,
+    scale: float | None = None,
 ) -> float | None:
     """Sets the learning rate of a step; equal on all replicas, because what it follows from is.
 
@@ -30,17 +31,18 @@ def set_rate(
       step: how many steps have been done before.
       samples: how many samples all replicas together have drawn before.
       size: number of replicas.
+      scale: what :meth:`farflung.types.RateScaling.factor` says of the step; ``None``: no step is scaled.
 
     Returns:
       The rate; ``None`` where it never changes and the optimizer is left alone.
     """
-    if rates == Constant():
+    if rates == Constant() and scale is None:
         return None
     if rates.by == "steps":
         factor = rates.factor(step, training.steps)
     else:
         factor = rates.factor(samples, training.steps * training.batch_size * size)
-    rate = training.learning_rate * factor
+    rate = training.learning_rate * factor * (1.0 if scale is None else scale)
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate

@@ -44,7 +44,7 @@ from farflung.types.schedule import (
     Transfer,
 )
 from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
-from farflung.types.training import OptimizerFactory, RateSchedule
+from farflung.types.training import OptimizerFactory, RateScaling, RateSchedule
 from farflung.types.world import (
     AllReduce,
     Channel,
@@ -90,6 +90,7 @@ __all__ = [
     "Payload",
     "Placed",
     "PoolView",
+    "RateScaling",
     "RateSchedule",
     "Reduced",
     "Reducer",

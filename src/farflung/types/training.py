@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-__all__ = ["OptimizerFactory", "RateSchedule"]
+__all__ = ["OptimizerFactory", "RateScaling", "RateSchedule"]
 
 
 @runtime_checkable
@@ -42,5 +42,19 @@ class RateSchedule(Protocol):
         Args:
           done: steps or samples before the step that the rate is for.
           total: steps or samples in the whole run.
+        """
+        ...
+
+
+@runtime_checkable
+class RateScaling(Protocol):
+    """How a step's learning rate follows the size of its batch."""
+
+    def factor(self, share: float) -> float:
+        """What the learning rate of a step is multiplied by.
+
+        Args:
+          share: what the step's gradients weigh on average over all replicas: where weights are numbers of samples,
+            those of all of them over the run's batch times the number of replicas.
         """
         ...

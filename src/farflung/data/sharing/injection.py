@@ -85,7 +85,7 @@ class Injection:
 
 def _rows(received: Payload, like: Batch, rank: int) -> Batch:
     tensors = received.tensors()
-    if len(tensors) == 2:  # noqa: PLR2004
+    if len(tensors) == 2:
         inputs, targets = tensors
         alike = all(
             one.dtype == own.dtype and one.shape[1:] == own.shape[1:] and one.dim() == own.dim()

@@ -138,12 +138,14 @@ def _named(name: str, size: int, seed: int) -> Sequence[float]:
         raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
     rates = PRINTED[listed]
     if size > len(rates):
-        raise ConfigError(f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself")
+        raise ConfigError(
+            f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself"
+        )
     return [float(one) for one in rates[:size]]
 
 
 def _is_pair(one: object) -> bool:
-    return isinstance(one, Sequence) and len(one) == 2 and all(isinstance(part, int | float) for part in one)  # noqa: PLR2004
+    return isinstance(one, Sequence) and len(one) == 2 and all(isinstance(part, int | float) for part in one)
 
 
 def _course(rate: object) -> Course:
