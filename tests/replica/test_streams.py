@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 
 from farflung.comm import LinkModel
 from farflung.config import Training
-from farflung.data import RateLimited
-from farflung.errors import DataError, DeadlinePassed
+from farflung.data import InMemory, RateLimited
+from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
@@ -55,6 +55,7 @@ class Streamed:
       deadline_s: of messages.
       link: between any two.
       rates: what becomes of the learning rate.
+      scaling: how it follows the size of a batch.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Streamed:
         deadline_s: float = 60.0,
         link: LinkModel = LINK,
         rates: str = "constant",
+        scaling: str = "none",
     ) -> None:
         size = len(streams)
         self.world = VirtualWorld(
@@ -78,7 +80,7 @@ class Streamed:
         self.events: list[list[Event]] = [[] for _ in range(size)]
         self.replicas = []
         for rank, make in enumerate(streams):
-            parts = recipe("synchronous").but(schedule=schedule).parts(3)
+            parts = recipe("synchronous").but(schedule=schedule, scaling=scaling).parts(3)
             parts = replace(parts, stream=make())
             if sharing is not None:
                 parts = replace(parts, sharing=sharing())
@@ -110,6 +112,22 @@ class Streamed:
 
     def weights(self, rank: int = 0) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.replicas[rank].model.parameters()]).clone()
+
+
+class Counted(InMemory):
+    """Steps of so many samples.
+
+    Args:
+      counts: of each step.
+    """
+
+    everything = False
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = counts
+
+    def poll(self, now: float, step: int) -> Arrivals:
+        return Arrivals(torch.arange(SAMPLES), count=self._counts[step])
 
 
 class Greedy:
@@ -489,6 +507,41 @@ class ToTheNext:
         expect = tuple(TensorSpec.of(tensor[:1]) for tensor in (rows.inputs, rows.targets))
         inputs, targets = (await channel.recv((channel.rank - 1) % channel.size, hop, expect)).tensors()
         return Batch(torch.cat([rows.inputs, inputs]), torch.cat([rows.targets, targets]))
+
+
+@pytest.mark.parametrize(("schedule", "late"), [("synchronous", 0), ("pipelined(width=3)", 2)])
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [("linear", lambda share: share), ("root", lambda share: share**0.5)]
+)
+def test_a_learning_rate_follows_the_size_of_the_batch_that_is_merged(
+    schedule: str, late: int, scaling: str, factor: Callable[[float], float]
+) -> None:
+    run = Streamed(
+        *[lambda: RateLimited([9.0, 31.0], least=1, most=7)] * 2,
+        schedule=schedule,
+        seconds_per_sample=0.0625,
+        rates="linear",
+        scaling=scaling,
+    ).whole()
+    taken = [sum(pair) for pair in zip(run.of_steps("batch", 0), run.of_steps("batch", 1), strict=True)]
+    assert len(set(taken)) > 1
+    scales = [1.0] * late + [factor(count / (2 * 4)) for count in taken]
+    wanted = [0.05 * (1 - step / 6) * scale for step, scale in zip(range(6), scales, strict=False)]
+    assert run.of_steps("learning_rate") == run.of_steps("learning_rate", 1) == pytest.approx(wanted)
+    assert torch.equal(run.weights(0), run.weights(1))
+
+
+def test_a_step_of_the_usual_size_has_the_usual_rate_after_a_larger_one() -> None:
+    def stream(*counts: int) -> Callable[[], Stream]:
+        return lambda: Counted(counts)
+
+    run = Streamed(stream(4, 8, 4), stream(4, 4, 4), steps=3, scaling="linear").whole()
+    assert run.of_steps("learning_rate") == pytest.approx([0.05, 0.075, 0.05])
+
+
+def test_no_rate_is_scaled_where_the_optimizer_does_not_wait() -> None:
+    with pytest.raises(ConfigError, match="--scaling: under Delayed"):
+        Streamed(*[lambda: RateLimited(20.0)] * 2, schedule="delayed(delay=2)", scaling="linear")
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
