@@ -81,6 +81,8 @@ class Replica:
     async def _learn(self, reduced: Reduced) -> None:
         if reduced.learn is not None:
             self.slot.state = reduced.learn(self.slot.state)
+        if reduced.learn_together is not None:
+            self.slot.state = reduced.learn_together({0: self.slot.state})[0]
 
 
 def run(

@@ -84,7 +84,7 @@ class Injection:
 
 
 def _rows(received: Payload, like: Batch, rank: int) -> Batch:
-    tensors = received.tensors()
+    tensors = tuple(received.tensors())
     if len(tensors) == 2:
         inputs, targets = tensors
         alike = all(
