@@ -6,7 +6,7 @@ import math
 
 from farflung.errors import ConfigError
 
-__all__ = ["number_option", "share_option", "whole_option"]
+__all__ = ["number_option", "part_option", "share_option", "whole_option"]
 
 
 def share_option(name: str, option: str, share: object) -> None:
@@ -17,6 +17,16 @@ def share_option(name: str, option: str, share: object) -> None:
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"{name}: {option} {share!r} must be at least 0 and below 1")
+
+
+def part_option(name: str, option: str, part: object) -> None:
+    """A part of something, all of it at most.
+
+    Raises:
+      ConfigError: outside (0, 1].
+    """
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise ConfigError(f"{name}: {option} {part!r} must be above 0 and at most 1")
 
 
 def number_option(name: str, option: str, value: object, low: float) -> None:

@@ -48,7 +48,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         assert name in table
     assert rows["ring"]["parts"] == {
         "codec": "identity", "reducer": "codec", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
-        "stream": "in_memory", "sharing": "none",
+        "stream": "in_memory", "sharing": "none", "scaling": "none",
     }  # fmt: skip
     assert rows["ring"]["attach_alone"]
     assert not rows["scored"]["attach_alone"]

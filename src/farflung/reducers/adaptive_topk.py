@@ -15,7 +15,7 @@ from farflung.codecs import ErrorFeedback, TopK
 from farflung.codecs.options import density_option
 from farflung.codecs.selection import kept, largest
 from farflung.errors import ConfigError
-from farflung.options import number_option
+from farflung.options import number_option, part_option
 from farflung.reducers.journeys import Exchange, Gathered, Journey, Parcel, Summed
 from farflung.reducers.methods import method_of
 from farflung.reducers.rounds import check_rounds
@@ -82,9 +82,7 @@ class AdaptiveTopK:
         name = "adaptive_topk"
         density_option(name, self.density)
         number_option(name, "threshold", self.threshold, 0)
-        number_option(name, "smoothing", self.smoothing, 0)
-        if not 0 < self.smoothing <= 1:
-            raise ConfigError(f"{name}: smoothing {self.smoothing!r} must be above 0 and at most 1")
+        part_option(name, "smoothing", self.smoothing)
         if self.decide not in ("last", "bucket", "exact"):
             raise ConfigError(f"{name}: decide {self.decide!r} must be 'last', 'bucket' or 'exact'")
         check_rounds(name, self.collective)

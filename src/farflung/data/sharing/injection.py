@@ -7,7 +7,8 @@ import math
 import torch
 
 from farflung.comm.collectives.segments import others
-from farflung.errors import ConfigError, ProtocolError
+from farflung.errors import ProtocolError
+from farflung.options import part_option
 from farflung.seeding import generator
 from farflung.types import Batch, Channel, Payload, Samples
 
@@ -42,9 +43,8 @@ class Injection:
     data_leaves_device = True
 
     def __init__(self, seed: int, alpha: float = 0.5, beta: float = 0.5, *, keep_batch: bool = False) -> None:
-        for name, share in (("alpha", alpha), ("beta", beta)):
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ConfigError(f"sharing injection: {name} {share!r} must be above 0 and at most 1")
+        part_option("sharing injection", "alpha", alpha)
+        part_option("sharing injection", "beta", beta)
         self._seed, self._alpha, self._beta, self._keeps_batch = seed, alpha, beta, keep_batch
 
     def due(self, step: int) -> bool:
