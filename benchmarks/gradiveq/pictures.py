@@ -12,10 +12,12 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 __all__ = ["draw"]
 
 USUAL = {"slice_size": 768, "reuse": None, "variance_left": 0.01}
+RATIOS = (20, 50, 100, 200)
 NAMES = {"slice_size": "K", "reuse": "s", "variance_left": r"$\lambda$"}
 
 
@@ -50,11 +52,11 @@ def _spectra(path: Path, spectra: Sequence[Sequence[float]]) -> None:
 
 
 def _choices(path: Path, choices: Sequence[Mapping[str, Any]]) -> None:
-    figure, places = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
+    figure, places = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharex=True, sharey=True)
     for axes, setting in zip(places, USUAL, strict=True):
         along = [one for one in choices if _differs_in(one["choice"], setting)]
         _losses(axes, setting, sorted(along, key=lambda one: one["ratio"]))
-    places[0].set_ylabel("left out behind the window, relative to the gradient")
+    places[0].set_ylabel("left out, relative to the gradient")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -65,9 +67,14 @@ def _differs_in(choice: Mapping[str, Any], setting: str) -> bool:
 
 def _losses(axes: Axes, setting: str, along: Sequence[Mapping[str, Any]]) -> None:
     axes.plot([one["ratio"] for one in along], [one["loss"] for one in along], color="#0072B2", marker="o")
-    for one in along:
+    for number, one in enumerate(along):
         value = one["choice"][setting]
         said = "all" if value is None else f"{value:g}"
-        axes.annotate(said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=(5, 5))
-    axes.set(xlabel="numbers over coefficients", xscale="log", ylim=(0, 1.05))
+        below = -18 if number % 2 else 9
+        axes.annotate(
+            said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=(0, below), ha="center"
+        )
+    axes.set(xlabel="numbers over coefficients", xscale="log", xlim=(15, 300), ylim=(0, 1.05))
+    axes.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(f"by {NAMES[setting]}", loc="left")

@@ -482,7 +482,7 @@ def test_a_run_that_ends_before_anything_is_compressed_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"warm_up 3 and sample_steps 5 .* run of 9 steps: .* 10 steps or more"
     ):
-        farflung.simulate("cifar10/resnet8", recipe, steps=9)
+        farflung.simulate("fashion-mnist/cnn", recipe, steps=9)
 
 
 def _wide() -> TensorSpec:

@@ -17,6 +17,8 @@ __all__ = ["Fit", "Layer", "Layout"]
 
 Fit = Literal["nearest", "exact"]
 """Whether a slice is as near a wished size as fits each layer, or exactly of that size."""
+AT_ONCE = 64
+"""Positions that are written together, so that what is read with wide strides stays in the processor's cache."""
 
 
 class Layer(NamedTuple):
@@ -64,7 +66,8 @@ class Layer(NamedTuple):
     def put(self, tensor: Tensor, first: int, rows: Tensor) -> None:
         """Writes slices from ``first`` on, shape ``(n, K)``, where they belong in the flat tensor."""
         place = self._placed(tensor, first, first + len(rows))
-        place.copy_(rows.reshape(place.shape))
+        for there, own in zip(place.split(AT_ONCE), rows.reshape(place.shape).split(AT_ONCE), strict=True):
+            there.copy_(own)
 
     def _placed(self, tensor: Tensor, first: int, last: int) -> Tensor:
         """Shape ``(positions, D, F)``, a view."""

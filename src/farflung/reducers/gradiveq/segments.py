@@ -150,8 +150,8 @@ class Coder:
         for run, first, last in self._within(where):
             count, size = last - first, run.basis.shape[1]
             coded = _aligned(summed[at : at + count * size]).view(count, size)
-            rows = coded @ run.basis.T + run.mean[first - run.first : last - run.first] * weight
-            run.layer.put(self._tensor, first, rows / by)
+            rows = (coded @ run.basis.T).add_(run.mean[first - run.first : last - run.first] * weight)
+            run.layer.put(self._tensor, first, rows.div_(by))
             at += count * size
         for place in self._dense(where):
             place.copy_(summed[at : at + len(place)] / by)
