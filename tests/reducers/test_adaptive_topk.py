@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import farflung
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import AdaptiveTopK
 from farflung.replica.slots import Slots
@@ -72,7 +74,7 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
     sums = {0: [100.0, 99.0], 1: [100.0, 21.0]}
     decided = {}
     for decide in ("last", "bucket"):
-        reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)  # type: ignore[arg-type]
+        reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)
         slots = Slots(reducer, {0: SPEC, 1: SPEC}, 0, 0)
         states = {
             number: reducer._learned(slots[number].state, compressed=False, sums=numbers)
@@ -114,3 +116,25 @@ def test_an_exact_decision_needs_one_bucket() -> None:
     AdaptiveTopK().check(specs)
     with pytest.raises(ConfigError, match="one bucket, and there are 2"):
         AdaptiveTopK(decide="exact").check(specs)
+
+
+@pytest.mark.parametrize(("threshold", "cnc"), [(0.0, 0.0), (1.0, 5 / 6)])
+def test_a_summary_has_the_share_of_compressed_steps(threshold: float, cnc: float, tmp_path: Path) -> None:
+    """The first step of all is dense, whatever the threshold."""
+    reducer = AdaptiveTopK(threshold=threshold)
+    whole = farflung.simulate(
+        "synthetic/quadratic", farflung.Recipe(reducer=reducer), steps=6, batch_size=4, out=tmp_path / "run"
+    )
+    told: Any = whole.summary["reducer"]
+    assert told == {"cnc": pytest.approx(cnc)}
+    plain = farflung.simulate("synthetic/quadratic", steps=2, batch_size=4)
+    assert "reducer" not in plain.summary
+
+
+def test_a_resumed_run_counts_all_its_steps(tmp_path: Path) -> None:
+    recipe = farflung.Recipe(reducer=AdaptiveTopK(threshold=1.0))
+    settings: dict[str, Any] = {"batch_size": 4, "out": tmp_path / "run"}
+    farflung.simulate("synthetic/quadratic", recipe, steps=4, **settings)
+    again = farflung.simulate("synthetic/quadratic", resume=tmp_path / "run", steps=8)
+    told: Any = again.summary["reducer"]
+    assert told == {"cnc": pytest.approx(7 / 8)}

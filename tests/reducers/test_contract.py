@@ -15,7 +15,15 @@ import torch
 from farflung.codecs import DGC, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
-from farflung.reducers import REDUCERS, AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
+from farflung.reducers import (
+    REDUCERS,
+    AdaptiveTopK,
+    CodecReducer,
+    GradiVeQ,
+    PowerSGD,
+    ReleasedAdaptiveTopK,
+    SharedScaleQSGD,
+)
 from farflung.replica import load_tree, save_tree
 from farflung.runtime import VirtualWorld
 from farflung.types import (
@@ -62,6 +70,7 @@ ROWS: dict[str, Row] = _carried() | {
     "adaptive_topk": Row(AdaptiveTopK()),
     "adaptive_topk (dense)": Row(AdaptiveTopK(threshold=0.0), 1e-6),
     "adaptive_topk (exact)": Row(AdaptiveTopK(threshold=0.5, decide="exact")),
+    "released_adaptive_topk": Row(ReleasedAdaptiveTopK(threshold=1.0)),
     "adaptive_topk (by bucket)": Row(AdaptiveTopK(threshold=1.0, decide="bucket")),
     "gradiveq": Row(GradiVeQ(), 1e-6),
     "gradiveq (of short windows)": Row(

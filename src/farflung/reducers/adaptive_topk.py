@@ -25,6 +25,7 @@ from farflung.types import (
     CodecState,
     CodingCost,
     Contribution,
+    Json,
     Reduced,
     Seeds,
     State,
@@ -32,10 +33,16 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["AdaptiveTopK"]
+__all__ = ["AdaptiveTopK", "compressed_share"]
 
 _NUMBERS = 2
 """That a replica says of its tensor: squared norms of all of it, and of its largest entries."""
+
+
+def compressed_share(states: Sequence[State]) -> float:
+    """The CNC ratio of Tyagi & Swany 2022: exchanges that were compressed over all; 0 before the first."""
+    counted = sum(state["steps"] for state in states)
+    return sum(state["compressed"] for state in states) / counted if counted else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,10 @@ class AdaptiveTopK:
             learn=partial(self._learned, compressed=shared["compress"], sums=sums.tolist()),
             learn_together=self._decided if self.decide == "last" else None,
         )
+
+    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+        """``cnc``: exchanges that were compressed over all of them, of all buckets."""
+        return {"cnc": compressed_share(states)}
 
     def _started(self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool) -> Journey:
         state = CodecState(slot.state.shared["codec"], slot.state.local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,6 +28,7 @@ from farflung.tasks import done
 from farflung.types import (
     CodecState,
     Decision,
+    Json,
     Part,
     Reduced,
     Reducer,
@@ -334,6 +335,10 @@ class Exchanges:
             votes.clear()
         for merger in self._mergers.values():
             merger.restart()
+
+    def report(self) -> Mapping[str, Json]:
+        """Figures of the reducer's own, by name."""
+        return self._slots.report()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

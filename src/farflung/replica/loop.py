@@ -285,6 +285,7 @@ class Replica:
             duration_s=whole.duration_s,
             time_s=whole.time_s,
             stopped=stopped,
+            reducer=self._exchanges.report(),
             last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from farflung.seeding import derive
-from farflung.types import ChecksRun, CodecState, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
+from farflung.types import (
+    ChecksRun,
+    CodecState,
+    Json,
+    Reduced,
+    Reducer,
+    Reports,
+    Seeds,
+    State,
+    StateSlot,
+    TensorSpec,
+)
 
 __all__ = ["Slots"]
 
@@ -37,6 +48,7 @@ class Slots:
     ) -> None:
         if isinstance(reducer, ChecksRun):
             reducer.check(list(specs.values()), steps)
+        self._reducer = reducer
         self._slots = {
             number: StateSlot(
                 reducer.init(spec, Seeds(derive(seed, "codec", number), derive(seed, "codec", number, rank)))
@@ -64,6 +76,12 @@ class Slots:
             states = {each: slot.state for each, slot in self._slots.items()}
             for each, state in reduced.learn_together(states).items():
                 self._slots[each].state = state
+
+    def report(self) -> Mapping[str, Json]:
+        """What the reducer has to tell."""
+        if not isinstance(self._reducer, Reports):
+            return {}
+        return self._reducer.report([slot.state.shared for slot in self])
 
     def state_dict(self) -> tuple[State, State]:
         """The halves of all states that are alike on all replicas, and those that are this one's own."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 
 from farflung.types import Json, State
 
@@ -84,6 +85,8 @@ class Summary:
     stopped: bool
     schedule_nbytes: int = 0
     """The most memory that the schedule took up beside model, gradient and optimizer."""
+    reducer: Mapping[str, Json] = field(default_factory=dict)
+    """Figures of the reducer's own; see :class:`farflung.types.Reports`."""
     last_leg: Leg | None = None
     """What was done since the run was resumed; ``None`` for a run in one piece."""
 
@@ -99,5 +102,6 @@ class Summary:
             "duration_s": self.duration_s,
             "time_s": self.time_s.to_json(),
             "stopped": self.stopped,
+            **({"reducer": dict(self.reducer)} if self.reducer else {}),
             **({} if self.last_leg is None else {"last_leg": self.last_leg.to_json()}),
         }

@@ -28,8 +28,10 @@ from farflung.types import (
     Payload,
     Reduced,
     Reducer,
+    Reports,
     Seeds,
     SegmentCoding,
+    State,
     StateSlot,
     Tag,
     TensorSpec,
@@ -152,6 +154,10 @@ class _RecordingReducer:
         """The reducer's, where it has one."""
         if isinstance(self._reducer, ChecksRun):
             self._reducer.check(specs, steps)
+
+    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+        """The reducer's, where it has one."""
+        return self._reducer.report(states) if isinstance(self._reducer, Reports) else {}
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The reducer's."""

@@ -28,6 +28,7 @@ from farflung.types.exchange import (
     HasPhases,
     Reduced,
     Reducer,
+    Reports,
     Seeds,
     StateSlot,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "Reduced",
     "Reducer",
     "Replace",
+    "Reports",
     "Runtime",
     "SampleIds",
     "Sampler",

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from farflung.types.tensors import Payload, State, TensorSpec
+from farflung.types.tensors import Json, Payload, State, TensorSpec
 from farflung.types.world import Channel
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "HasPhases",
     "Reduced",
     "Reducer",
+    "Reports",
     "Seeds",
     "StateSlot",
 ]
@@ -170,5 +171,18 @@ class ChecksRun(Protocol):
 
         Raises:
           ConfigError: says why, and what to do instead.
+        """
+        ...
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A reducer that has figures of its own to tell of a run."""
+
+    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+        """Figures by name, for the run's summary.
+
+        Args:
+          states: the shared halves of the states of all parts that it carries.
         """
         ...
