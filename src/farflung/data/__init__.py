@@ -19,15 +19,33 @@ from farflung.data.partition import (
 )
 from farflung.data.sharing import SHARINGS, Injection, NoSharing
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
-from farflung.data.streams import STREAMS, InMemory, RateLimited
+from farflung.data.streams import (
+    PRINTED,
+    RATE_SETS,
+    STREAMS,
+    Buffer,
+    Buffering,
+    Course,
+    InMemory,
+    RateLimited,
+    Rates,
+    RateSet,
+    courses,
+    rates_in,
+)
 
 __all__ = [
     "CATALOG",
     "IID",
     "PARTITIONS",
+    "PRINTED",
+    "RATE_SETS",
     "SHARINGS",
     "STREAMS",
+    "Buffer",
+    "Buffering",
     "ByOrder",
+    "Course",
     "Dirichlet",
     "Entry",
     "File",
@@ -38,6 +56,8 @@ __all__ = [
     "NoSharing",
     "Partition",
     "RateLimited",
+    "RateSet",
+    "Rates",
     "Share",
     "Source",
     "Subset",
@@ -45,6 +65,7 @@ __all__ = [
     "Which",
     "by_label",
     "cache_folder",
+    "courses",
     "data_folder",
     "describe",
     "dirichlet",
@@ -53,5 +74,6 @@ __all__ = [
     "iid",
     "in_order",
     "locate",
+    "rates_in",
     "source_named",
 ]

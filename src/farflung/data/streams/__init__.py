@@ -2,11 +2,26 @@
 
 from collections.abc import Callable
 
+from farflung.data.streams.buffer import Buffer, Buffering
 from farflung.data.streams.in_memory import InMemory
 from farflung.data.streams.rate_limited import RateLimited
+from farflung.data.streams.rates import PRINTED, RATE_SETS, Course, Rates, RateSet, courses, rates_in
 from farflung.types import Stream
 
-__all__ = ["STREAMS", "InMemory", "RateLimited"]
+__all__ = [
+    "PRINTED",
+    "RATE_SETS",
+    "STREAMS",
+    "Buffer",
+    "Buffering",
+    "Course",
+    "InMemory",
+    "RateLimited",
+    "RateSet",
+    "Rates",
+    "courses",
+    "rates_in",
+]
 
 STREAMS: dict[str, Callable[..., Stream]] = {
     "in_memory": InMemory,
