@@ -16,7 +16,7 @@ from farflung.types import Arrivals, Feed, Json, SampleIds, State
 
 __all__ = ["Buffer", "Buffering", "Full", "Policy", "Weigh", "buffered"]
 
-S = TypeVar("S", bound=type)
+S = TypeVar("S", bound=Callable[..., object])
 
 Policy = Literal["persistence", "truncation"]
 Full = Literal["pause", "stop", "drop_oldest"]
@@ -55,14 +55,14 @@ class Buffer:
 
     Args:
       policy: with ``persistence`` samples are kept until they are used, oldest first. With ``truncation`` a step takes
-        the newest of what has streamed in since the step before chose, and all else is dropped; so what is held is never
-        more than what just streamed in.
+        the newest of what has streamed in since the step before chose, and all else is dropped; so what is held is
+        never more than what just streamed in.
       least: samples without which no step begins; the run's batch size when not given, 8 with ``window_s``.
       most: no step takes more; ``least`` when not given, with ``window_s`` 1024, or the backlog if that is less.
       backlog: with ``persistence``: how many samples may wait to be used; ``None``: any number.
       full: what happens when more than that wait: with ``pause`` the source sends no more until a step has taken some,
-        with ``stop`` the run ends with an error, with ``drop_oldest`` the samples that have waited longest are lost when
-        a step chooses.
+        with ``stop`` the run ends with an error, with ``drop_oldest`` the samples that have waited longest are lost
+        when a step chooses.
       window_s: seconds of the stream that a step is made of; ``None``: by ``least`` and ``most`` alone.
       weigh: what a step weighs in the mean over the replicas: ``by_batch``, its samples, or ``by_rate``, :math:`S_i`;
         either by the run's batch size, which changes no mean.
