@@ -30,6 +30,7 @@ __all__ = [
     "json_lines",
     "json_of",
     "naming",
+    "number_pairs",
     "read_text",
     "reading",
     "toml_of",
@@ -142,6 +143,16 @@ def toml_of(path: Path) -> dict[str, Any]:
     """
     with reading(path, "not TOML"):
         return tomllib.loads(read_text(path))
+
+
+def number_pairs(path: Path) -> list[tuple[float, float]]:
+    """The first two columns of a CSV file without a head; to be called inside :func:`reading`.
+
+    Raises:
+      ValueError: one is no number.
+    """
+    rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
+    return [(float(row[0]), float(row[1])) for row in rows]
 
 
 def json_lines(

@@ -6,7 +6,7 @@ import math
 
 from farflung.errors import ConfigError
 
-__all__ = ["number_option", "part_option", "share_option", "whole_option"]
+__all__ = ["number_option", "part_option", "share_option", "text_option", "whole_option"]
 
 
 def share_option(name: str, option: str, share: object) -> None:
@@ -37,6 +37,16 @@ def number_option(name: str, option: str, value: object, low: float) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
         raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
+
+
+def text_option(name: str, option: str, value: object) -> None:
+    """Text that is not empty.
+
+    Raises:
+      ConfigError: it is, or no text.
+    """
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}: {option} {value!r} must be text")
 
 
 def whole_option(name: str, option: str, value: int, low: int, high: int | None = None) -> None:

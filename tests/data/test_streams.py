@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, DataError
 from farflung.runtime import DecisionLog
 from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
 
@@ -50,6 +50,8 @@ ROWS: dict[str, Callable[[], Stream]] = {
     "rate, as it comes": lambda: RateLimited(4.0, least=1, most=8),
     "rate, paused": lambda: RateLimited(4.0, backlog=3),
     "rate, dropped": lambda: RateLimited(4.0, least=1, most=2, backlog=3, full="drop_oldest"),
+    "rate, by window": lambda: RateLimited(4.0, least=1, window_s=0.5),
+    "rate, truncated": lambda: RateLimited(4.0, policy="truncation", least=1, most=1),
 }
 
 
@@ -152,7 +154,7 @@ def test_a_full_backlog_drops_its_oldest() -> None:
     assert shown(stream.poll(10.0, 0)) == ([7, 8, 9], None, 2)
     stream.commit(torch.tensor([7, 8]), step=0)
     assert shown(stream.poll(11.0, 1)) == ([9, 10], None, 2)
-    assert [d.value for d in log.entries] == [{"oldest": 7, "count": 2}, {"oldest": 9, "count": 2}]
+    assert [d.value for d in log.entries] == [[{"oldest": 7, "count": 2}], [{"oldest": 9, "count": 2}]]
 
 
 def test_a_replay_takes_and_drops_what_it_did_on_a_slower_clock() -> None:
@@ -180,6 +182,75 @@ def test_a_replay_takes_and_drops_what_it_did_on_a_slower_clock() -> None:
     assert now == 16.0
 
 
+def test_a_backlog_that_must_not_be_passed_ends_the_run() -> None:
+    stream = opened(RateLimited(1.0, backlog=3, full="stop"))
+    stream.poll(0.0, 0)
+    assert shown(stream.poll(3.0, 0)) == ([0, 1, 2], None, 2)
+    stream.commit(torch.tensor([0, 1]), step=0)
+    with pytest.raises(DataError, match="5 samples wait to be used, and backlog=3: raise it or most"):
+        stream.poll(7.0, 1)
+
+
+def test_a_truncated_stream_takes_the_newest_and_holds_no_more_than_just_streamed_in() -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(1.0, policy="truncation", least=2, most=3), log)
+    assert shown(stream.poll(0.0, 0)) == ([], 2.0, None)
+    told, taken = [], []
+    for step, now in enumerate((2.0, 12.0, 15.0)):
+        arrivals = stream.poll(now, step)
+        assert arrivals.ready is None
+        taken.append(arrivals.ids.tolist())
+        told.append(tuple(arrivals.told.values()))
+        stream.commit(arrivals.ids, step=step)
+    assert taken == [[0, 1], [9, 10, 11], [12, 13, 14]]
+    assert told == [(2, 24, 0), (10, 120, 7), (3, 36, 7)]
+    assert shown(stream.poll(16.0, 3)) == ([15], 17.0, None)
+    assert [d.value for d in log.entries][1] == [{"oldest": 9, "count": 3}]
+
+
+def test_what_a_truncated_step_leaves_is_dropped() -> None:
+    stream = opened(RateLimited(1.0, policy="truncation", least=2, most=4))
+    stream.poll(0.0, 0)
+    arrivals = stream.poll(4.0, 0)
+    stream.commit(arrivals.ids[:3], step=0)
+    assert shown(stream.poll(5.0, 1)) == ([4], 6.0, None)
+    assert stream.poll(6.0, 1).told["dropped"] == 1
+
+
+@pytest.mark.parametrize(("rate", "size"), [(8.0, 8), (20.4, 20), (38, 38), (5000.0, 1024)])
+def test_a_step_is_made_of_what_a_window_brings(rate: float, size: int) -> None:
+    log = DecisionLog()
+    stream = opened(RateLimited(rate, window_s=1.0), log)
+    arrivals = stream.poll(0.0, 0)
+    assert arrivals.ready == pytest.approx(size / rate)
+    stream.poll(0.0, 0)
+    assert stream.poll(30.0, 0).count == size
+    assert log.entries == []
+
+
+def test_the_window_of_a_rate_that_changes_is_decided() -> None:
+    log = DecisionLog()
+    course = [(0, 10), (4, 20), (8, 2)]
+    for replays in (False, True):
+        kept = DecisionLog(replay=log.entries) if replays else log
+        stream = opened(RateLimited(course, window_s=1.0, least=4, weigh="by_rate"), kept)
+        stream.poll(0.0, 0)
+        sizes = []
+        for step, now in enumerate((1.0, 5.0, 30.0)):
+            arrivals = stream.poll(60.0 if replays else now, step)
+            sizes.append((arrivals.count, arrivals.weight))
+            stream.commit(arrivals.ids[: arrivals.count], step=step)
+        assert sizes == [(10, 5.0), (20, 10.0), (4, 1.0)]
+    assert [(d.name, d.value) for d in log.entries] == [("rate", 10.0), ("rate", 20.0), ("rate", 2.0)]
+
+
+def test_a_step_may_weigh_by_its_rate() -> None:
+    for rank, weight in ((0, 10.0), (1, 1.5)):
+        stream = opened(RateLimited([20, 3], least=2, weigh="by_rate"), rank=rank, size=2)
+        stream.poll(0.0, 0)
+        assert stream.poll(9.0, 0).weight == weight
+
+
 def test_replicas_take_turns_in_passes_over_the_whole() -> None:
     data = numbers(6)
     rows = [
@@ -204,12 +275,22 @@ def test_a_share_is_passed_over_by_its_replica_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: RateLimited(0.0), r"rate\(0.0\): rate: must be a number of samples per second above 0"),
+        (lambda: RateLimited(0.0), r"stream rate\(0.0\): must be a number of samples per second above 0"),
         (lambda: RateLimited([3, -1]), "must be a number of samples per second above 0"),
         (lambda: RateLimited(float("nan")), "above 0"),
-        (lambda: RateLimited(1.0, full="burst"), "full='burst': must be 'pause' or 'drop_oldest'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, full="burst"), "full='burst': must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, policy="both"), "policy='both': must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, weigh="all"), "weigh='all': must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, full="stop"), "full='stop' says what happens at a backlog: give one"),
+        (lambda: RateLimited(1.0, policy="truncation", backlog=9), "keeps no backlog"),
+        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0: must be a number of seconds above 0"),
+        (lambda: RateLimited(1.0, least=0), "least 0: must be a whole number, 1 or more"),
+        (lambda: RateLimited(1.0, most=2.5), "most 2.5: must be a whole number"),  # type: ignore[arg-type]
         (lambda: opened(RateLimited([1.0]), size=2), "1 rates for 2 replicas"),
-        (lambda: opened(RateLimited(1.0, least=0)), "least 0, most 0"),
+        (
+            lambda: opened(RateLimited([9, 5], window_s=1.0), size=2),
+            "5 samples per second bring 5 in window_s=1, and",
+        ),
         (lambda: opened(RateLimited(1.0, least=3, most=2)), "least 3, most 2, backlog 2"),
         (lambda: opened(RateLimited(1.0, backlog=1)), "least 2, most 2, backlog 1"),
     ],

@@ -245,6 +245,9 @@ def test_steps_begin_when_their_samples_have_arrived() -> None:
     assert run.of_steps("t", 1) == [2.5, 4.0, 5.5, 7.0]
     assert run.of_steps("data_s", 1) == [0.25, 0.0, 0.0, 0.0]
     assert run.of_steps("held", 1) == [4, 36, 56, 76]  # 16 per second, less those used
+    row = 6 * 4 + 8
+    assert run.of_steps("held_nbytes", 1) == [4 * row, 36 * row, 56 * row, 76 * row]
+    assert run.of_steps("dropped", 1) == [0, 0, 0, 0]
     assert run.summaries[0].time_s.data_wait == 1.0
 
 
@@ -260,6 +263,25 @@ def test_a_step_on_all_that_came_is_as_large_as_the_step_before_was_long() -> No
     assert run.of_steps("batch") == [2, 6, 18, 54]
     assert run.of_steps("t") == [1.0, 3.25, 10.0, 30.25]
     assert run.summaries[0].samples == 80
+
+
+def test_a_truncated_buffer_does_not_grow() -> None:
+    made = {
+        "persistence": lambda: RateLimited(16.0),
+        "truncation": lambda: RateLimited(16.0, policy="truncation"),
+    }
+    run = {policy: Streamed(make, steps=6, seconds_per_sample=0.125).whole() for policy, make in made.items()}
+    # A step of 4 samples takes 1.5 s, in which 24 come.
+    assert run["persistence"].of_steps("held") == [4, 24, 44, 64, 84, 104]
+    assert run["truncation"].of_steps("held") == [4, 24, 24, 24, 24, 24]
+    assert run["truncation"].of_steps("dropped") == [0, 20, 40, 60, 80, 100]
+
+
+def test_windows_make_all_replicas_wait_alike() -> None:
+    streams = [lambda: RateLimited([8.0, 32.0], window_s=2.0)] * 2
+    run = Streamed(*streams, steps=3).whole()
+    assert [run.of_steps("batch", rank) for rank in range(2)] == [[16] * 3, [64] * 3]
+    assert run.of_steps("t", 0) == run.of_steps("t", 1) == [2.0, 4.0, 6.0]
 
 
 # --- unlike batches ---------------------------------------------------------------------------------------------
@@ -375,7 +397,7 @@ class Telling(RateLimited):
     """Tells how fast it is."""
 
     def tell(self) -> Mapping[str, float]:
-        return {"rates": self._rate if hasattr(self, "_rate") else 0.0}
+        return {"rates": self._course.at(0.0) if hasattr(self, "_course") else 0.0}
 
 
 def test_a_stream_tells_numbers_of_its_own() -> None:

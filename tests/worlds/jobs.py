@@ -154,6 +154,13 @@ def rate_limited(rank: int) -> Stream:
     return RateLimited([400.0, 8000.0], least=1, most=8, backlog=12, full="drop_oldest")
 
 
+def truncated(rank: int) -> Stream:
+    """The newest of what has come, by a rate that changes, and weighed by it."""
+    del rank
+    course = [(0.0, 900.0), (0.01, 3000.0)]
+    return RateLimited([400.0, course], policy="truncation", window_s=0.005, least=1, most=8, weigh="by_rate")
+
+
 def fed(rank: int) -> Stream:
     """What a thread puts in as fast as it can."""
     stream = Fed(1, 8)
@@ -161,7 +168,7 @@ def fed(rank: int) -> Stream:
     return stream
 
 
-STREAMS = {"rate limited": rate_limited, "fed": fed}
+STREAMS = {"rate limited": rate_limited, "truncated": truncated, "fed": fed}
 
 
 def wall_streamed(

@@ -48,12 +48,11 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from farflung.files import naming, read_text, reading
+from farflung.files import naming, number_pairs, reading
 from farflung.network.link import Link
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
 from farflung.network.tcp import check_congestion
@@ -135,8 +134,8 @@ def _trace(table: Table, folder: Path) -> Trace:
 
 def _steps(table: Table, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
-        rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
-        return tuple(float(row[0]) for row in rows), tuple(float(row[1]) for row in rows)
+        pairs = number_pairs(path)
+        return tuple(begin for begin, _ in pairs), tuple(bps for _, bps in pairs)
 
 
 def _capacity(table: Table, key: str, traces: Mapping[str, Trace], *, needed: bool = False) -> Capacity:

@@ -92,21 +92,21 @@ class _Drawn:
       ids: which.
       weights: of each, for importance; ``None``: all weigh 1.
       weight: of the step in the mean; ``None``: by the number of samples.
-      held: how many the stream held when they were picked.
+      told: what telemetry says of the stream.
     """
 
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
-    held: int
+    told: Mapping[str, Json]
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        return {"ids": self.ids, **weights, "weight": self.weight, "held": self.held}
+        return {"ids": self.ids, **weights, "weight": self.weight, "told": dict(self.told)}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["held"])
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"])
 
 
 def _never() -> bool:
@@ -325,13 +325,13 @@ class Replica:
         settled = await self._exchanges.finish(updated=apply)
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
-        held = self.commit()
+        told = self.commit()
         exposed = (merged - computed) + (now() - updated)
         if self._even:
             self._samples += len(batch) * self.runtime.comm.size
         self._count(settled)
         split = TimeSplit((computed - fetched) + (updated - merged), exposed, fetched - begin)
-        arrived: dict[str, Json] = {} if self._even else {"batch": len(batch), "held": held}
+        arrived: dict[str, Json] = {} if self._even else {"batch": len(batch), **told}
         self._record(vote, settled, split, begin, arrived)
         self.step_done += 1
         return settled
@@ -407,7 +407,8 @@ class Replica:
         size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
         pool = len(self._train) if stream.everything else arrivals.ids[:size]
         draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
-        return _Drawn(draw.ids, draw.weights, arrivals.weight, len(arrivals.ids))
+        told = {"held": len(arrivals.ids), **arrivals.told}
+        return _Drawn(draw.ids, draw.weights, arrivals.weight, told)
 
     async def _shared(self, rows: Batch) -> Batch:
         """The step's rows after a round of the sharing."""
@@ -419,12 +420,12 @@ class Replica:
         self._shared_nbytes += channel.sent_nbytes
         return shared
 
-    def commit(self) -> int:
-        """The gradient of the step's samples is given: they are used. How many the stream held before."""
+    def commit(self) -> Mapping[str, Json]:
+        """The gradient of the step's samples is given: they are used. What telemetry says of the stream."""
         assert self._drawn is not None
         drawn, self._drawn = self._drawn, None
         self.parts.stream.commit(drawn.ids, step=self.step_done)
-        return drawn.held
+        return drawn.told
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""

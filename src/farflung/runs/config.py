@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from farflung.comm import collective_named
 from farflung.config import Training
-from farflung.data import PARTITIONS, Partition, Share, describe
+from farflung.data import PARTITIONS, LiveStream, Partition, Share, describe
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
@@ -373,6 +373,11 @@ class SimulatedConfig(RunConfig):
             raise ConfigError(
                 f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
                 "choose another collective or recipe"
+            )
+        if isinstance(self.recipe.parts(self.seed).stream, LiveStream):
+            raise ConfigError(
+                f"--stream {self.recipe.members['stream']}: its samples come when they come, and virtual time would "
+                "stand still meanwhile: use farflung train, or simulate rate(...)"
             )
         self.make_world()
         return RunConfig.check(self)

@@ -199,22 +199,24 @@ class _Hollow:
 
     def datasets(self) -> tuple[Dataset, Dataset]:
         train, test = self._workload.datasets()
-        return _Numbers(len(train)), _Numbers(len(test))
+        return _Numbers(train), _Numbers(test)
 
 
 class _Numbers:
-    """A data set of so many samples without content."""
+    """The samples of a data set as sizes without content."""
 
     labels: Tensor | None = None
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, data: Dataset) -> None:
+        self._count, first = len(data), data.rows(torch.tensor([0]))
+        self._row = Batch(first.inputs.to("meta"), first.targets.to("meta"))
 
     def __len__(self) -> int:
         return self._count
 
     def rows(self, ids: SampleIds) -> Batch:
-        return Batch(ids, ids)
+        inputs, targets = self._row.inputs, self._row.targets
+        return Batch(inputs.expand(len(ids), *inputs.shape[1:]), targets.expand(len(ids), *targets.shape[1:]))
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         del train

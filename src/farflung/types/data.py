@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -140,12 +140,14 @@ class Arrivals:
         done, which another thread may see to; an error in it ends the run.
       count: how many of the oldest the step is made of; ``None``: as many as the run's batch.
       weight: of the step in the mean; ``None``: its samples by those of the run's batch.
+      told: what telemetry says of the stream at this step, for example ``held``: the number of ``ids`` if not told.
     """
 
     ids: SampleIds
     ready: Pending[None] | float | None = None
     count: int | None = None
     weight: float | None = None
+    told: Mapping[str, Json] = field(default_factory=dict)
 
 
 class Stream(Protocol):

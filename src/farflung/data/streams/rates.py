@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, DataError
+from farflung.files import number_pairs, reading
 from farflung.seeding import generator
 
-__all__ = ["PRINTED", "RATE_SETS", "Course", "Rates", "courses", "drawn"]
+__all__ = ["PRINTED", "RATE_SETS", "Course", "RateSet", "Rates", "courses", "drawn", "rates_in"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
 Rates: TypeAlias = float | str | Pairs | Sequence[float | Pairs]
-"""One for all, one for each, or the name of a law; see :func:`courses`."""
+"""One for all, one for each, or in words; see :func:`courses`."""
 
 FLOOR = 8.0
 """No device is slower; Tyagi & Swany's smallest batch, of one second."""
+TRACE = "trace "
+"""What a file's name follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,15 @@ class Course:
     begins: tuple[float, ...]
     rates: tuple[float, ...]
 
+    @property
+    def constant(self) -> float | None:
+        """The rate where it never changes."""
+        return self.rates[0] if len(self.rates) == 1 else None
+
+    def at(self, t: float) -> float:
+        """Samples per second at a time."""
+        return self.rates[bisect_right(self.begins, t) - 1]
+
     def delay(self, number: int, since: float) -> float:
         """How long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
         left = float(number)
@@ -111,17 +126,23 @@ def courses(rate: Rates, size: int, seed: int) -> list[Course]:
 
     Args:
       rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
-        or the name of a law, of which each replica's rate is drawn, or ``"printed NAME"`` for a list.
+        or in words: the name of a law, of which each replica's rate is drawn, ``"printed NAME"`` for a list, or
+        ``"trace FILE"`` for a CSV file of such pairs, for all.
       size: of replicas.
       seed: of the draw, alike on all.
 
     Raises:
       ConfigError: no such name, for another number of replicas, out of order, or a rate that is not above 0.
+      DataError: a file that cannot be read.
     """
+    if isinstance(rate, str) and rate.startswith(TRACE):
+        return [_trace(Path(rate.removeprefix(TRACE)))] * size
     if isinstance(rate, str):
         return [Course((0.0,), (one,)) for one in _named(rate, size, seed)]
-    if isinstance(rate, int | float):
+    if _is_number(rate):
         return [_course(rate)] * size
+    if not isinstance(rate, Sequence):
+        return [_course(rate)]
     if rate and all(_is_pair(one) for one in rate):
         return [_course(rate)] * size
     if len(rate) != size:
@@ -134,7 +155,7 @@ def _named(name: str, size: int, seed: int) -> Sequence[float]:
         return drawn(name, size, seed)
     listed = name.removeprefix("printed ")
     if listed == name or listed not in PRINTED:
-        known = ", ".join([*RATE_SETS, *(f"printed {one}" for one in PRINTED)])
+        known = ", ".join([*RATE_SETS, *(f"printed {one}" for one in PRINTED), f"{TRACE}FILE"])
         raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
     rates = PRINTED[listed]
     if size > len(rates):
@@ -144,15 +165,36 @@ def _named(name: str, size: int, seed: int) -> Sequence[float]:
     return [float(one) for one in rates[:size]]
 
 
+def rates_in(text: str) -> Rates:
+    """Rates as a command line has them: a number, a list, pairs, or words.
+
+    >>> rates_in("[50, 12]"), rates_in("S1")
+    ([50, 12], 'S1')
+    """
+    try:
+        value: Rates = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value
+
+
+def _trace(path: Path) -> Course:
+    with reading(path, "must hold lines of seconds,samples per second, the first at 0 seconds", DataError):
+        return _course(number_pairs(path))
+
+
+def _is_number(one: object) -> bool:
+    return isinstance(one, int | float) and not isinstance(one, bool)
+
+
 def _is_pair(one: object) -> bool:
-    return isinstance(one, Sequence) and len(one) == 2 and all(isinstance(part, int | float) for part in one)
+    return isinstance(one, Sequence) and len(one) == 2 and all(map(_is_number, one))
 
 
 def _course(rate: object) -> Course:
-    pairs = [(0.0, rate)] if isinstance(rate, int | float) else rate
-    usable = isinstance(pairs, Sequence) and len(pairs) > 0 and all(_is_pair(one) for one in pairs)
-    if usable:
-        begins, rates = zip(*pairs, strict=True)  # type: ignore[arg-type]
+    pairs = [(0.0, rate)] if _is_number(rate) else rate
+    if isinstance(pairs, Sequence) and pairs and all(map(_is_pair, pairs)):
+        begins, rates = zip(*pairs, strict=True)
         rising = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
         if rising and all(0 < one < math.inf for one in rates):
             return Course(tuple(map(float, begins)), tuple(map(float, rates)))

@@ -1,0 +1,237 @@
+"""Samples from Apache Kafka."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
+
+from farflung.data.streams.buffer import Buffering, buffered
+from farflung.data.streams.live import LiveStream, Reach, Record
+from farflung.data.streams.messages import Decoder
+from farflung.errors import ConfigError, DataError
+from farflung.extras import need
+from farflung.files import read_text, reading
+from farflung.options import text_option
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer, KafkaError
+
+__all__ = ["Begin", "KafkaSource", "client_settings", "kafka"]
+
+Begin = Literal["earliest", "latest", "committed"]
+
+ANSWER_S = 10.0
+"""How long a broker may take to answer what is asked at the start."""
+
+
+@buffered
+def kafka(
+    servers: str,
+    topic: str,
+    begin: Begin = "earliest",
+    group: str = "farflung",
+    properties: str | None = None,
+    decoder: str | Decoder | None = None,
+    skip: int = 100,
+    deadline_s: float = 60.0,
+    **buffer: Unpack[Buffering],
+) -> LiveStream:
+    r"""Samples from Apache Kafka, one in a message; see :mod:`farflung.data.streams.messages` for their form.
+
+    Each replica has a consumer of its own, and its partitions are assigned to it for good: where the topic's name holds
+    ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic
+    for all :math:`n`. There is no rebalancing.
+
+    Where a run goes on is said by its checkpoint alone. Offsets are committed to the broker as well, once the exchange
+    that used them is through, for whoever watches the group. A broker that is away is waited for.
+
+    Args:
+      servers: bootstrap servers, ``host:port``, several with commas.
+      topic: its name; ``"readings-{rank}"`` is a topic for each replica.
+      begin: where a run without a checkpoint begins: at the oldest message, behind the newest, or at the offset
+        committed for the group, the oldest where there is none.
+      group: the consumer group under which offsets are committed.
+      properties: a file of further client properties, lines of ``name=value``, such as those for TLS and SASL; the
+        run's folder keeps its name and not what is in it.
+      decoder: gives inputs and targets of the one sample in a message's bytes, and raises where there is none: a
+        function, or ``module:function``; ``None``: messages are safetensors.
+      skip: messages that may be skipped because they do not decode; one more ends the run.
+      deadline_s: how long a step waits while nothing comes, or the broker is away.
+      buffer: how what has arrived is kept; see :class:`Buffer`. The backlog is 65,536 samples when not given: the
+        broker keeps the others.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+    if begin not in get_args(Begin):
+        raise ConfigError(f"stream kafka: begin={begin!r}: must be {' or '.join(map(repr, get_args(Begin)))}")
+    for name, value in (("servers", servers), ("topic", topic), ("group", group)):
+        text_option("stream kafka", name, value)
+    source = KafkaSource(servers, topic, begin, group, None if properties is None else Path(properties))
+    return LiveStream(source, decoder, skip, deadline_s, buffer)
+
+
+class KafkaSource:
+    """Partitions of a topic; the arguments are those of :func:`kafka`."""
+
+    def __init__(self, servers: str, topic: str, begin: Begin, group: str, properties: Path | None) -> None:
+        self._servers, self._topic, self._begin, self._group = servers, topic, begin, group
+        self._properties = properties
+        self._consumer: Consumer | None = None
+        self._partitions: list[int] = []
+        self._paused = False
+        self.trouble = ""
+
+    @property
+    def name(self) -> str:
+        """Topic and servers."""
+        return f"topic {self._topic} at {self._servers}"
+
+    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+        """Asks the broker for the topic's partitions and offsets.
+
+        Raises:
+          MissingExtra: confluent-kafka is not installed.
+          ConfigError: client properties that it does not take.
+          DataError: no broker answers, or the topic has no partition for this replica.
+        """
+        need("the stream kafka", "confluent_kafka", extra="kafka")
+        from confluent_kafka import Consumer, KafkaException, TopicPartition
+
+        own = {
+            "bootstrap.servers": self._servers,
+            "group.id": self._group,
+            "enable.auto.commit": False,
+            "auto.offset.reset": "error",
+            "error_cb": self._hear,
+            "logger": _SILENT,
+            "reconnect.backoff.max.ms": 1000,
+        }
+        each = "{rank}" in self._topic
+        self._topic = self._topic.replace("{rank}", str(rank))
+        try:
+            self._consumer = Consumer({**client_settings(self._properties), **own})
+        except (KafkaException, ValueError, TypeError) as error:
+            raise ConfigError(f"stream kafka: {_reason(error)}") from None
+        consumer = self._consumer
+        try:
+            found = consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
+            if found.error is not None:
+                raise DataError(f"{self.name}: {found.error.str()}: make it, or name another")
+            if not each and len(found.partitions) < size:
+                raise DataError(
+                    f"{self.name}: {len(found.partitions)} partitions for {size} replicas: make as many, or a topic "
+                    "for each and name it with {rank}"
+                )
+            self._partitions = [one for one in sorted(found.partitions) if each or one % size == rank]
+            asked = [TopicPartition(self._topic, one) for one in self._partitions]
+            begins = consumer.committed(asked, ANSWER_S) if self._begin == "committed" else asked
+            return {one.partition: self._reach(one) for one in begins}
+        except KafkaException as error:
+            raise DataError(
+                f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
+                "address that can be reached from here?"
+            ) from None
+
+    def start(self, positions: Mapping[int, int]) -> None:
+        """Assigns the partitions."""
+        from confluent_kafka import TopicPartition
+
+        assert self._consumer is not None
+        self._consumer.assign([TopicPartition(self._topic, one, at) for one, at in positions.items()])
+
+    def read(self, most: int, wait_s: float) -> list[Record]:
+        """What has come.
+
+        Raises:
+          DataError: a position is not there any more, or the client has given up.
+        """
+        assert self._consumer is not None
+        records = []
+        for message in self._consumer.consume(max(1, most), wait_s):
+            error = message.error()
+            if error is not None:
+                self._judge(error)
+                continue
+            partition, offset = message.partition(), message.offset()
+            assert partition is not None
+            assert offset is not None
+            made_ms = message.timestamp()[1]
+            records.append(Record(partition, offset, offset + 1, message.value() or b"", 1e-3 * made_ms))
+        if records:
+            self.trouble = ""
+        return records
+
+    def pause(self, paused: bool) -> None:
+        """Fetches nothing until told otherwise."""
+        from confluent_kafka import TopicPartition
+
+        if paused == self._paused:
+            return
+        assert self._consumer is not None
+        self._paused = paused
+        change = self._consumer.pause if paused else self._consumer.resume
+        change([TopicPartition(self._topic, one) for one in self._partitions])
+
+    def used(self, positions: Mapping[int, int], step: int) -> None:
+        """Commits offsets, with the step; nobody waits for the answer."""
+        from confluent_kafka import TopicPartition
+
+        assert self._consumer is not None
+        done = f"step {step}"
+        self._consumer.commit(
+            offsets=[TopicPartition(self._topic, one, at, done) for one, at in positions.items()],
+            asynchronous=True,
+        )
+
+    def close(self) -> None:
+        """Ends the consumer."""
+        if self._consumer is not None:
+            self._consumer.close()
+
+    def _reach(self, partition: Any) -> Reach:
+        """Of one partition, whose offset is the committed one, if any."""
+        assert self._consumer is not None
+        first, end = self._consumer.get_watermark_offsets(partition, timeout=ANSWER_S)
+        committed = partition.offset if first <= partition.offset <= end else first
+        return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
+
+    def _hear(self, error: KafkaError) -> None:
+        """Of connections that break, and the like; the client mends them by itself."""
+        self.trouble = error.str()
+
+    def _judge(self, error: KafkaError) -> None:
+        from confluent_kafka import KafkaError
+
+        self.trouble = error.str()
+        if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:
+            raise DataError(f"{self.name}: {error.str()}")
+
+
+def client_settings(properties: Path | None) -> dict[str, str]:
+    """Client properties in a file: lines of ``name=value``; those that begin with ``#`` are left out.
+
+    Raises:
+      ConfigError: it cannot be read, or a line is none.
+    """
+    if properties is None:
+        return {}
+    settings = {}
+    with reading(properties, "must hold lines of name=value"):
+        for line in read_text(properties).splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                name, value = line.split("=", 1)
+                settings[name.strip()] = value.strip()
+    return settings
+
+
+def _reason(error: Exception) -> str:
+    """What a client's error says."""
+    told = error.args[0] if error.args else error
+    return told.str() if hasattr(told, "str") else str(told)
+
+
+_SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)
+"""Takes what the client library would print: what matters of it is in errors."""

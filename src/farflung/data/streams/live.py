@@ -1,0 +1,469 @@
+"""Streams of the world outside: a thread reads a source, and keeps what comes until it is used."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from threading import Condition, Thread
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from farflung.data.streams.buffer import Buffer, Buffering
+from farflung.data.streams.messages import Decoder, Messages, messages_like
+from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
+from farflung.files import deciding
+from farflung.options import number_option, whole_option
+from farflung.tasks import Pending
+from farflung.types import Arrivals, Batch, Dataset, Feed, Json, SampleIds, Samples, State
+
+__all__ = ["STRIDE", "LiveStream", "MessageSource", "Reach", "Record"]
+
+STRIDE = 1 << 16
+"""An id is the position of a message times this, and its partition."""
+BACKLOG = 1 << 16
+"""Samples that may wait where nothing is said; the source keeps the others."""
+CHUNK = 1024
+"""Messages that are taken from a source at once."""
+WAIT_S = 0.1
+"""How long the thread waits for messages before it looks at all else."""
+END_S = 5.0
+"""How long it may take to end."""
+_AHEAD = 1 << 62
+
+
+class Record(NamedTuple):
+    """One message.
+
+    Args:
+      partition: it is of.
+      position: in that.
+      following: the position behind it.
+      value: its bytes.
+      made_s: when it was made, in seconds since the epoch.
+    """
+
+    partition: int
+    position: int
+    following: int
+    value: bytes
+    made_s: float
+
+
+class Reach(NamedTuple):
+    """What a source has of a partition.
+
+    Args:
+      first: position of the oldest message that it still has.
+      end: position behind the newest.
+      begin: where a run begins that goes on from nothing.
+    """
+
+    first: int
+    end: int
+    begin: int
+
+
+class MessageSource(Protocol):
+    """Partitions of messages that can be read from any position on; used by one thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """In words, for errors."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """What went wrong last and may mend itself; empty once messages come."""
+        ...
+
+    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+        """Finds the partitions of one of ``size`` replicas.
+
+        Raises:
+          FarflungError: there are none, or nobody answers.
+        """
+        ...
+
+    def start(self, positions: Mapping[int, int]) -> None:
+        """Reads each partition from a position on."""
+        ...
+
+    def read(self, most: int, wait_s: float) -> list[Record]:
+        """What has come, at most so many; waits a while for the first.
+
+        Raises:
+          FarflungError: it cannot be read any more.
+        """
+        ...
+
+    def pause(self, paused: bool) -> None:
+        """Whether to fetch nothing for now."""
+        ...
+
+    def used(self, positions: Mapping[int, int], step: int) -> None:
+        """Everything before these positions was used by steps up to this one; advice to whoever looks at the source."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of it."""
+        ...
+
+
+class LiveStream:
+    """Samples from a source outside, each once: used in the order of arrival, found again after a restart.
+
+    A thread reads ahead of the steps into a :class:`Buffer`. The position of a checkpoint is what is held, by partition
+    and position, and what comes next; a resumed run reads what was held again. Of a source with several partitions the
+    order among them is a decision. The rate is measured by when messages were made, over the last second or window.
+
+    Args:
+      source: what is read.
+      decoder: reads messages that are no safetensors; see :mod:`farflung.data.streams.messages`.
+      skip: messages that may be skipped because they do not decode; one more ends the run.
+      deadline_s: how long a step waits while nothing comes.
+      buffer: how what has arrived is kept.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+
+    everything = False
+
+    def __init__(
+        self,
+        source: MessageSource,
+        decoder: str | Decoder | None,
+        skip: int,
+        deadline_s: float,
+        buffer: Buffering,
+    ) -> None:
+        whole_option("stream", "skip", skip, 0)
+        number_option("stream", "deadline_s", deadline_s, 0.001)
+        if buffer.get("policy", "persistence") == "persistence":
+            buffer = {"backlog": BACKLOG, **buffer}
+        self._source, self._decoder, self._skip, self._deadline_s = source, decoder, skip, deadline_s
+        self._buffer = Buffer(**buffer)
+        self._low = (buffer.get("backlog") or 0) // 2
+        """So much room is made before a source that was paused goes on, unless a step waits."""
+        self._span_s = max(1.0, buffer.get("window_s") or 0.0)
+        self._changed = Condition()
+        self._thread: Thread | None = None
+        self._opened = self._closed = False
+        self._next: dict[int, int] = {}
+        """Positions from which on nothing has been taken in; empty until it is known where to begin."""
+        self._kept: dict[int, Any] = {}
+        self._nbytes = 0
+        self._again: set[int] = set()
+        """Held when the checkpoint was made, and not read again yet."""
+        self._skipped = 0
+        self._paused = False
+        self._made_s: dict[int, deque[float]] = {}
+        self._ready: Pending[None] | None = None
+        self._missing = 0
+        self._silent_since = 0.0
+        self._error: FarflungError | None = None
+        self._used: int | None = None
+        """The step that used samples last, until the source was told."""
+
+    def open(self, feed: Feed) -> Samples:
+        """The samples in messages.
+
+        Raises:
+          FarflungError: the source cannot be read, or settings that do not go with the run.
+        """
+        self._feed = feed
+        self._messages: Messages = messages_like(feed.data.rows(torch.tensor([0])), self._decoder)
+        self._opened = True
+        self._reach = self._source.open(feed.rank, feed.size)
+        if any(partition >= STRIDE for partition in self._reach):
+            raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
+        self._buffer.open(
+            feed,
+            lambda: self._nbytes,
+            lanes=len(self._reach),
+            stride=STRIDE,
+            ahead=_AHEAD,
+            gone=self._forget,
+        )
+        return _Read(self, feed.data)
+
+    def poll(self, now: float, step: int) -> Arrivals:
+        """What has come so far; begins to read at the first call."""
+        del now
+        with self._changed:
+            if self._thread is None:
+                self._begin(step)
+            if self._error is not None:
+                raise self._error
+            if self._again:
+                return self._wait(0, Arrivals(self._buffer.ids))
+            missing, arrivals = self._buffer.poll(step, self._rate)
+            if missing:
+                return self._wait(missing, arrivals)
+            return replace(arrivals, told={**arrivals.told, "skipped": self._skipped})
+
+    def _wait(self, missing: int, arrivals: Arrivals) -> Arrivals:
+        self._ready, self._missing = Pending(), missing
+        self._silent_since = time.monotonic()
+        self._changed.notify_all()
+        return replace(arrivals, ready=self._ready)
+
+    def commit(self, ids: SampleIds, *, step: int) -> None:
+        """Takes samples out, and has the source told."""
+        with self._changed:
+            self._buffer.commit(ids)
+            self._used = step
+            self._changed.notify_all()
+
+    def state_dict(self) -> State:
+        """The next position of each partition, and which samples are held; not the samples themselves."""
+        with self._changed:
+            following = {str(partition): position for partition, position in self._next.items()}
+            return {"buffer": self._buffer.state_dict(), "next": following, "skipped": self._skipped}
+
+    def seek(self, state: State) -> None:
+        """Goes on from there, if the source still has what comes then.
+
+        Raises:
+          CheckpointError: it has not; names the partition.
+        """
+        self._buffer.seek(state["buffer"])
+        self._skipped = int(state["skipped"])
+        following = {int(partition): int(position) for partition, position in state["next"].items()}
+        if not following:
+            return  # made before the first step
+        self._next = {**{partition: reach.first for partition, reach in self._reach.items()}, **following}
+        self._again = set(self._buffer.ids.tolist())
+        for partition, position in self._starts().items():
+            self._check_there(partition, position)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(END_S)
+        elif self._opened:
+            self._opened = False
+            self._source.close()
+
+    def rows(self, ids: SampleIds) -> Batch:
+        """Held samples; waits for those that are still to be read again."""
+        wanted = ids.tolist()
+        with self._changed:
+            if self._thread is None:
+                self._begin(0)
+            there = self._changed.wait_for(
+                lambda: self._error is not None or self._kept.keys() >= set(wanted), self._deadline_s
+            )
+            if self._error is not None:
+                raise self._error
+            if not there:
+                raise self._silence(self._deadline_s)
+            kept = [self._kept[one] for one in wanted]
+        return self._messages.rows(kept)
+
+    # --- where it begins ----------------------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        if not self._next:
+            fresh: Json = {str(partition): reach.begin for partition, reach in self._reach.items()}
+            made = self._feed.decide("positions", step, lambda: fresh)
+            with deciding("positions", step):
+                self._next = self._positions(made.value)
+        self._thread = Thread(target=self._follow, args=(self._starts(),), name="stream", daemon=True)
+        self._thread.start()
+
+    def _positions(self, value: Any) -> dict[int, int]:
+        """A decision as it was made or read.
+
+        Raises:
+          ValueError: it cannot have been made.
+        """
+        found = {int(partition): position for partition, position in value.items()}
+        if found.keys() != self._reach.keys() or not all(
+            type(one) is int and one >= 0 for one in found.values()
+        ):
+            raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
+        return found
+
+    def _starts(self) -> dict[int, int]:
+        """From where on each partition is read: what is held is read again."""
+        starts = dict(self._next)
+        for one in self._again:
+            position, partition = divmod(one, STRIDE)
+            starts[partition] = min(position, starts[partition])
+        return starts
+
+    def _check_there(self, partition: int, position: int) -> None:
+        name, reach = self._source.name, self._reach.get(partition)
+        if reach is None:
+            raise CheckpointError(
+                f"{name}: partition {partition}, which the checkpoint goes on from, is gone"
+            )
+        if not reach.first <= position <= reach.end:
+            raise CheckpointError(
+                f"{name}: the checkpoint goes on from position {position} of partition {partition}, which has "
+                f"{reach.first} to {reach.end}: what was to come is deleted there"
+            )
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _follow(self, starts: Mapping[int, int]) -> None:
+        try:
+            self._source.start(starts)
+            while not self._closed:
+                self._read()
+                self._tell_source()
+                self._watch()
+            self._tell_source()
+        except FarflungError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(DataError(f"{self._source.name}: {type(error).__name__}: {error}"))
+        finally:
+            self._source.close()
+
+    def _read(self) -> None:
+        with self._changed:
+            room = None if self._again else self._buffer.room
+            self._paused = room == 0 or (self._paused and not self._goes_on())
+        self._source.pause(self._paused)
+        if not self._paused:
+            self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
+            return
+        self._take(self._source.read(0, 0.0))
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
+
+    def _goes_on(self) -> bool:
+        """Whether a source that was paused has cause to go on."""
+        room = self._buffer.room
+        return room is None or room > self._low or (room > 0 and self._ready is not None)
+
+    def _take(self, records: Sequence[Record]) -> None:
+        fresh: list[int] = []
+        ready = None
+        with self._changed:
+            for record in records:
+                partition, position, following, value, made_s = record
+                one = position * STRIDE + partition
+                known = position < self._next[partition]
+                if known and one not in self._again:
+                    continue
+                if not known:
+                    self._next[partition] = following
+                try:
+                    kept = self._messages.take(value)
+                except Exception as error:
+                    self._skip_one(record, error)
+                    continue
+                self._kept[one] = kept
+                self._nbytes += self._messages.nbytes(kept)
+                if known:
+                    self._again.discard(one)
+                else:
+                    fresh.append(one)
+                    self._made_s.setdefault(partition, deque(maxlen=CHUNK)).append(made_s)
+            if self._again:
+                self._check_found(records)
+            if fresh:
+                self._buffer.put(torch.tensor(fresh))
+                self._missing -= len(fresh)
+            if records:
+                self._silent_since = time.monotonic()
+                self._changed.notify_all()
+            if self._missing <= 0 and not self._again:
+                ready, self._ready = self._ready, None
+        if ready is not None:
+            ready.set(None)
+
+    def _skip_one(self, record: Record, error: Exception) -> None:
+        self._skipped += 1
+        if self._skipped > self._skip:
+            raise DataError(
+                f"{self._source.name}: {self._skipped} messages do not decode, the last at position {record.position} "
+                f"of partition {record.partition} ({error}): raise skip, or give a decoder for them"
+            ) from None
+
+    def _check_found(self, records: Sequence[Record]) -> None:
+        """Whether what was held is still there, up to where the source has been read."""
+        read = {record.partition: record.position for record in records}
+        for one in self._again:
+            position, partition = divmod(one, STRIDE)
+            if position <= read.get(partition, -1):
+                raise DataError(
+                    f"{self._source.name}: the sample at position {position} of partition {partition} was held when "
+                    "the checkpoint was made, and is deleted there"
+                )
+
+    def _tell_source(self) -> None:
+        with self._changed:
+            step, self._used = self._used, None
+            if step is None:
+                return
+            positions, held = dict(self._next), self._buffer.ids
+            for partition in positions:
+                here = held[held % STRIDE == partition]
+                if len(here):
+                    positions[partition] = int(here.min()) // STRIDE
+        self._source.used(positions, step)
+
+    def _watch(self) -> None:
+        with self._changed:
+            silent_s = time.monotonic() - self._silent_since
+            ready = self._ready
+            if ready is None or silent_s < self._deadline_s:
+                return
+            self._error = self._silence(silent_s)
+        self._fail(self._error)
+
+    def _silence(self, seconds: float) -> DataError:
+        trouble = f" ({self._source.trouble})" if self._source.trouble else ""
+        return DataError(
+            f"{self._source.name}: nothing came for {seconds:.0f} s{trouble}; if it may be silent or away for longer, "
+            "raise deadline_s of the stream"
+        )
+
+    def _fail(self, error: FarflungError) -> None:
+        with self._changed:
+            self._error = error
+            ready, self._ready = self._ready, None
+            self._closed = True
+            self._changed.notify_all()
+        if ready is not None:
+            ready.fail(error)
+
+    # --- what is kept -------------------------------------------------------------------------------------------
+
+    def _forget(self, ids: SampleIds) -> None:
+        for one in ids.tolist():
+            kept = self._kept.pop(one, None)
+            if kept is not None:
+                self._nbytes -= self._messages.nbytes(kept)
+
+    def _rate(self) -> float:
+        """Samples per second, by when the last of each partition were made."""
+        return sum(self._rate_of(made_s) for made_s in self._made_s.values())
+
+    def _rate_of(self, made_s: deque[float]) -> float:
+        recent = [one for one in made_s if one >= made_s[-1] - self._span_s]
+        covered_s = recent[-1] - recent[0]
+        return (len(recent) - 1) / covered_s if covered_s > 0 else len(recent) / self._span_s
+
+
+class _Read:
+    """The samples of a live stream, made ready as those of the data set are."""
+
+    def __init__(self, stream: LiveStream, data: Dataset) -> None:
+        self._stream, self._data = stream, data
+
+    def rows(self, ids: SampleIds) -> Batch:
+        return self._stream.rows(ids)
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        return self._data.prepare(rows, train=train)

@@ -1,0 +1,177 @@
+"""A Kafka broker for tests: a real one where ``KAFKA_HOME`` names an installation, else librdkafka's own imitation.
+
+Both are processes that the tests started and end by their ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HOME = os.environ.get("KAFKA_HOME", "")
+READY_S = 60.0
+"""How long a broker may take to answer, on a busy machine."""
+
+IMITATION = """\
+import sys
+from confluent_kafka import Producer
+cluster = Producer({"test.mock.num.brokers": 1, "log_level": 0})
+found = cluster.list_topics(timeout=60).brokers.values()
+print(",".join(f"{one.host}:{one.port}" for one in found), flush=True)
+sys.stdin.read()
+"""
+
+
+class Broker:
+    """One broker.
+
+    Args:
+      folder: where a real one keeps what it has; empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.real = bool(HOME)
+        self._folder = folder
+        self._paused = False
+        if self.real:
+            self._format()
+        self._process = self._started()
+        self._answers()
+
+    def make(self, topic: str, partitions: int) -> None:
+        """Makes a topic; the imitation makes any with 4 partitions when it is asked for it."""
+        from confluent_kafka.admin import AdminClient, NewTopic
+
+        admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        if not self.real:
+            assert partitions == 4
+            assert len(admin.list_topics(topic, timeout=READY_S).topics[topic].partitions) == 4
+            return
+        for future in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
+            future.result(READY_S)
+
+    def put(self, topic: str, partition: int, values: Iterable[bytes], **config: Any) -> None:
+        """Sends messages, and waits until the broker has them."""
+        from confluent_kafka import Producer
+
+        producer = Producer({"bootstrap.servers": self.servers, "log_level": 0, "linger.ms": 0, **config})
+        for value in values:
+            producer.produce(topic, value, partition=partition)
+            producer.poll(0)
+        assert producer.flush(READY_S) == 0
+
+    def stop(self) -> None:
+        """It answers nobody, and keeps its connections."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        self._paused = True
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+        self._paused = False
+
+    def kill(self) -> None:
+        """It is gone at once; a real one is found by :meth:`start_again` with all that it had acknowledged."""
+        self._process.kill()
+        self._process.wait()
+
+    def start_again(self) -> None:
+        assert self.real
+        self._process = self._started()
+        self._answers()
+
+    def close(self) -> None:
+        if self._paused:
+            self.go_on()
+        self.kill()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    # --- how it is started --------------------------------------------------------------------------------------
+
+    def _format(self) -> None:
+        port, controller = _free_ports(2)
+        self.servers = f"127.0.0.1:{port}"
+        self._config = self._folder / "server.properties"
+        own = {
+            "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}",
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+            "controller.quorum.bootstrap.servers": f"127.0.0.1:{controller}",
+            "log.dirs": str(self._folder / "logs"),
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.listener.names": "CONTROLLER",
+            "auto.create.topics.enable": "false",
+            "offsets.topic.num.partitions": "1",
+            "offsets.topic.replication.factor": "1",
+            "transaction.state.log.replication.factor": "1",
+            "transaction.state.log.min.isr": "1",
+            "group.initial.rebalance.delay.ms": "0",
+            "broker.session.timeout.ms": "2000",
+            "broker.heartbeat.interval.ms": "500",
+        }
+        self._config.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+        storage = str(Path(HOME) / "bin" / "kafka-storage.sh")
+        made = subprocess.run(
+            [storage, "random-uuid"], capture_output=True, text=True, check=True, timeout=READY_S
+        )
+        subprocess.run(
+            [storage, "format", "--standalone", "-t", made.stdout.split()[-1], "-c", str(self._config)],
+            capture_output=True,
+            check=True,
+            timeout=READY_S,
+        )
+
+    def _started(self) -> subprocess.Popen[str]:
+        if not self.real:
+            process = subprocess.Popen(
+                [sys.executable, "-c", IMITATION], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert process.stdout is not None
+            self.servers = process.stdout.readline().strip()
+            return process
+        with (self._folder / "broker.log").open("a") as log:
+            return subprocess.Popen(
+                [str(Path(HOME) / "bin" / "kafka-server-start.sh"), str(self._config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env={**os.environ, "KAFKA_HEAP_OPTS": "-Xmx384m"},
+            )
+
+    def _answers(self) -> None:
+        from confluent_kafka import KafkaException
+        from confluent_kafka.admin import AdminClient
+
+        until = time.monotonic() + READY_S
+        while True:
+            assert self._process.poll() is None, "the broker has ended: see broker.log in its folder"
+            with contextlib.suppress(KafkaException):
+                AdminClient({"bootstrap.servers": self.servers, "log_level": 0}).list_topics(timeout=1.0)
+                return
+            assert time.monotonic() < until, f"no broker answers at {self.servers}"
+
+
+def broker(folder: Path) -> Iterator[Broker]:
+    """For a fixture."""
+    made = Broker(folder)
+    yield made
+    made.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in bound:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in bound]

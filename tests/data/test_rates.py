@@ -1,0 +1,125 @@
+"""Rates: the laws and lists of the paper, and how many samples a rate that changes has sent by when."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.data import PRINTED, RATE_SETS, Course, courses, rates_in
+from farflung.data.streams.rates import drawn
+from farflung.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize("name", RATE_SETS)
+def test_laws_have_the_moments_of_the_table(name: str) -> None:
+    law, found = RATE_SETS[name], drawn(name, 4000, seed=1)
+    assert min(found) >= 8
+    assert all(rate == round(rate) for rate in found)
+    # A tenth of S1's law is below the floor of 8, which raises its mean by about 1.
+    assert statistics.mean(found) == pytest.approx(law.mean, abs=2.0 if name == "S1" else 0.1 * law.deviation)
+    assert statistics.stdev(found) == pytest.approx(law.deviation, rel=0.1)
+
+
+def test_draws_depend_on_the_seed_and_are_those_of_all_replicas() -> None:
+    assert courses("S1", 8, 3) == courses("S1", 8, 3)
+    assert courses("S1", 8, 3) != courses("S1", 8, 4)
+    assert len({one.rates for one in courses("S2", 8, 3)}) > 4
+
+
+def test_lists_are_those_of_the_scripts() -> None:
+    assert [one.constant for one in courses("printed S1", 8, 0)] == [50, 38, 12, 36, 34, 13, 82, 40]
+    assert [one.constant for one in courses("printed S1'", 2, 0)] == [92, 38]
+    assert round(statistics.mean(PRINTED["S2'"])) == RATE_SETS["S2'"].mean + 1
+
+
+COURSES = st.lists(st.tuples(st.floats(0.05, 5.0), st.floats(0.1, 50.0)), min_size=1, max_size=5).map(
+    lambda spans: Course(
+        tuple(sum(length for length, _ in spans[:index]) for index in range(len(spans))),
+        tuple(rate for _, rate in spans),
+    )
+)
+
+
+@given(COURSES, st.floats(0.0, 20.0), st.integers(1, 200))
+def test_a_sample_has_been_sent_when_it_arrives(course: Course, since: float, number: int) -> None:
+    at = course.delay(number, since)
+    assert course.sent(since, at) == pytest.approx(number)
+    assert course.sent(since, at / 2) < number
+
+
+@given(COURSES, st.floats(0.0, 20.0), st.floats(0.0, 20.0), st.floats(0.0, 20.0))
+def test_spans_of_time_add_up(course: Course, since: float, first: float, second: float) -> None:
+    both = course.sent(since, first) + course.sent(since + first, second)
+    assert both == pytest.approx(course.sent(since, first + second), abs=1e-9)
+
+
+def test_a_rate_stays_until_the_next_begins() -> None:
+    (course,) = courses([(0, 4), (2, 8)], 1, 0)
+    assert [course.at(t) for t in (0.0, 1.9, 2.0, 99.0)] == [4, 4, 8, 8]
+    assert [course.delay(k, 0.0) for k in (4, 8, 12, 16)] == [1.0, 2.0, 2.5, 3.0]
+    assert course.delay(4, 1.5) == 0.75
+    assert course.constant is None
+
+
+def test_each_replica_may_have_a_course_or_a_number() -> None:
+    changing: list[tuple[float, float]] = [(0, 4), (2, 8)]
+    one, two = courses([changing, 5], 2, 0)
+    assert (one.rates, two.rates) == ((4, 8), (5,))
+    assert courses(changing, 3, 0) == [one] * 3
+
+
+def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rates.csv"
+    path.write_text("0,20\n60,5\n\n")
+    assert courses(f"trace {path}", 2, 0) == courses([(0, 20), (60, 5)], 2, 0)
+    path.write_text("0,twenty\n")
+    with pytest.raises(DataError, match=r"rates.csv: must hold lines of seconds,samples per second"):
+        courses(f"trace {path}", 1, 0)
+    path.write_text("5,20\n")
+    with pytest.raises(ConfigError, match=r"rates.csv: stream rate\(.*the first begin 0"):
+        courses(f"trace {path}", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"),
+    [
+        ("S3", "no such rates; there are S1, S2, S1', S2', printed S1, printed S1', printed S2', trace FILE"),
+        ("printed S2", "no such rates"),
+        ("printed S1", "a list of 8 for 9 replicas: use 'S1' itself"),
+        (True, "must be a number of samples per second above 0"),
+        (None, "must be a number"),
+        ([], "0 rates for 9 replicas"),
+        ([1, 2], "2 rates for 9 replicas"),
+        (["S1"] * 9, "must be a number"),
+        ([(1, 5)], "the first begin 0"),
+        ([(0, 5), (0, 6)], "the first begin 0"),
+        ([(0, 5), (math.inf, 6)], "the first begin 0"),
+        ([(0, 5), (3, 0)], "above 0"),
+        (math.inf, "above 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(rate: object, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        courses(rate, 9, 0)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("20", 20),
+        ("[50, 12.5]", [50, 12.5]),
+        ("[(0, 4), (2, 8)]", [(0, 4), (2, 8)]),
+        ("S1'", "S1'"),
+        ("printed S1", "printed S1"),
+        ("trace a/b.csv", "trace a/b.csv"),
+    ],
+)
+def test_rates_are_read_from_a_command_line(text: str, value: object) -> None:
+    assert rates_in(text) == value
