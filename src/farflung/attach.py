@@ -19,9 +19,10 @@ from farflung.comm import Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
+from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Exchanges, GradientBuckets, Vote, fingerprint, optimizer_settings
+from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
     check_optimizer,
@@ -50,10 +51,21 @@ _attached: list[Handle] = []
 
 def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
-    if chosen.sampler != "uniform":
-        return f"draw batches with sampler {chosen.sampler}"
-    reason = needs_the_loop(chosen.parts(0).schedule)
-    return f"no: {reason}" if reason else "yes"
+    parts = chosen.parts(0)
+    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+        return f"no: {reason}"
+    for family, plain in (("sampler", "uniform"), ("stream", "in_memory")):
+        member = chosen.members[family]
+        if member != plain:
+            return f"draw batches with {family} {member}"
+    return "yes"
+
+
+def _left_to_the_loop(parts: Parts) -> str:
+    """What a recipe does that belongs to the loop itself; empty: nothing."""
+    if parts.sharing.data_leaves_device:
+        return "it sees no samples and cannot send any to other replicas"
+    return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
 def attach(
@@ -116,6 +128,8 @@ def attach(
     parts = chosen.parts(seed)
     if reason := needs_the_loop(parts.schedule):
         raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
+    if reason := _left_to_the_loop(parts):
+        raise Unsupported(f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train")
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"

@@ -29,6 +29,10 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     [
         (["train", "--pace", "nowhere"], "unknown device 'nowhere'"),
         (["train", "--network", "nowhere"], "unknown network profile 'nowhere'"),
+        (
+            ["train", "--data-stays", "--sharing", "injection"],
+            "--data-stays: --sharing injection sends samples",
+        ),
         (["train", "--keys", "here"], "--interface and --keys are for several machines"),
         (["train", "--device", "cuda"], "--device cuda: "),
         (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.attach import carries
-from farflung.errors import ConfigError, NonFinite
+from farflung.attach import attach, carries
+from farflung.errors import ConfigError, NonFinite, Unsupported
 from farflung.recipes import recipe
 from farflung.types import Batch
 from farflung.workloads import Quadratic
@@ -61,12 +61,22 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_attach_says_what_it_carries() -> None:
-    def said(schedule: str) -> str:
-        return carries(recipe("synchronous").but(schedule=schedule))
+    def said(**members: str) -> str:
+        return carries(recipe("synchronous").but(**members))
 
-    assert said("pipelined(correction=0.1)") == said("delayed('auto')") == "yes"
-    assert "forward pass" in said("pipelined(predict=True)")
-    assert "swapped gradients" in said("delayed_gradient")
+    assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
+    assert "forward pass" in said(schedule="pipelined(predict=True)")
+    assert "swapped gradients" in said(schedule="delayed_gradient")
+    assert said(stream="rate(20)") == "draw batches with stream rate(20)"
+    assert said(sharing="injection").startswith("no: it sees no samples")
+    assert said(scaling="root") == "no: the learning rate is the loop's own"
+
+
+@pytest.mark.parametrize("member", [{"sharing": "injection"}, {"scaling": "linear"}])
+def test_attach_refuses_what_it_would_leave_out(member: dict[str, str]) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match="attach cannot follow recipe synchronous"):
+        attach(model, torch.optim.SGD(model.parameters(), 0.1), recipe("synchronous").but(**member))
 
 
 # --- losses that are not finite ---------------------------------------------------------------------------------

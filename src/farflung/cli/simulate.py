@@ -25,7 +25,7 @@ class Simulate(RunOptions):
     """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"encrypt", "interface", "keys", "pace"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"data_stays", "encrypt", "interface", "keys", "pace"})
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""

@@ -45,6 +45,8 @@ class Train(RunOptions):
     pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
     time has passed; steps for which this machine is too slow are counted."""
+    data_stays: bool = False
+    """Refuse to train by a recipe that sends samples to other replicas."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -58,6 +60,7 @@ class Train(RunOptions):
             network=self.network,
             device=self.device,
             pace=self.pace,
+            data_stays=self.data_stays,
         )
         with ready as begin:
             self.show(run)

@@ -235,6 +235,18 @@ RECIPES: dict[str, Recipe] = {
             "delayed gradient averaging: blocks of 5 steps, averaged 20 steps later (Zhu et al. 2021)",
             schedule="delayed(delay=20, period=5)",
         ),
+        Recipe(
+            "scadles",
+            "ScaDLES: batches, weights and learning rates by the rate at which data arrives (Tyagi & Swany 2022)",
+            reducer="adaptive_topk",
+            stream="rate('S1', window_s=1, policy='truncation', weigh='by_rate')",
+            scaling="linear",
+        ),
+        Recipe(
+            "scadles_baseline",
+            "what ScaDLES is measured against: 64 samples on every device, however long they take, and a plain mean",
+            stream="rate('S1', least=64)",
+        ),
     )
 }
 """The presets, by name."""

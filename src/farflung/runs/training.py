@@ -42,6 +42,7 @@ def train(
     network: str | None = None,
     device: str = "cpu",
     pace: str | None = None,
+    data_stays: bool = False,
     show: Sink = nowhere,
     **settings: object,
 ) -> Run:
@@ -67,6 +68,7 @@ def train(
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
+      data_stays: refuses a recipe by which samples would be sent to other replicas.
       show: gets the events as they happen: of all workers that are started here, of this replica under torchrun.
       settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
 
@@ -78,7 +80,14 @@ def train(
         {"workload": workload, "recipe": recipe, **settings}, out=out, resume=resume, replay=replay
     )
     return train_prepared(
-        run, show, interface=interface, keys=keys, network=network, device=device, pace=pace
+        run,
+        show,
+        interface=interface,
+        keys=keys,
+        network=network,
+        device=device,
+        pace=pace,
+        data_stays=data_stays,
     )
 
 
@@ -112,10 +121,11 @@ def train_prepared(
     network: str | None = None,
     device: str = "cpu",
     pace: str | None = None,
+    data_stays: bool = False,
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
     with ready_to_train(
-        run, interface=interface, keys=keys, network=network, device=device, pace=pace
+        run, interface=interface, keys=keys, network=network, device=device, pace=pace, data_stays=data_stays
     ) as begin:
         return begin(show)
 
@@ -129,6 +139,7 @@ def ready_to_train(
     network: str | None,
     device: str,
     pace: str | None,
+    data_stays: bool,
 ) -> Iterator[Callable[[Sink], Run]]:
     """Makes the folder; inside, what it gives trains there, and tells a sink of the events. Arguments as for
     :func:`train`.
@@ -137,6 +148,11 @@ def ready_to_train(
       BadInput: this machine cannot do it; says why, and nothing has been made.
     """
     config = run.config
+    if data_stays and config.recipe.parts(config.seed).sharing.data_leaves_device:
+        raise ConfigError(
+            f"--data-stays: --sharing {config.recipe.members['sharing']} sends samples to other replicas: leave out "
+            "one of the two"
+        )
     seat = Seat.taken()
     if seat is not None:
         if network is not None:
