@@ -51,14 +51,12 @@ _attached: list[Handle] = []
 
 def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
+    if chosen.sampler != "uniform":
+        return f"draw batches with sampler {chosen.sampler}"
     parts = chosen.parts(0)
     if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
         return f"no: {reason}"
-    for family, plain in (("sampler", "uniform"), ("stream", "in_memory")):
-        member = chosen.members[family]
-        if member != plain:
-            return f"draw batches with {family} {member}"
-    return "yes"
+    return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
 
 
 def _left_to_the_loop(parts: Parts) -> str:
