@@ -18,7 +18,7 @@ from rich.console import Console
 from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
-from farflung.report import TensorBoard, partition_picture, partition_table
+from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table
 from farflung.runs import Filed, Prepared, Run, RunConfig
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
@@ -142,7 +142,8 @@ def spoken(command: type[T]) -> type[T]:
 def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
     picture = run.picture()
-    shares = run.files.partition_picture
+    buffers, shares = run.files.buffers_picture, run.files.partition_picture
+    arrive = buffers_picture(run.events, buffers, title=run.config.title, simulated=run.simulated)
     if run.shares:
         title = f"{run.config.workload}, {run.config.split_text}"
         partition_picture(run.shares, shares, title=title)
@@ -152,6 +153,8 @@ def finish(run: Run, *, as_json: bool) -> None:
     console = Console(file=sys.stdout)
     console.print(run.table())
     console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
+    if arrive:
+        console.print(f"buffers    {buffers}", soft_wrap=True, highlight=False)
     if run.shares:
         console.print(f"shares     {shares}", soft_wrap=True, highlight=False)
     console.print(f"telemetry  {run.files.telemetry(0)}", soft_wrap=True, highlight=False)

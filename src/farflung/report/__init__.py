@@ -1,5 +1,6 @@
 """What a run amounts to, for people: a picture of its course, a table of its end, and how its data was split."""
 
+from farflung.report.buffers import buffers_picture
 from farflung.report.comparison import Compared, Course, compare_courses, comparison_picture, comparison_table
 from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
@@ -14,6 +15,7 @@ __all__ = [
     "Course",
     "TensorBoard",
     "as_text",
+    "buffers_picture",
     "compare_courses",
     "comparison_picture",
     "comparison_table",

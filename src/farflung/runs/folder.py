@@ -33,6 +33,7 @@ class RunFolder:
         self.path, self.resumed = path, resumed
         self.config = path / "config.json"
         self.picture = path / "run.png"
+        self.buffers_picture = path / "buffers.png"
         self.partition_picture = path / "partition.png"
         self.curves = path / "tensorboard"
         self.summary = path / "summary.json"
