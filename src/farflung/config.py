@@ -31,7 +31,7 @@ class Training:
       steps: updates of the parameters.
       batch_size: samples per replica and step.
       learning_rate: of the optimizer.
-      momentum: of SGD.
+      momentum: of SGD and LARS.
       weight_decay: of the optimizer.
       optimizer: one of :mod:`farflung.optimizers` as text, such as ``adamw(betas=(0.9, 0.95))``, or an object that
         makes one.

@@ -105,7 +105,7 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--learning-rate", "-1"], "--learning-rate -1.0: must be a number above 0"),
         (["--learning-rate", "nan"], "--learning-rate nan: must be a number above 0"),
         (["--momentum", "1"], "--momentum 1.0: must be in [0, 1)"),
-        (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, sgd"),
+        (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, lars, sgd"),
         (
             ["--optimizer", "sgd(nesterov=True)", "--momentum", "0"],
             "Nesterov's momentum needs a --momentum above 0",

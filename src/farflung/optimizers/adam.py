@@ -1,8 +1,8 @@
-"""torch's optimizers by name, with the settings that only some of them have."""
+"""torch's Adam and AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,44 +11,8 @@ from torch import nn
 
 from farflung.errors import ConfigError
 from farflung.options import number_option, share_option
-from farflung.types import OptimizerFactory
 
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
-    """Stochastic gradient descent.
-
-    Args:
-      nesterov: whether momentum is Nesterov's.
-
-    Raises:
-      ConfigError: an option out of its range; or, when it is made, Nesterov's momentum without any.
-    """
-
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"sgd: nesterov {self.nesterov!r} must be True or False")
-
-    def make(
-        self,
-        parameters: Sequence[nn.Parameter],
-        *,
-        learning_rate: float,
-        momentum: float,
-        weight_decay: float,
-    ) -> torch.optim.Optimizer:
-        """A fresh optimizer."""
-        return torch.optim.SGD(
-            parameters,
-            lr=learning_rate,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            nesterov=self.nesterov,
-        )
+__all__ = ["Adam", "AdamW"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +70,3 @@ class AdamW(Adam):
     """
 
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
-
-
-OPTIMIZERS: dict[str, Callable[..., OptimizerFactory]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
-"""All of them by name."""

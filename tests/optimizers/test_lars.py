@@ -1,0 +1,78 @@
+"""Layer-wise adaptive rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farflung
+from farflung.errors import ConfigError
+from farflung.optimizers import Lars
+
+RATE, MOMENTUM, DECAY, TRUST = 3.0, 0.9, 0.01, 0.02
+
+
+def followed(begin: Tensor, gradients: list[Tensor], momentum: float) -> Tensor:
+    """You et al. 2017, Algorithm 1."""
+    weight, velocity = begin.double(), torch.zeros(begin.shape, dtype=torch.float64)
+    for gradient in gradients:
+        own = gradient.double()
+        local = TRUST * weight.norm() / (own.norm() + DECAY * weight.norm())
+        velocity = momentum * velocity + RATE * local * (own + DECAY * weight)
+        weight = weight - velocity
+    return weight
+
+
+@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+def test_a_weight_moves_by_a_share_of_its_size(momentum: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    begin = torch.randn(4, 5, generator=generator)
+    gradients = [100.0 * torch.randn(4, 5, generator=generator) for _ in range(4)]
+    weight = nn.Parameter(begin.clone())
+    optimizer = Lars(trust=TRUST).make([weight], learning_rate=RATE, momentum=momentum, weight_decay=DECAY)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(weight.double(), followed(begin, gradients, momentum), rtol=1e-5)
+
+
+@pytest.mark.parametrize("begin", [torch.ones(3), torch.zeros(2, 3)])
+def test_what_has_one_dimension_or_is_zero_moves_by_plain_descent(begin: Tensor) -> None:
+    weight = nn.Parameter(begin.clone())
+    optimizer = Lars().make([weight], learning_rate=0.5, momentum=0.0, weight_decay=DECAY)
+    weight.grad = torch.ones_like(begin)
+    optimizer.step()
+    assert torch.equal(weight.detach(), begin - 0.5)
+
+
+def test_what_has_no_gradient_stays() -> None:
+    weights = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = Lars().make(weights, learning_rate=1.0, momentum=0.9, weight_decay=0.0)
+    weights[0].grad = torch.ones(2, 2)
+    assert optimizer.step(lambda: 7.0) == 7.0
+    assert torch.equal(weights[1], torch.ones(2, 2))
+    assert not torch.equal(weights[0], torch.ones(2, 2))
+
+
+def test_a_resumed_run_ends_as_the_whole(tmp_path: Path) -> None:
+    settings = {
+        "optimizer": "lars(trust=0.01)",
+        "momentum": 0.9,
+        "learning_rate": 0.5,
+        "batch_size": 4,
+        "seed": 5,
+    }
+    whole = farflung.simulate("synthetic/quadratic", steps=8, **settings)
+    farflung.simulate("synthetic/quadratic", steps=5, out=tmp_path / "run", **settings)
+    again = farflung.simulate("synthetic/quadratic", resume=tmp_path / "run", steps=8)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+
+
+@pytest.mark.parametrize("trust", [0.0, -1.0])
+def test_bad_options_are_refused(trust: float) -> None:
+    with pytest.raises(ConfigError, match="lars: trust"):
+        Lars(trust=trust)
