@@ -28,6 +28,8 @@ CHUNK = 256
 """Samples of one device that are sent before the others have their turn."""
 LOOK_S = 0.1
 """How long to wait at most before looking whether to stop."""
+AT_ONCE_S = 1e-6
+"""What is due so soon is due now."""
 
 
 class Outlet(Protocol):
@@ -124,8 +126,7 @@ def publish(
 
 def _due(course: Course, seconds: float) -> int:
     """Samples that are to be sent by then, those in the very moment too."""
-    due = round(course.sent(0.0, seconds))
-    return due if course.delay(due, 0.0) <= seconds else due - 1
+    return int(course.sent(0.0, seconds + AT_ONCE_S))
 
 
 def _total(course: Course, seconds: float | None, samples: int | None) -> int | None:
