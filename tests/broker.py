@@ -1,6 +1,6 @@
-"""A Kafka broker for tests: a real one where ``KAFKA_HOME`` names an installation, else librdkafka's own imitation.
+"""A Kafka broker for tests: a real one of the installation at ``KAFKA_HOME``, or librdkafka's own imitation.
 
-Both are processes that the tests started and end by their ids.
+Both are processes of the tests, which end them by their ids.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ class Broker:
 
     Args:
       folder: where a real one keeps what it has; empty.
+      real: whether it is Kafka itself.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.real = bool(HOME)
+    def __init__(self, folder: Path, *, real: bool) -> None:
+        self.real = real
         self._folder = folder
         self._paused = False
         if self.real:
@@ -160,13 +161,6 @@ class Broker:
                 AdminClient({"bootstrap.servers": self.servers, "log_level": 0}).list_topics(timeout=1.0)
                 return
             assert time.monotonic() < until, f"no broker answers at {self.servers}"
-
-
-def broker(folder: Path) -> Iterator[Broker]:
-    """For a fixture."""
-    made = Broker(folder)
-    yield made
-    made.close()
 
 
 def _free_ports(count: int) -> list[int]:

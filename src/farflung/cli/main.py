@@ -19,6 +19,7 @@ from farflung.cli.keys import MakeKeys
 from farflung.cli.lab import RunInLab, with_dashes
 from farflung.cli.networks import Networks
 from farflung.cli.options import spoken
+from farflung.cli.produce import Produce
 from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
 from farflung.cli.schedule import Schedule
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "schedule": spoken(Schedule),
     "workloads": spoken(Workloads),
     "data": spoken(Data),
+    "produce": spoken(Produce),
     "calibrate": spoken(Calibrate),
     "keys": spoken(MakeKeys),
 }

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from farflung.data.streams.buffer import Buffer, Buffering
 from farflung.data.streams.followed import files
 from farflung.data.streams.in_memory import InMemory
+from farflung.data.streams.in_turn import in_turn
 from farflung.data.streams.kafka import kafka
 from farflung.data.streams.live import LiveStream, MessageSource, Reach, Record
 from farflung.data.streams.messages import Decoder, as_messages
+from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
 from farflung.data.streams.rate_limited import RateLimited
 from farflung.data.streams.rates import PRINTED, RATE_SETS, Course, Rates, RateSet, courses, rates_in
 from farflung.types import Stream
@@ -20,9 +22,13 @@ __all__ = [
     "Buffering",
     "Course",
     "Decoder",
+    "FileOutlet",
     "InMemory",
+    "KafkaOutlet",
     "LiveStream",
     "MessageSource",
+    "Outlet",
+    "Published",
     "RateLimited",
     "RateSet",
     "Rates",
@@ -31,7 +37,9 @@ __all__ = [
     "as_messages",
     "courses",
     "files",
+    "in_turn",
     "kafka",
+    "publish",
     "rates_in",
 ]
 

@@ -16,7 +16,7 @@ from farflung.errors import DataError
 from farflung.files import reading
 from farflung.options import text_option
 
-__all__ = ["SUFFIX", "FileSource", "append", "files"]
+__all__ = ["SUFFIX", "FileSource", "append", "files", "whole_records"]
 
 SUFFIX = ".records"
 """Of the files in a folder that are followed."""
@@ -63,6 +63,17 @@ def files(
 def append(file: BinaryIO, messages: Iterable[bytes]) -> None:
     """Adds a record for each message."""
     file.write(b"".join(part for one in messages for part in (_LENGTH.pack(len(one)), one)))
+
+
+def whole_records(file: BinaryIO) -> int:
+    """The bytes of a file up to the end of its last whole record."""
+    at, size = 0, _size(file)
+    while at + _LENGTH.size <= size:
+        (length,) = _LENGTH.unpack(os.pread(file.fileno(), _LENGTH.size, at))
+        if at + _LENGTH.size + length > size:
+            break
+        at += _LENGTH.size + length
+    return at
 
 
 class FileSource:

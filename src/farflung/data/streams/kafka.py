@@ -18,7 +18,7 @@ from farflung.options import text_option
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError
 
-__all__ = ["Begin", "KafkaSource", "client_settings", "kafka"]
+__all__ = ["ANSWER_S", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
 
 Begin = Literal["earliest", "latest", "committed"]
 
@@ -106,7 +106,7 @@ class KafkaSource:
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
             "error_cb": self._hear,
-            "logger": _SILENT,
+            "logger": SILENT,
             "reconnect.backoff.max.ms": 1000,
         }
         each = "{rank}" in self._topic
@@ -114,7 +114,7 @@ class KafkaSource:
         try:
             self._consumer = Consumer({**client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
-            raise ConfigError(f"stream kafka: {_reason(error)}") from None
+            raise ConfigError(f"stream kafka: {reason(error)}") from None
         consumer = self._consumer
         try:
             found = consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
@@ -131,7 +131,7 @@ class KafkaSource:
             return {one.partition: self._reach(one) for one in begins}
         except KafkaException as error:
             raise DataError(
-                f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
+                f"{self.name}: {self.trouble or reason(error)}: is a broker running there, and does it advertise an "
                 "address that can be reached from here?"
             ) from None
 
@@ -227,11 +227,11 @@ def client_settings(properties: Path | None) -> dict[str, str]:
     return settings
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What a client's error says."""
     told = error.args[0] if error.args else error
     return told.str() if hasattr(told, "str") else str(told)
 
 
-_SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)
+SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)
 """Takes what the client library would print: what matters of it is in errors."""

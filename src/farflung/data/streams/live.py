@@ -27,6 +27,8 @@ BACKLOG = 1 << 16
 """Samples that may wait where nothing is said; the source keeps the others."""
 CHUNK = 1024
 """Messages that are taken from a source at once."""
+PAUSE_S = 1.0
+"""How long there is no room before the source pauses, since it takes a while to go on then."""
 WAIT_S = 0.1
 """How long the thread waits for messages before it looks at all else."""
 END_S = 5.0
@@ -160,6 +162,7 @@ class LiveStream:
         """Held when the checkpoint was made, and not read again yet."""
         self._skipped = 0
         self._paused = False
+        self._full_since: float | None = None
         self._made_s: dict[int, deque[float]] = {}
         self._ready: Pending[None] | None = None
         self._missing = 0
@@ -331,19 +334,27 @@ class LiveStream:
     def _read(self) -> None:
         with self._changed:
             room = None if self._again else self._buffer.room
-            self._paused = room == 0 or (self._paused and not self._goes_on())
-        self._source.pause(self._paused)
-        if not self._paused:
+            full = room == 0 or (self._paused and not self._goes_on())
+            if full:
+                self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
+        if not full:
+            self._full_since, self._paused = None, False
+            self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
             return
-        self._take(self._source.read(0, 0.0))
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if now - self._full_since > PAUSE_S:
+            self._paused = True
+            self._source.pause(True)
+            self._take(self._source.read(0, 0.0))
 
     def _goes_on(self) -> bool:
-        """Whether a source that was paused has cause to go on."""
+        """Whether a source that waits for room has cause to go on."""
         room = self._buffer.room
-        return room is None or room > self._low or (room > 0 and self._ready is not None)
+        if room is None or room > self._low or not self._paused:
+            return room != 0
+        return room > 0 and self._ready is not None
 
     def _take(self, records: Sequence[Record]) -> None:
         fresh: list[int] = []

@@ -145,7 +145,7 @@ class _Plain:
         whole = torch.frombuffer(bytearray().join(values), dtype=torch.uint8).view(len(values), layout.nbytes)
 
         def cut(begin: int, spec: TensorSpec) -> Tensor:
-            piece = whole[:, begin : begin + spec.nbytes].contiguous()
+            piece = whole[:, begin : begin + spec.nbytes].clone(memory_format=torch.contiguous_format)
             return piece.view(spec.dtype).reshape(len(values), *spec.shape)
 
         return Batch(cut(layout.inputs, self._specs.inputs), cut(layout.targets, self._specs.targets))

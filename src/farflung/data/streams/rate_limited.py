@@ -8,9 +8,10 @@ from typing import Unpack
 import torch
 
 from farflung.data.streams.buffer import Buffer, Buffering, buffered
+from farflung.data.streams.in_turn import in_turn
 from farflung.data.streams.rates import Rates, courses
-from farflung.seeding import Passes, derive
-from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
+from farflung.seeding import derive
+from farflung.types import Arrivals, Feed, SampleIds, Samples, State
 
 __all__ = ["RateLimited"]
 
@@ -21,8 +22,7 @@ class RateLimited:
 
     Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
     as late as a rate that changes says.
-    Where all replicas draw from the whole data set they take turns: of each pass over it, replica :math:`i` of
-    :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`; with shares, each has passes over its own.
+    Which sample it is says :func:`in_turn`.
 
     Args:
       rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
@@ -67,9 +67,7 @@ class RateLimited:
         for each in found:
             if each.constant is not None:
                 self._buffer.check_rate(each.constant)
-        if feed.shared:
-            return _InTurn(feed.data, Passes(derive(feed.seed, "stream")), feed.rank, feed.size)
-        return _InTurn(feed.data, Passes(derive(feed.seed, "stream", feed.rank)), 0, 1)
+        return in_turn(feed.data, feed.rank, feed.size, shared=feed.shared, seed=feed.seed)
 
     def poll(self, now: float, step: int) -> Arrivals:
         """All that is held, and whether there is enough of it."""
@@ -122,29 +120,3 @@ class RateLimited:
     def _arrival(self, number: int) -> float:
         assert self._begin is not None
         return self._begin + self._course.delay(number, self._before)
-
-
-class _InTurn:
-    """The samples of a data set in shuffled passes, of which every so-manyth is this replica's.
-
-    Args:
-      data: the whole.
-      passes: their orders.
-      first: position of this replica's first sample.
-      stride: from one of its positions to the next.
-    """
-
-    def __init__(self, data: Dataset, passes: Passes, first: int, stride: int) -> None:
-        self._data, self._passes, self._first, self._stride = data, passes, first, stride
-
-    def rows(self, ids: SampleIds) -> Batch:
-        n = len(self._data)
-        positions = self._first + self._stride * ids
-        found = torch.empty_like(positions)
-        for index in torch.unique(positions // n).tolist():
-            here = positions // n == index
-            found[here] = self._passes.order(index, n)[positions[here] % n]
-        return self._data.rows(found)
-
-    def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        return self._data.prepare(rows, train=train)

@@ -1,0 +1,306 @@
+"""Live streams on a source that tests feed: each sample once, found again after a restart, else an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.data import LiveStream, Reach, Record, TensorDataset, as_messages
+from farflung.data.streams.live import STRIDE
+from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.runtime import DecisionLog
+from farflung.types import Arrivals, Samples
+from tests.data.test_streams import feed
+from tests.helpers import PATIENCE_S
+
+DATA = TensorDataset(torch.arange(400.0).reshape(100, 4), torch.arange(100))
+VALUES = as_messages(DATA.rows(torch.arange(100)))
+
+
+class Fountain:
+    """Partitions that hold what tests put there.
+
+    Args:
+      partitions: messages of each.
+    """
+
+    name, trouble = "fountain", ""
+
+    def __init__(self, *partitions: list[bytes]) -> None:
+        self.partitions = {number: list(values) for number, values in enumerate(partitions)}
+        self.first = dict.fromkeys(self.partitions, 0)
+        self.begin = dict.fromkeys(self.partitions, 0)
+        self.at: dict[int, int] = {}
+        self.told: list[tuple[dict[int, int], int]] = []
+        self.paused = False
+        self.most_read = 0
+        self.closed = 0
+        self.heard = threading.Condition()
+
+    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+        return {
+            number: Reach(self.first[number], len(values), self.begin[number])
+            for number, values in self.partitions.items()
+            if number % size == rank
+        }
+
+    def start(self, positions: Mapping[int, int]) -> None:
+        self.at = dict(positions)
+
+    def read(self, most: int, wait_s: float) -> list[Record]:
+        records = []
+        with self.heard:
+            for number, at in self.at.items():
+                for position in range(at, len(self.partitions[number])):
+                    if len(records) < most and self.partitions[number][position] != b"deleted":
+                        value = self.partitions[number][position]
+                        records.append(Record(number, position, position + 1, value, 0.125 * position))
+                        self.at[number] = position + 1
+            self.most_read = max(self.most_read, len(records))
+            if not records:
+                self.heard.wait(wait_s)
+        return records
+
+    def put(self, number: int, *values: bytes) -> None:
+        with self.heard:
+            self.partitions[number] += values
+            self.heard.notify_all()
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+
+    def used(self, positions: Mapping[int, int], step: int) -> None:
+        with self.heard:
+            self.told.append((dict(positions), step))
+            self.heard.notify_all()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Reader:
+    """A live stream that is stepped through."""
+
+    def __init__(
+        self,
+        source: Fountain,
+        log: DecisionLog | None = None,
+        *,
+        skip: int = 0,
+        deadline_s: float = PATIENCE_S,
+        size: int = 1,
+        **buffer: Any,
+    ) -> None:
+        self.stream = LiveStream(source, None, skip, deadline_s, buffer)  # type: ignore[arg-type]
+        self.samples: Samples = self.stream.open(feed(log, data=DATA, batch_size=5, size=size))
+
+    def take(self, step: int) -> Arrivals:
+        arrivals = self.stream.poll(0.0, step)
+        while arrivals.ready is not None:
+            assert not isinstance(arrivals.ready, float)
+            arrivals.ready.wait()
+            arrivals = self.stream.poll(0.0, step)
+        return arrivals
+
+    def step(self, step: int) -> list[tuple[int, int]]:
+        """Partition and position of each sample that the step has used."""
+        arrivals = self.take(step)
+        ids = arrivals.ids[: arrivals.count]
+        rows = self.samples.rows(ids)
+        assert rows.inputs.tolist() == DATA.rows(rows.targets).inputs.tolist()
+        self.stream.commit(ids, step=step)
+        return [(one % STRIDE, one // STRIDE) for one in ids.tolist()]
+
+
+@pytest.fixture
+def reader() -> Any:
+    made: list[Reader] = []
+
+    def make(*args: Any, **options: Any) -> Reader:
+        made.append(Reader(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stream.close()
+        assert one.stream._thread is None or not one.stream._thread.is_alive()
+
+
+Make = Callable[..., Reader]
+
+
+def test_samples_are_used_in_order_and_once(reader: Make) -> None:
+    source = Fountain(VALUES[:12])
+    one = reader(source)
+    assert [one.step(step) for step in range(2)] == [[(0, n) for n in range(k, k + 5)] for k in (0, 5)]
+    arrivals = one.stream.poll(0.0, 2)
+    assert arrivals.ready is not None
+    source.put(0, *VALUES[12:15])
+    assert one.step(2) == [(0, n) for n in range(10, 15)]
+    one.stream.close()
+    assert source.closed == 1
+    assert source.told[-1] == ({0: 15}, 2)
+
+
+def test_telemetry_hears_of_bytes(reader: Make) -> None:
+    one = reader(Fountain(VALUES[:5]))
+    told = one.take(0).told
+    assert told == {"held": 5, "held_nbytes": 5 * len(VALUES[0]), "dropped": 0, "skipped": 0}
+
+
+def test_what_was_held_is_read_again_after_a_restart(reader: Make) -> None:
+    one = reader(Fountain(VALUES[:30], VALUES[:30]), least=1, most=7, backlog=20)
+    used = [*one.step(0), *one.step(1)]
+    one.take(2)
+    state = one.stream.state_dict()
+    again = reader(Fountain(VALUES[:40], VALUES[:40]), least=1, most=7, backlog=20)
+    again.stream.seek(state)
+    step = 2
+    while len(used) < 80:
+        used += again.step(step)
+        step += 1
+    assert sorted(used) == [(partition, position) for partition in range(2) for position in range(40)]
+
+
+def test_rows_of_a_step_under_way_are_waited_for_after_a_restart(reader: Make) -> None:
+    one = reader(Fountain(VALUES[:9]))
+    ids = one.take(0).ids[:5]
+    again = reader(Fountain(VALUES[:9]))
+    again.stream.seek(one.stream.state_dict())
+    assert again.samples.rows(ids).targets.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_replay_takes_partitions_in_the_order_they_were_taken_in(reader: Make) -> None:
+    log = DecisionLog()
+    source = Fountain(VALUES[:7], VALUES[:3])
+    one = reader(source, log, least=2, most=6)
+    first = [one.step(0)]
+    source.put(1, *VALUES[3:9])
+    first += [one.step(step) for step in (1, 2)]
+    again = reader(
+        Fountain(VALUES[:50], VALUES[:50]), DecisionLog(replay=log.entries), least=2, most=6, backlog=99
+    )
+    assert [again.step(step) for step in range(3)] == first
+
+
+def test_a_fresh_run_begins_where_the_source_says_and_a_replay_where_it_began(reader: Make) -> None:
+    log, source = DecisionLog(), Fountain(VALUES[:30])
+    source.begin[0] = 20
+    assert reader(source, log).step(0)[0] == (0, 20)
+    assert [(made.name, made.value) for made in log.entries] == [("positions", {"0": 20})]
+    assert reader(Fountain(VALUES[:30]), DecisionLog(replay=log.entries)).step(0)[0] == (0, 20)
+    other = reader(Fountain(VALUES, VALUES), DecisionLog(replay=log.entries))
+    with pytest.raises(ConfigError, match="'positions' at step 0: not what this run decides"):
+        other.step(0)
+
+
+def test_a_full_buffer_pauses_its_source(reader: Make) -> None:
+    source = Fountain(VALUES)
+    one = reader(source, backlog=8)
+    used: list[tuple[int, int]] = []
+    for step in range(20):
+        used += one.step(step)
+        assert one.stream._next[0] <= len(used) + 8
+    assert used == [(0, position) for position in range(100)]
+    assert source.most_read <= 8
+
+
+def test_the_rate_is_measured_by_when_messages_were_made(reader: Make) -> None:
+    log = DecisionLog()
+    one = reader(Fountain(VALUES[:50], VALUES[:50]), log, window_s=1.0, least=4, weigh="by_rate")
+    arrivals = one.take(0)
+    rate = next(made.value for made in log.entries if made.name == "rate")
+    assert rate == 16.0  # two partitions, one message in an eighth of a second each
+    assert (arrivals.count, arrivals.weight) == (16, 16.0 / 5)
+
+
+def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> None:
+    source = Fountain([*VALUES[:4], b"garbage", *VALUES[5:8], b"", *VALUES[9:12]])
+    one = reader(source, skip=2)
+    assert one.step(0) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 5)]
+    assert one.take(1).told["skipped"] == 2
+    assert one.stream.state_dict()["skipped"] == 2
+    again = reader(Fountain(*source.partitions.values()), skip=2)
+    again.stream.seek(one.stream.state_dict())
+    assert again.take(1).told["skipped"] == 2
+    source.put(0, b"worse")
+    one.step(1)
+    with pytest.raises(
+        DataError, match=r"fountain: 3 messages do not decode, the last at position 12 .*raise skip"
+    ):
+        one.step(2)
+
+
+def test_silence_ends_a_wait_and_names_the_source(reader: Make) -> None:
+    source = Fountain(VALUES[:3])
+    source.trouble = "nobody home"
+    with pytest.raises(DataError, match=r"fountain: nothing came for 0 s \(nobody home\).*raise deadline_s"):
+        reader(source, deadline_s=0.05).step(0)
+    assert source.closed == 1
+
+
+def test_a_source_that_breaks_ends_the_run(reader: Make) -> None:
+    source = Fountain(VALUES[:3])
+    one = reader(source)
+    arrivals = one.stream.poll(0.0, 0)
+
+    def broken(most: int, wait_s: float) -> list[Record]:
+        raise OSError("no such device")
+
+    source.read = broken  # type: ignore[method-assign]
+    assert arrivals.ready is not None
+    with pytest.raises(DataError, match="fountain: OSError: no such device"):
+        one.step(0)
+
+
+def test_a_partition_that_is_gone_is_named_and_a_new_one_is_read_from_its_beginning(reader: Make) -> None:
+    one = reader(Fountain(VALUES[:5], VALUES[:5]), least=10)
+    one.step(0)
+    state = one.stream.state_dict()
+    with pytest.raises(
+        CheckpointError, match="fountain: partition 1, which the checkpoint goes on from, is gone"
+    ):
+        reader(Fountain(VALUES[:9])).stream.seek(state)
+    more = Fountain(VALUES[:5], VALUES[:5], VALUES[:5])
+    more.begin[2] = 5
+    again = reader(more, least=5)
+    again.stream.seek(state)
+    assert again.step(1) == [(2, position) for position in range(5)]
+
+
+def test_positions_that_are_not_there_any_more_are_refused(reader: Make) -> None:
+    one = reader(Fountain(VALUES[:20]))
+    one.step(0)
+    state = one.stream.state_dict()
+    trimmed = Fountain(VALUES[:20])
+    trimmed.first[0] = 6
+    with pytest.raises(CheckpointError, match=r"position 5 of partition 0, which has 6 to 20: .*deleted"):
+        reader(trimmed).stream.seek(state)
+    with pytest.raises(CheckpointError, match="position 5 of partition 0, which has 0 to 3"):
+        reader(Fountain(VALUES[:3])).stream.seek(state)
+    holed = Fountain([*VALUES[:7], b"deleted", *VALUES[8:30]])
+    again = reader(holed)
+    again.stream.seek(state)
+    with pytest.raises(DataError, match=r"the sample at position 7 of partition 0 was held .* deleted there"):
+        again.step(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"skip": -1}, "skip -1 must be at least 0"), ({"deadline_s": 0}, "deadline_s 0 must be a number")],
+)
+def test_settings_out_of_range_are_refused(reader: Make, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        reader(Fountain(VALUES), **options)
+
+
+def test_one_that_was_never_read_is_closed(reader: Make) -> None:
+    source = Fountain(VALUES)
+    one = reader(source)
+    one.stream.close()
+    one.stream.close()
+    assert source.closed == 1

@@ -1,0 +1,116 @@
+"""Messages: what is sent comes back bit for bit, and what is no sample of the workload is refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from farflung.data import as_messages
+from farflung.data.streams.messages import messages_like
+from farflung.errors import ConfigError
+from farflung.types import Batch
+from tests.helpers import same_bits
+
+DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.float64]
+
+
+def batch(count: int, shape: tuple[int, ...], inputs: torch.dtype, targets: torch.dtype) -> Batch:
+    torch.manual_seed(count)
+    return Batch(torch.randint(0, 2, (count, *shape)).to(inputs), torch.randint(0, 2, (count,)).to(targets))
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(1, 4), max_size=3).map(tuple),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+)
+def test_rows_come_back_as_they_were(
+    count: int, shape: tuple[int, ...], inputs: torch.dtype, targets: torch.dtype
+) -> None:
+    sent = batch(count, shape, inputs, targets)
+    reader = messages_like(sent, None)
+    kept = [reader.take(value) for value in as_messages(sent)]
+    read = reader.rows(kept)
+    assert same_bits(read.inputs, sent.inputs)
+    assert same_bits(read.targets, sent.targets)
+    assert sum(map(reader.nbytes, kept)) == sum(map(len, kept))
+
+
+def test_any_library_of_safetensors_may_write_them() -> None:
+    like = batch(3, (2, 3), torch.float32, torch.int64)
+    reader = messages_like(like, None)
+    values = as_messages(like)
+    values[1] = save(
+        {"inputs": like.inputs[1], "other": torch.ones(5), "targets": like.targets[1]}, {"from": "elsewhere"}
+    )
+    for value in values:
+        reader.take(value)
+    read = reader.rows(values)
+    assert same_bits(read.inputs, like.inputs)
+    assert same_bits(read.targets, like.targets)
+
+
+LIKE = batch(1, (2,), torch.float32, torch.int64)
+GOOD = as_messages(LIKE)[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (b"", "no safetensors"),
+        (b"x", "no safetensors"),
+        (GOOD[:-1], "no safetensors"),
+        (GOOD + b"x", "no safetensors"),
+        (b"\xff" * 8 + GOOD[8:], "no safetensors"),
+        (b"x" * len(GOOD), "no safetensors"),
+        (save({"inputs": LIKE.inputs[0]}), "no tensor 'targets'"),
+        (
+            save({"inputs": LIKE.inputs, "targets": LIKE.targets[0]}),
+            r"inputs of float32\[1, 2\], and a sample",
+        ),
+        (
+            save({"inputs": LIKE.inputs[0], "targets": LIKE.targets[0].to(torch.int32)}),
+            r"targets of int32\[\]",
+        ),
+    ],
+)
+def test_what_is_no_sample_of_the_workload_is_refused(value: bytes, says: str) -> None:
+    reader = messages_like(LIKE, None)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=says):
+            reader.take(value)
+        reader.take(GOOD)
+
+
+def pairs(value: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers and a class, as a sensor might send them."""
+    first, second, label = struct.unpack("<ffq", value)
+    return torch.tensor([first, second]), torch.tensor(label)
+
+
+@pytest.mark.parametrize("decoder", [pairs, f"{__name__}:pairs"])
+def test_a_decoder_reads_other_messages(decoder: Any) -> None:
+    reader = messages_like(LIKE, decoder)
+    kept = [reader.take(struct.pack("<ffq", 0.5, index, index)) for index in range(3)]
+    assert reader.rows(kept).inputs.tolist() == [[0.5, 0.0], [0.5, 1.0], [0.5, 2.0]]
+    assert reader.rows(kept).targets.tolist() == [0, 1, 2]
+    assert reader.nbytes(kept[0]) == 16
+    with pytest.raises(struct.error):
+        reader.take(b"short")
+
+
+@pytest.mark.parametrize("decoder", ["nowhere:pairs", f"{__name__}:GOOD", f"{__name__}:absent"])
+def test_a_decoder_that_there_is_not_is_refused(decoder: str) -> None:
+    with pytest.raises(ConfigError, match="decoder"):
+        messages_like(LIKE, decoder)
+
+
+def test_no_rows_are_no_messages() -> None:
+    assert as_messages(Batch(LIKE.inputs[:0], LIKE.targets[:0])) == []
