@@ -130,10 +130,26 @@ def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool, collective: str) -
         assert distance <= 1e-6, (name, float(distance))
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=2)"])
+SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "scaling": "linear"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"schedule": "synchronous"},
+        {"schedule": "delayed(delay=2)"},
+        {"schedule": "pipelined(width=2)"},
+        SCADLES,
+        {**SCADLES, "schedule": "pipelined(width=2)"},
+        {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("stream", sorted(jobs.STREAMS))
-def test_what_a_real_run_made_of_its_arrivals_is_made_again(pool: Pool, stream: str, schedule: str) -> None:
-    run: dict[str, Any] = {"stream": stream, "parts": {"schedule": schedule}, "steps": 12}
+def test_what_a_real_run_made_of_its_arrivals_is_made_again(
+    pool: Pool, stream: str, parts: dict[str, str]
+) -> None:
+    run: dict[str, Any] = {"stream": stream, "parts": parts, "steps": 12}
     first = pool.run(2, "tests.worlds.jobs.wall_streamed", **run)
     decided = [decision for _, decisions in first for decision in decisions]
     assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}
