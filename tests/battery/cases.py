@@ -51,13 +51,22 @@ class Case:
         return {"evaluate_every": 0, "checkpoint_every": 0, **given}
 
 
+FASTER = {
+    "scadles": {
+        "stream": "rate([1600, 2000, 1800, 2400], window_s=0.005, policy='truncation', weigh='by_rate')"
+    },
+    "scadles_baseline": {"stream": "rate([1600, 2000, 1800, 2400], least=16)"},
+}
+"""Than devices send, so that nobody waits."""
+
+
 def _presets() -> list[Case]:
     """Each preset on one of two networks, with four replicas; a merge 20 steps late is seen in 50 steps alone."""
     networks = itertools.cycle(["wifi-100mbps", "four-regions"])
     return [
         Case(
             f"preset {name}",
-            {"recipe": name, "workers": 4, "steps": 50 if name == "dga" else 20},
+            {"recipe": name, "workers": 4, "steps": 50 if name == "dga" else 20, **FASTER.get(name, {})},
             network,
             virtual=name != "ddp",
         )

@@ -64,8 +64,8 @@ class Buffer:
         with ``stop`` the run ends with an error, with ``drop_oldest`` the samples that have waited longest are lost
         when a step chooses.
       window_s: seconds of the stream that a step is made of; ``None``: by ``least`` and ``most`` alone.
-      weigh: what a step weighs in the mean over the replicas: ``by_batch``, its samples, or ``by_rate``, :math:`S_i`;
-        either by the run's batch size, which changes no mean.
+      weigh: what a step weighs in the mean over the replicas: ``by_batch``, its samples, or ``by_rate``, :math:`S_i w`,
+        what the window brings, of a second where none is given; either by the run's batch size, which changes no mean.
 
     Raises:
       ConfigError: a value out of its range.
@@ -258,7 +258,7 @@ class Buffer:
         takes = self._chosen[1]
         missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
         if not missing:
-            weight = per_second / self._batch_size if self._by_rate else None
+            weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
             told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
             self._in_use = Arrivals(self._queue.ids, None, sum(count for _, count in takes), weight, told)
         return missing
