@@ -83,7 +83,7 @@ class Benchmark:
 
     folder: Path
     groups: Sequence[Group]
-    trainings: Trainings[Any] | None = None
+    trainings: Trainings[Any, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -225,7 +225,7 @@ def _measure(
     return code
 
 
-def _renew(name: str, trainings: Trainings[Any], console: Console) -> int:
+def _renew(name: str, trainings: Trainings[Any, Any], console: Console) -> int:
     """Takes the first steps of all stored trainings that are due; the exit code."""
     due, code, began = trainings.due(), 0, time.monotonic()
     for number, training in enumerate(due):

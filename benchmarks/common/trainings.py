@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rich.console import Console
 
@@ -33,7 +33,10 @@ class CannotTell(FarflungError):
     """A stored training was made on another machine, and its first steps end otherwise on this one."""
 
 
-class Training(Protocol):
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Training(Protocol[R_co]):
     """A frozen dataclass of settings that can be trained."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -51,12 +54,13 @@ class Training(Protocol):
         """Of where the first ``steps`` of the whole training end."""
         ...
 
-    def accuracy(self) -> float:
-        """Trains; the test accuracy in percent."""
+    def accuracy(self) -> R_co:
+        """Trains; the test accuracy in percent, or more of what it came to, as JSON."""
         ...
 
 
-T = TypeVar("T", bound=Training)
+T = TypeVar("T", bound=Training[Any])
+R = TypeVar("R")
 Where: TypeAlias = Callable[[Callable[[], Any]], Any]
 """Calls something, here or in another process, and returns its value."""
 
@@ -67,14 +71,14 @@ class _Line:
 
     Args:
       settings: of the training.
-      accuracy: what it came to, in percent.
+      accuracy: what it came to.
       sources: of the code that it is known to hold for.
       first_steps: how many steps were taken for the digests.
       digests: where they ended, by machine.
     """
 
     settings: dict[str, Any]
-    accuracy: float
+    accuracy: Any
     sources: str = ""
     first_steps: int = 0
     digests: dict[str, str] = field(default_factory=dict)
@@ -92,7 +96,7 @@ class _Line:
 _OWN = ("accuracy", "sources", "first_steps", "digests")
 
 
-class Trainings(Generic[T]):
+class Trainings(Generic[T, R]):
     """A file of JSON lines, one for each training.
 
     A stored training holds for the code as it is if nothing has changed since it was found to hold, or else if its
@@ -126,7 +130,7 @@ class Trainings(Generic[T]):
             if line.sources != current or here not in line.digests
         ]
 
-    def accuracy(self, training: T) -> float:
+    def accuracy(self, training: T) -> R:
         """The stored accuracy if it holds, else that of a training now.
 
         Raises:
@@ -134,7 +138,7 @@ class Trainings(Generic[T]):
         """
         return self._accuracy(training, lambda work: work())
 
-    def accuracies(self, trainings: Sequence[T]) -> list[float]:
+    def accuracies(self, trainings: Sequence[T]) -> list[R]:
         """Of several, as many at a time as there are processors, each in a process of its own.
 
         Raises:
@@ -153,11 +157,11 @@ class Trainings(Generic[T]):
 
             return list(threads.map(partial(self._accuracy, where=in_a_process), trainings))
 
-    def _accuracy(self, training: T, where: Where) -> float:
+    def _accuracy(self, training: T, where: Where) -> R:
         line = next((line for line in self._lines() if self._training(line) == training), None)
         current, here = source_hash(self.sources), machine()
         if line is not None and line.sources == current and here in line.digests:
-            return line.accuracy
+            return cast("R", line.accuracy)
         steps = max(training.first_steps(), 0 if line is None else line.first_steps)
         self._console.print(f"first {steps} steps of {training.title}")
         found = where(partial(training.digest, steps))
@@ -168,7 +172,7 @@ class Trainings(Generic[T]):
             line = _Line(asdict(training), where(training.accuracy))
         digests = line.digests if line.first_steps == steps else {}
         self._store(_Line(asdict(training), line.accuracy, current, steps, {**digests, here: found}))
-        return line.accuracy
+        return cast("R", line.accuracy)
 
     def _holds(self, line: _Line, steps: int, found: str) -> bool:
         if line.first_steps != steps or not line.digests:

@@ -167,7 +167,7 @@ class Trials:
       quick: two steps of a quadratic, whose score is no accuracy, and nothing is stored.
     """
 
-    def __init__(self, trainings: Trainings[Trial], *, quick: bool) -> None:
+    def __init__(self, trainings: Trainings[Trial, float], *, quick: bool) -> None:
         self._trainings, self._quick = trainings, quick
 
     def accuracy(self, trial: Trial) -> float:

@@ -89,7 +89,7 @@ class Hooked:
         )
 
 
-TRAININGS = Trainings(
+TRAININGS: Trainings[Hooked, float] = Trainings(
     Path(__file__).parent / "results" / "accuracies.jsonl",
     Hooked,
     [*TRIED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
@@ -131,7 +131,7 @@ class Equality:
       trainings: that are stored.
     """
 
-    def __init__(self, trainings: Trainings[Hooked] = TRAININGS) -> None:
+    def __init__(self, trainings: Trainings[Hooked, float] = TRAININGS) -> None:
         self._trainings = trainings
         self.learned: dict[str, Learned] = {}
         """Of all methods that have been asked for."""

@@ -255,7 +255,7 @@ def _taking(exchange_s: float, nodes: int, nbytes: int) -> NetworkProfile:
 LAGS = (4, 8, 12, 16, 20)
 DELAYS = (5, 10, 15, 20)
 RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
-TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
+TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
 Points = tuple[float, tuple[float, float]]
 
 

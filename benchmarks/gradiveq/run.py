@@ -191,7 +191,7 @@ METHODS = {
 }
 OURS = "gradiveq, spread samples, error feedback"
 """Of the row; the paper's own stands beside it."""
-TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=2.0)
+TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=2.0)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:

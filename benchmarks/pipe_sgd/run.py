@@ -205,7 +205,7 @@ REMEDIES = {
     "correction": "pipelined(width=2, correction=0.1)",
 }
 RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
-TRAININGS = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
+TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:

@@ -45,7 +45,9 @@ def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benchmark:
     folder.mkdir(parents=True)
     row = '[[row]]\nname = "{}"\nunit = "times"\nbetter = "higher"\n'
     (folder / "expected.toml").write_text("".join(row.format(kind) for kind in KINDS))
-    trainings = Trainings(folder / "results" / "fakes.jsonl", Fake, ["*.py"], minutes=2.0)
+    trainings: Trainings[Fake, float] = Trainings(
+        folder / "results" / "fakes.jsonl", Fake, ["*.py"], minutes=2.0
+    )
 
     def trained(quick: bool) -> Mapping[str, Measured]:
         del quick

@@ -59,9 +59,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Trainings[Fake]:
+def kept(tmp_path: Path) -> Trainings[Fake, float]:
     """With one that is stored."""
-    kept = Trainings(tmp_path / "results" / "fakes.jsonl", Fake, ["*.py"], minutes=0.0)
+    kept: Trainings[Fake, float] = Trainings(
+        tmp_path / "results" / "fakes.jsonl", Fake, ["*.py"], minutes=0.0
+    )
     assert kept.accuracy(Fake(0.1)) == 50.0
     assert asked() == ["first steps", "training"]
     return kept
@@ -82,7 +84,7 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr(trainings_module, "machine", lambda: machine)
 
 
-def test_a_stored_training_is_not_trained_again(kept: Trainings[Fake]) -> None:
+def test_a_stored_training_is_not_trained_again(kept: Trainings[Fake, float]) -> None:
     assert kept.accuracy(Fake(0.1)) == 50.0
     assert not kept.due()
     assert not asked()
@@ -92,7 +94,7 @@ def test_a_stored_training_is_not_trained_again(kept: Trainings[Fake]) -> None:
 
 
 def test_changed_sources_ask_for_the_first_steps_alone(
-    kept: Trainings[Fake], monkeypatch: pytest.MonkeyPatch
+    kept: Trainings[Fake, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch)
     assert kept.due() == [Fake(0.1)]
@@ -102,7 +104,7 @@ def test_changed_sources_ask_for_the_first_steps_alone(
 
 
 def test_first_steps_that_differ_ask_for_a_training(
-    kept: Trainings[Fake], monkeypatch: pytest.MonkeyPatch
+    kept: Trainings[Fake, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.accuracy(Fake(0.2))
     asked()
@@ -115,7 +117,7 @@ def test_first_steps_that_differ_ask_for_a_training(
 
 
 def test_first_steps_that_are_too_few_say_nothing(
-    kept: Trainings[Fake], monkeypatch: pytest.MonkeyPatch
+    kept: Trainings[Fake, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch, steps=30)
     assert kept.accuracy(Fake(0.1)) == 60.0
@@ -125,7 +127,7 @@ def test_first_steps_that_are_too_few_say_nothing(
 
 
 def test_another_machine_proves_what_is_equal_and_nothing_else(
-    kept: Trainings[Fake], monkeypatch: pytest.MonkeyPatch
+    kept: Trainings[Fake, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch)
     on(monkeypatch, "another")
@@ -143,7 +145,7 @@ def test_another_machine_proves_what_is_equal_and_nothing_else(
 
 
 def test_the_same_code_on_another_machine_adds_a_digest(
-    kept: Trainings[Fake], monkeypatch: pytest.MonkeyPatch
+    kept: Trainings[Fake, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, "another")
     monkeypatch.setattr(Code, "bits", "others")
@@ -155,7 +157,7 @@ def test_the_same_code_on_another_machine_adds_a_digest(
     assert asked() == ["first steps"]
 
 
-def test_a_setting_that_is_new_has_its_default(kept: Trainings[Fake], tmp_path: Path) -> None:
+def test_a_setting_that_is_new_has_its_default(kept: Trainings[Fake, float], tmp_path: Path) -> None:
     path = tmp_path / "results" / "fakes.jsonl"
     line = json.loads(path.read_text())
     del line["seed"]
@@ -185,7 +187,9 @@ def test_several_are_trained_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # importing torch is what costs
-    kept = Trainings(tmp_path / "results" / "apart.jsonl", Apart, ["*.py"], minutes=0.0)
+    kept: Trainings[Apart, float] = Trainings(
+        tmp_path / "results" / "apart.jsonl", Apart, ["*.py"], minutes=0.0
+    )
     wanted = [Apart(os.getpid(), seed) for seed in (3, 1, 2)]
     assert kept.accuracies(wanted) == [3.0, 1.0, 2.0]
     assert kept.stored() == wanted

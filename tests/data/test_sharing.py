@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,6 @@ def test_samples_of_another_kind_are_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"alpha": 0.0}, {"alpha": 1.5}, {"beta": -0.1}, {"beta": True}])
-def test_bad_options_are_refused(options: dict[str, float]) -> None:
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} .* must be above 0 and at most 1"):
         Injection(0, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_what_has_no_gradient_stays() -> None:
 
 
 def test_a_resumed_run_ends_as_the_whole(tmp_path: Path) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "optimizer": "lars(trust=0.01)",
         "momentum": 0.9,
         "learning_rate": 0.5,

@@ -157,7 +157,7 @@ def rate_limited(rank: int) -> Stream:
 def truncated(rank: int) -> Stream:
     """The newest of what has come, by a rate that changes, and weighed by it."""
     del rank
-    course = [(0.0, 900.0), (0.01, 3000.0)]
+    course: list[tuple[float, float]] = [(0.0, 900.0), (0.01, 3000.0)]
     return RateLimited([400.0, course], policy="truncation", window_s=0.005, least=1, most=8, weigh="by_rate")
 
 
