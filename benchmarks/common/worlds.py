@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from farflung.config import Training
 from farflung.recipes import recipe
@@ -10,7 +10,7 @@ from farflung.replica import Replica
 from farflung.runs import make_replica, settled_collective
 from farflung.runtime import VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Workload
+from farflung.types import SampleIds, Workload
 
 __all__ = ["replicas_in"]
 
@@ -21,6 +21,7 @@ def replicas_in(
     training: Training,
     parts: Mapping[str, object],
     sink: Callable[[Event], None] | None = None,
+    shares: Sequence[SampleIds] | None = None,
 ) -> list[Replica]:
     """One for each of the world's runtimes.
 
@@ -30,6 +31,7 @@ def replicas_in(
       training: how.
       parts: members of the recipe; the others are those of ``synchronous``.
       sink: takes the events of rank 0.
+      shares: of the training set; ``None``: all draw from the whole.
     """
     chosen = recipe("synchronous").but(**parts)
     replicas = [
@@ -39,6 +41,7 @@ def replicas_in(
             chosen,
             training,
             Telemetry(rank, *([sink] if sink is not None and rank == 0 else [])),
+            shares=shares,
         )
         for rank, runtime in enumerate(world.runtimes)
     ]

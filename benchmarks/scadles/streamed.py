@@ -1,0 +1,232 @@
+"""Trainings whose samples arrive, in virtual time: top-1 and top-5 accuracy over time, and what waits to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common.first_steps import combined, digest
+from benchmarks.common.worlds import replicas_in
+from farflung.config import Training
+from farflung.data import PARTITIONS, Partition, Subset
+from farflung.devices import DeviceProfile
+from farflung.network import Link, NetworkProfile
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.spec import build
+from farflung.tasks import Pending
+from farflung.types import Batch, Dataset, Workload
+from farflung.workloads import workload
+
+__all__ = ["NETS", "Net", "Point", "Streamed", "device", "network"]
+
+T = TypeVar("T")
+TOP = 5
+FEW = 500
+"""Test samples that say whether scoring is what it was."""
+FIRST_STEPS = 20
+"""Of a digest; everything happens in every step."""
+LATENCY_S, BANDWIDTH_BPS = 1e-4, 5e9
+"""One way, our choice; and the paper's (section V)."""
+
+
+@dataclass(frozen=True)
+class Net:
+    """What stands for a network of the paper's.
+
+    Args:
+      workload: its name.
+      step_s: what a step takes, exchange included: the paper's, of the network that this one stands for (Table II).
+      learning_rate: the paper's.
+      gamma: what the rate is multiplied by, the paper's.
+      weight_decay: the paper's.
+    """
+
+    workload: str
+    step_s: float
+    learning_rate: float
+    gamma: float
+    weight_decay: float
+
+
+NETS = {
+    "residual": Net("cifar10/resnet8", 1.2, 0.1, 0.2, 1e-4),
+    "plain": Net("cifar10/vgg", 1.6, 0.01, 0.3, 5e-4),
+}
+"""For ResNet152 and VGG19."""
+
+
+def device(net: Net) -> DeviceProfile:
+    """Each step takes as long, whatever its batch, as the paper counts."""
+    return DeviceProfile(net.workload, step_s=net.step_s)
+
+
+def network(replicas: int) -> NetworkProfile:
+    """The paper's servers."""
+    return NetworkProfile.uniform(Link(LATENCY_S, BANDWIDTH_BPS), replicas, "5 Gbit/s")
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation.
+
+    Args:
+      samples: that all replicas had trained on.
+      seconds: of simulated time.
+      top1: share of the test samples put into their class.
+      top5: share whose class was among the first five.
+    """
+
+    samples: int
+    seconds: float
+    top1: float
+    top5: float
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One training.
+
+    Args:
+      parts: members of the recipe.
+      net: a name in :data:`NETS`.
+      partition: how the training set is split.
+      replicas: how many.
+      samples: trains until all replicas together have trained on as many; the learning rate falls after a quarter,
+        a half and three quarters of them, as the paper's does of its epochs.
+      batch_size: of the baseline, per replica; with ``replicas`` the base of weights and scaled rates.
+      learning_rate: of the first step.
+      momentum: of SGD.
+      optimizer: as text.
+      warm_up: samples over which the rate rises.
+      every: samples between two evaluations.
+      seed: of everything.
+    """
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    net: str = "residual"
+    partition: str = "iid"
+    replicas: int = 16
+    samples: int = 400_000
+    batch_size: int = 64
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    optimizer: str = "sgd"
+    warm_up: int = 0
+    every: int = 20_000
+    seed: int = 0
+
+    @property
+    def title(self) -> str:
+        """What differs between them."""
+        return f"{self.net}, {self.partition}, {self.parts}, rate {self.learning_rate:g}, seed {self.seed}"
+
+    def first_steps(self) -> int:
+        """All kinds of steps have come twice."""
+        return FIRST_STEPS
+
+    def digest(self, steps: int) -> str:
+        """Of all replicas after the first steps, and with their score."""
+
+        async def train(replica: Replica) -> str:
+            for _ in range(steps):
+                await replica.step()
+            score = await replica.evaluate()
+            return combined([digest(replica.model), repr((score.metric, score.loss))])
+
+        return combined(self._in_virtual_time(train, tested=FEW))
+
+    def accuracy(self) -> dict[str, Any]:
+        """``curve``: the evaluations; ``held``: samples that wait at the end, of all replicas; ``sent``: bytes of all;
+        ``steps``; and ``reducer``: what it has to tell.
+        """
+        held: list[int] = []
+
+        async def train(replica: Replica) -> dict[str, Any]:
+            curve: list[list[float]] = []
+            due = self.every
+            while replica._samples < self.samples:
+                await replica.step()
+                if replica._samples >= due or replica._samples >= self.samples:
+                    score = await replica.evaluate()
+                    curve.append([replica._samples, replica.runtime.now(), 1.0 - score.loss, score.metric])
+                    due += self.every
+            stream = replica.parts.stream
+            held.append(len(stream.poll(replica.runtime.now(), replica.step_done).ids))
+            told = replica._exchanges.report()
+            return {
+                "curve": curve,
+                "sent": replica.sent_nbytes,
+                "steps": replica.step_done,
+                "reducer": dict(told),
+            }
+
+        found = self._in_virtual_time(train)
+        sent = sum(one.pop("sent") for one in found)
+        return {**found[0], "sent": sent, "held": sum(held)}
+
+    def points(self, found: dict[str, Any]) -> list[Point]:
+        """The evaluations of what :meth:`accuracy` gave."""
+        return [Point(int(samples), seconds, top1, top5) for samples, seconds, top1, top5 in found["curve"]]
+
+    def _in_virtual_time(
+        self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]], *, tested: int | None = None
+    ) -> list[T]:
+        torch.set_num_threads(1)
+        net = NETS[self.net]
+        quarters = ", ".join(str(self.samples * part // 4) for part in (1, 2, 3))
+        rates = f"step(by='samples', milestones=({quarters}), gamma={net.gamma}, warmup={self.warm_up})"
+        training = Training(
+            steps=1 << 30,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=net.weight_decay,
+            optimizer=self.optimizer,
+            learning_rate_schedule=rates,
+            on_nonfinite="skip",
+            seed=self.seed,
+        )
+        world = VirtualWorld(self.replicas, device=device(net), network=network(self.replicas))
+        task = cast("Workload", _TopFive(workload(net.workload), tested))
+        how: Partition = build("partition", self.partition, PARTITIONS)
+        shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
+        return world.run(
+            [train(one) for one in replicas_in(world, task, training, self.parts, shares=shares)]
+        )
+
+
+class _TopFive:
+    """A workload whose score is top-5, and whose loss in an evaluation is the share that top-1 misses.
+
+    Args:
+      task: the workload; its model keeps channels innermost, which is faster here.
+      tested: how many test samples; all when not given.
+    """
+
+    def __init__(self, task: Workload, tested: int | None) -> None:
+        self._task, self._tested = task, tested
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return self._task.model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if model.training:
+            return self._task.loss(model, batch)
+        return 1.0 - self._task.metric(model, batch)
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch.inputs)
+        found = logits.topk(TOP, dim=-1).indices == batch.targets.unsqueeze(-1)
+        return found.any(dim=-1).to(torch.float32)
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = self._task.datasets()
+        return train, test if self._tested is None else Subset(test, torch.arange(len(test))[: self._tested])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
