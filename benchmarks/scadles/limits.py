@@ -1,0 +1,98 @@
+"""How much faster rates and step time let ScaDLES be, and how much faster it is in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.common.worlds import replicas_in
+from benchmarks.scadles.streamed import NETS, device, network
+from farflung.config import Training
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.workloads import workload
+
+__all__ = ["BASE", "baseline", "held", "kept", "limit", "seconds", "speed_up", "weighted"]
+
+BASE = 64
+"""Samples of the baseline's batch on each device (section V)."""
+LEAST, MOST = 8, 1024
+STEPS = 12
+"""So many are timed; all but the first take equally long."""
+
+
+def baseline(rates: Sequence[float] | str) -> dict[str, str]:
+    """As many samples on each device, however long they take to come."""
+    return {"stream": f"rate({rates!r}, least={BASE})"}
+
+
+def weighted(rates: Sequence[float] | str, policy: str = "persistence") -> dict[str, str]:
+    """Batches, weights and learning rate by what a second of each stream brings."""
+    stream = f"rate({rates!r}, window_s=1, least={LEAST}, most={MOST}, policy={policy!r}, weigh='by_rate')"
+    return {"stream": stream, "scaling": "linear"}
+
+
+def limit(rates: Sequence[float], step_s: float) -> float:
+    """Samples per second of ScaDLES over the baseline's, if waiting and computing were all that takes time.
+
+    The baseline waits for its batch on the slowest device, :math:`\\max(t, 64 / \\min S_i)`; ScaDLES takes a second's
+    samples in :math:`\\max(t, 1)`.
+    """
+    batches = [min(max(round(rate), LEAST), MOST) for rate in rates]
+    ours_s = max(step_s, *(batch / rate for batch, rate in zip(batches, rates, strict=True)))
+    theirs_s = max(step_s, BASE / min(rates))
+    return (sum(batches) / ours_s) / (BASE * len(rates) / theirs_s)
+
+
+def seconds(parts: dict[str, str], net: str, replicas: int, steps: int) -> list[float]:
+    """When each step ends in virtual time; what is trained is a quadratic, for times do not hang on it."""
+    torch.set_num_threads(1)
+    training = Training(steps=steps, batch_size=BASE, learning_rate=1e-6)
+    world = VirtualWorld(replicas, device=device(NETS[net]), network=network(replicas))
+
+    async def train(replica: Replica) -> list[float]:
+        ends = []
+        for _ in range(steps):
+            await replica.step()
+            ends.append(replica.runtime.now())
+        return ends
+
+    task = workload("synthetic/quadratic")
+    return world.run([train(one) for one in replicas_in(world, task, training, parts)])[0]
+
+
+def held(parts: dict[str, str], net: str, replicas: int, steps: int) -> int:
+    """Samples that wait to be used after so many steps, of all devices."""
+    torch.set_num_threads(1)
+    training = Training(steps=steps, batch_size=BASE, learning_rate=1e-6)
+    world = VirtualWorld(replicas, device=device(NETS[net]), network=network(replicas))
+
+    async def train(replica: Replica) -> int:
+        for _ in range(steps):
+            await replica.step()
+        arrivals = replica.parts.stream.poll(replica.runtime.now(), steps)
+        return len(arrivals.ids)
+
+    task = workload("synthetic/quadratic")
+    return sum(world.run([train(one) for one in replicas_in(world, task, training, parts)]))
+
+
+def kept(rates: Sequence[float], step_s: float, steps: int) -> float:
+    """The closed form of what persistence keeps: :math:`\\sum_i (t S_i - b_i) T + S_i` (section III), from 0 up."""
+    return sum(
+        max(0.0, (step_s * rate - min(max(round(rate), LEAST), MOST)) * steps) + rate for rate in rates
+    )
+
+
+def speed_up(rates: Sequence[float], net: str) -> float:
+    """Samples per second over the baseline's, in virtual time, behind the first step."""
+    batches = [min(max(round(rate), LEAST), MOST) for rate in rates]
+    ours, theirs = (
+        seconds(parts, net, len(rates), STEPS) for parts in (weighted(list(rates)), baseline(list(rates)))
+    )
+    per_s = [
+        count * (STEPS - 1) / (ends[-1] - ends[0])
+        for count, ends in ((sum(batches), ours), (BASE * len(rates), theirs))
+    ]
+    return per_s[0] / per_s[1]

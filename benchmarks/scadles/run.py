@@ -1,0 +1,335 @@
+"""ScaDLES: what following the rate of the data wins, what it costs in accuracy, and what waits to be used."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common import Benchmark, Group, Measured, Trainings, main
+from benchmarks.common.trainings import TRAINED
+from benchmarks.common.trials import WORLD
+from benchmarks.scadles.injected import bytes_sent
+from benchmarks.scadles.limits import BASE, baseline, held, kept, limit, seconds, speed_up, weighted
+from benchmarks.scadles.streamed import NETS, Point, Streamed
+from farflung.data.streams.rates import courses, drawn
+from farflung.seeding import derive
+
+FOLDER = Path(__file__).parent
+DEVICES, FEW = 16, 10
+"""As many as the paper's; fewer where each has one label."""
+LAWS = ("S1", "S2", "S1'", "S2'")
+NAMES = {"residual": "residual net", "plain": "plain net"}
+ALLOWED = 0.005
+"""Below the baseline's best is as good as that."""
+RATES = (1.0, 0.5, 2.0)
+"""Learning rates that are tried, in those of the paper."""
+TRAININGS: Trainings[Streamed, dict[str, Any]] = Trainings(
+    FOLDER / "results" / "trainings.jsonl",
+    Streamed,
+    [*TRAINED, "benchmarks/common/worlds.py", "benchmarks/scadles/streamed.py"],
+    minutes=0.5,
+)
+
+
+def everything(law: str | Sequence[Any], *, density: float = 0.1, threshold: float = 0.3) -> dict[str, str]:
+    """Weighted, truncated, and adaptively compressed."""
+    return {
+        **weighted(law, "truncation"),
+        "reducer": f"adaptive_topk(density={density}, threshold={threshold})",
+    }
+
+
+# --- trainings --------------------------------------------------------------------------------------------------
+
+
+def smooth(points: Sequence[Point], of: str) -> list[float]:
+    """The median of each evaluation and those beside it."""
+    scores = [float(getattr(point, of)) for point in points]
+    return [statistics.median(scores[max(0, at - 1) : at + 2]) for at in range(len(scores))]
+
+
+def best(training: Streamed, *, quick: bool) -> tuple[Streamed, list[Point], dict[str, Any]]:
+    """Of some learning rates the one whose best top-5 accuracy is highest: its settings, evaluations and figures."""
+    if quick:
+        training = replace(training, samples=2 * BASE * training.replicas, every=BASE * training.replicas)
+        found = training.accuracy()
+        return training, training.points(found), found
+    usual = NETS[training.net].learning_rate
+    tried = [replace(training, learning_rate=usual * factor) for factor in RATES]
+    outcomes = TRAININGS.accuracies(tried)
+    curves = [one.points(found) for one, found in zip(tried, outcomes, strict=True)]
+    winner = max(range(len(tried)), key=lambda at: max(smooth(curves[at], "top5")))
+    return tried[winner], curves[winner], outcomes[winner]
+
+
+def reached(points: Sequence[Point], ends: Sequence[float], target: float) -> float | None:
+    """Seconds until the smoothed top-5 accuracy is there; ``None``: never."""
+    for end, score in zip(ends, smooth(points, "top5"), strict=True):
+        if score >= target:
+            return end
+    return None
+
+
+def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
+    """Ours beside the baseline, whose arithmetic is the same whatever the rates: only its times differ."""
+    base, base_points, base_found = best(Streamed(baseline("S1"), net), quick=quick)
+    own, points, found = best(Streamed(ours, net), quick=quick)
+    per_step = BASE * base.replicas
+    waits = seconds(baseline(law), net, base.replicas, base_found["steps"])
+    ends = [waits[point.samples // per_step - 1] for point in base_points]
+    target = max(smooth(base_points, "top5")) - ALLOWED
+    theirs_s, ours_s = (
+        reached(base_points, ends, target),
+        reached(points, [p.seconds for p in points], target),
+    )
+    rates = [course.rates[0] for course in courses(law, own.replicas, derive(own.seed, "rates"))]
+
+    def lost(of: str) -> float:
+        return 100 * (max(smooth(base_points, of)) - max(smooth(points, of)))
+
+    return {
+        "rates": rates,
+        "step_s": NETS[net].step_s,
+        "target_top5": target,
+        "seconds": [theirs_s, ours_s],
+        "times_faster": None if theirs_s is None or ours_s is None else theirs_s / ours_s,
+        "limit": limit(rates, NETS[net].step_s),
+        "learning_rates": [base.learning_rate, own.learning_rate],
+        "lost_top5": lost("top5"),
+        "lost_top1": lost("top1"),
+        "samples": own.samples,
+        "steps": [base_found["steps"], found["steps"]],
+        "held_at_the_end": [base_found["held"], found["held"]],
+        "sent": [base_found["sent"], found["sent"]],
+        "reducer": found["reducer"],
+        "reduced": f"{NETS[net].workload} on CIFAR-10",
+    }
+
+
+def row(figure: float | None, config: dict[str, Any], *, simulated: bool) -> Measured:
+    """Of one training and one set of rates; a target that was not reached counts 0."""
+    value = 0.0 if figure is None else figure
+    said = config if figure is not None else {**config, "not reached": True}
+    return Measured(value, (value, value), said, simulated=simulated)
+
+
+def weighted_alone(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
+    """Batches and weights by rate."""
+    found = compared(net, law, weighted(law), quick=quick)
+    return {f"weighted aggregation, {law}, {NAMES[net]}": row(found["times_faster"], found, simulated=True)}
+
+
+def all_on(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
+    """With truncation and compression."""
+    found = compared(net, law, everything(law), quick=quick)
+    name = f"everything on, {law}, {NAMES[net]}"
+    return {
+        name: row(found["times_faster"], found, simulated=True),
+        f"{name}, accuracy lost": row(found["lost_top5"], found, simulated=False),
+    }
+
+
+# --- rates ------------------------------------------------------------------------------------------------------
+
+SHARE = "share of the limit that rates and step time set, weighted aggregation, S1, S1', S2, S2', worst"
+DRAWS = 100
+
+
+def share_of_limit(quick: bool) -> Mapping[str, Measured]:
+    """Of each law, the median over draws."""
+    shares, limits = {}, {}
+    for law in LAWS:
+        draws = [drawn(law, DEVICES, seed) for seed in range(2 if quick else DRAWS)]
+        bounds = [limit(rates, NETS["residual"].step_s) for rates in draws]
+        found = [speed_up(rates, "residual") for rates in draws]
+        shares[law] = statistics.median(own / bound for own, bound in zip(found, bounds, strict=True))
+        limits[law] = [min(bounds), statistics.median(bounds), max(bounds)]
+    worst = min(shares.values())
+    config = {"shares": shares, "limits": limits, "draws": DRAWS, "step_s": NETS["residual"].step_s}
+    return {SHARE: Measured(worst, (worst, max(shares.values())), config, simulated=True)}
+
+
+KEPT = {
+    "S1": {"residual": 2.9e5, "plain": 1e5},
+    "S2": {"residual": 4.36e6, "plain": 4e6},
+    "S1'": {"residual": 6.2e5, "plain": 3.7e5},
+    "S2'": {"residual": 3.6e6, "plain": 2.5e6},
+}
+"""Samples that persistence keeps in Table IV, from which the iterations follow."""
+
+
+def buffers(law: str, quick: bool) -> Mapping[str, Measured]:
+    """What waits under persistence, against the closed form."""
+    errors, config = [], {}
+    for net, samples in KEPT[law].items():
+        step_s = NETS[net].step_s
+        rates = [course.rates[0] for course in courses(law, DEVICES, derive(0, "rates"))]
+        grows = kept(rates, step_s, 1) - kept(rates, step_s, 0)
+        steps = 20 if quick else round((samples - sum(rates)) / grows)
+        there, wanted = held(weighted(law), net, DEVICES, steps), kept(rates, step_s, steps)
+        less = held(weighted(law, "truncation"), net, DEVICES, min(steps, 50))
+        errors.append(abs(there - wanted) / wanted)
+        config[net] = {"steps": steps, "persistence": there, "closed form": wanted, "truncation": less}
+    name = f"buffer, persistence, {law}, against the closed form"
+    return {name: Measured(max(errors), (min(errors), max(errors)), config, simulated=True)}
+
+
+CHANGING = "everything on against the conventional baseline, time to target, rates changing within the run"
+EVERY_S = 60.0
+
+
+def changing(quick: bool) -> Mapping[str, Measured]:
+    """Devices take on each other's rates of S1 every minute."""
+    rates = drawn("S1", DEVICES, 0)
+    hours = 24 * 60
+    given = [
+        [(EVERY_S * at, rates[(device + 5 * at) % DEVICES]) for at in range(hours)]
+        for device in range(DEVICES)
+    ]
+    base, base_points, base_found = best(Streamed(baseline("S1")), quick=quick)
+    own, points, found = best(Streamed(everything(given)), quick=quick)
+    stream = {"stream": f"rate({given!r}, least={BASE})"}
+    waits = seconds(stream, "residual", DEVICES, base_found["steps"])
+    ends = [waits[point.samples // (BASE * DEVICES) - 1] for point in base_points]
+    target = max(smooth(base_points, "top5")) - ALLOWED
+    theirs_s, ours_s = (
+        reached(base_points, ends, target),
+        reached(points, [p.seconds for p in points], target),
+    )
+    config = {
+        "every_s": EVERY_S,
+        "rates": rates,
+        "seconds": [theirs_s, ours_s],
+        "learning_rates": [base.learning_rate, own.learning_rate],
+        "reducer": found["reducer"],
+    }
+    times = None if theirs_s is None or ours_s is None else theirs_s / ours_s
+    return {CHANGING: row(times, config, simulated=True)}
+
+
+# --- injection, compression -------------------------------------------------------------------------------------
+
+KEPT_BY_INJECTION = "injection (.5,.5) on one-label devices, accuracy of everything-IID kept"
+PAIRS = (0.5, 0.25, 0.1, 0.05)
+
+
+def injection(quick: bool) -> Mapping[str, Measured]:
+    """Ten devices of one label each, with and without rows of the others."""
+    usual = {"replicas": FEW, "partition": "labels(k=1)"}
+    law = weighted("S1'")
+    scores: dict[str, float] = {}
+
+    def score(name: str, training: Streamed) -> float:
+        _, points, _ = best(training, quick=quick)
+        scores[name] = max(smooth(points, "top5"))
+        scores[f"{name}, top-1"] = max(smooth(points, "top1"))
+        return scores[name]
+
+    whole = score("i.i.d.", Streamed(law, replicas=FEW))
+    score("no injection", Streamed(law, **usual))  # type: ignore[arg-type]
+    for share in PAIRS if not quick else PAIRS[:1]:
+        parts = {**law, "sharing": f"injection(alpha={share}, beta={share})"}
+        score(f"({share}, {share})", Streamed(parts, **usual))  # type: ignore[arg-type]
+    if not quick:
+        parts = {**law, "sharing": "injection(alpha=0.5, beta=0.5, keep_batch=True)"}
+        score("(0.5, 0.5), batches kept", Streamed(parts, **usual))  # type: ignore[arg-type]
+    share_kept = scores["(0.5, 0.5)"] / whole
+    return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), {"scores": scores})}
+
+
+BYTES = "injection (.5,.5) bytes against the sum over senders and receivers"
+
+
+def injected_bytes(quick: bool) -> Mapping[str, Measured]:
+    """A copy for each receiver; the figure counts one for each sender."""
+    del quick
+    found = {law: bytes_sent(law, FEW, 0.5, 0.5) for law in LAWS}
+    errors = [abs(one["sent"] - one["copies"]) / one["copies"] for one in found.values()]
+    return {BYTES: Measured(max(errors), (min(errors), max(errors)), found, simulated=True)}
+
+
+CNC = "CNC is monotone in delta at fixed CR and in CR at fixed delta"
+DENSITIES, THRESHOLDS = (0.01, 0.1), (0.1, 0.2, 0.3, 0.4)
+
+
+def monotone(quick: bool) -> Mapping[str, Measured]:
+    """Of each two neighbours in the paper's table."""
+    samples = 60_000
+    trainings = {
+        (density, threshold): Streamed(
+            everything("S1'", density=density, threshold=threshold), samples=samples, every=samples
+        )
+        for density, threshold in itertools.product(DENSITIES, THRESHOLDS)
+    }
+    if quick:
+        trainings = {key: replace(one, samples=2000, every=2000) for key, one in list(trainings.items())[-2:]}
+        found = [one.accuracy() for one in trainings.values()]
+    else:
+        found = TRAININGS.accuracies(list(trainings.values()))
+    cnc = {key: one["reducer"]["cnc"] for key, one in zip(trainings, found, strict=True)}
+    pairs = [
+        (one, two)
+        for one, two in itertools.permutations(cnc, 2)
+        if (one[0] == two[0] and one[1] < two[1]) or (one[1] == two[1] and one[0] < two[0])
+    ]
+    share = sum(cnc[one] <= cnc[two] for one, two in pairs) / len(pairs)
+    table = [
+        {"density": density, "threshold": threshold, "cnc": value}
+        for (density, threshold), value in cnc.items()
+    ]
+    return {CNC: Measured(share, (share, share), {"cnc": table, "samples": samples})}
+
+
+MINE = ["src/farflung/data/streams/*.py", "src/farflung/data/sharing/*.py", "src/farflung/rates/*.py"]
+BENCHMARK = Benchmark(
+    FOLDER,
+    [
+        Group((SHARE,), share_of_limit, "simulated", 6.0, [*WORLD, *MINE]),
+        *(
+            Group(
+                (f"buffer, persistence, {law}, against the closed form",),
+                functools.partial(buffers, law),
+                "simulated",
+                4.0,
+                [*WORLD, *MINE],
+            )
+            for law in LAWS
+        ),
+        Group((BYTES,), injected_bytes, "simulated", 0.5, [*WORLD, *MINE]),
+        *(
+            Group(
+                (f"weighted aggregation, {law}, {NAMES[net]}",),
+                functools.partial(weighted_alone, net, law),
+                "trainings",
+                1.0,
+                TRAININGS.sources,
+            )
+            for law, net in itertools.product(("S1", "S1'"), NETS)
+        ),
+        *(
+            Group(
+                (f"everything on, {law}, {NAMES[net]}", f"everything on, {law}, {NAMES[net]}, accuracy lost"),
+                functools.partial(all_on, net, law),
+                "trainings",
+                1.0,
+                TRAININGS.sources,
+            )
+            for law, net in itertools.product(LAWS, NETS)
+        ),
+        Group((KEPT_BY_INJECTION,), injection, "trainings", 0.0, TRAININGS.sources),
+        Group((CNC,), monotone, "trainings", 0.0, TRAININGS.sources),
+        Group((CHANGING,), changing, "trainings", 1.0, TRAININGS.sources),
+    ],
+    TRAININGS,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
