@@ -52,7 +52,7 @@ class Fountain:
         self.at = dict(positions)
 
     def read(self, most: int, wait_s: float) -> list[Record]:
-        records = []
+        records: list[Record] = []
         with self.heard:
             for number, at in self.at.items():
                 for position in range(at, len(self.partitions[number])):

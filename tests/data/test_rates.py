@@ -67,7 +67,7 @@ def test_a_rate_stays_until_the_next_begins() -> None:
 
 
 def test_each_replica_may_have_a_course_or_a_number() -> None:
-    changing: list[tuple[float, float]] = [(0, 4), (2, 8)]
+    changing = ((0.0, 4.0), (2.0, 8.0))
     one, two = courses([changing, 5], 2, 0)
     assert (one.rates, two.rates) == ((4, 8), (5,))
     assert courses(changing, 3, 0) == [one] * 3

@@ -149,8 +149,11 @@ class KafkaSource:
           DataError: a position is not there any more, or the client has given up.
         """
         assert self._consumer is not None
+        first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
+        if first is None:
+            return []
         records = []
-        for message in self._consumer.consume(max(1, most), wait_s):
+        for message in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
             error = message.error()
             if error is not None:
                 self._judge(error)
