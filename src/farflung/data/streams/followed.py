@@ -40,8 +40,8 @@ def files(
     r"""Samples from files that somebody appends to, one in a record.
 
     A record is four bytes, the length of a message as a little-endian number, and the message in the form of
-    :mod:`farflung.data.streams.messages`. The position in a file is that of a record's first byte. A last record that
-    is not whole yet is waited for.
+    :func:`as_messages`. The position in a file is that of a record's first byte. A last record that is not whole yet
+    is waited for.
 
     Args:
       path: a file, with ``{rank}`` in it one for each replica; or a folder, whose files ``*.records`` are taken by

@@ -38,7 +38,7 @@ def kafka(
     deadline_s: float = 60.0,
     **buffer: Unpack[Buffering],
 ) -> LiveStream:
-    r"""Samples from Apache Kafka, one in a message; see :mod:`farflung.data.streams.messages` for their form.
+    r"""Samples from Apache Kafka, one in a message; :func:`as_messages` says in what form.
 
     Each replica has a consumer of its own, and its partitions are assigned to it for good: where the topic's name holds
     ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic

@@ -123,7 +123,7 @@ class LiveStream:
 
     Args:
       source: what is read.
-      decoder: reads messages that are no safetensors; see :mod:`farflung.data.streams.messages`.
+      decoder: reads messages that are no safetensors; see :func:`as_messages`.
       skip: messages that may be skipped because they do not decode; one more ends the run.
       deadline_s: how long a step waits while nothing comes.
       buffer: how what has arrived is kept.

@@ -1,7 +1,4 @@
-"""One sample as a message: a safetensors file with the tensors ``inputs`` and ``targets``, as the data set stores them.
-
-So any library of safetensors, in any language, writes what a stream reads, and nothing is unpickled.
-"""
+"""Samples as messages, and messages as samples."""
 
 from __future__ import annotations
 
@@ -29,7 +26,9 @@ _KNOWN = 64
 
 
 def as_messages(rows: Batch) -> list[bytes]:
-    """A message for each row.
+    """A message for each row: a safetensors file of the tensors ``inputs`` and ``targets``, as the data set stores them.
+
+    So any library of safetensors, in any language, writes what a stream reads, and nothing is unpickled.
 
     >>> from farflung.types import Batch
     >>> (one,) = as_messages(Batch(torch.tensor([[1, 2]]), torch.tensor([7])))
