@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import PRINTED, RATE_SETS, RateCourse, Rates, courses, rates_in
+from farflung.data import PRINTED, RATE_SETS, RateCourse, courses, rates_in
 from farflung.data.streams.rates import drawn
 from farflung.errors import ConfigError, DataError
 
@@ -68,8 +68,7 @@ def test_a_rate_stays_until_the_next_begins() -> None:
 
 def test_each_replica_may_have_a_course_or_a_number() -> None:
     changing = ((0.0, 4.0), (2.0, 8.0))
-    unlike: Rates = [changing, 5]
-    one, two = courses(unlike, 2, 0)
+    one, two = courses([changing, 5], 2, 0)
     assert (one.rates, two.rates) == ((4, 8), (5,))
     assert courses(changing, 3, 0) == [one] * 3
 

@@ -26,7 +26,7 @@ _KNOWN = 64
 
 
 def as_messages(rows: Batch) -> list[bytes]:
-    """A message for each row: a safetensors file of the tensors ``inputs`` and ``targets``, as the data set stores them.
+    """A message for each row: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
 
     So any library of safetensors, in any language, writes what a stream reads, and nothing is unpickled.
 

@@ -20,7 +20,7 @@ from farflung.seeding import generator
 __all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn", "rates_in"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
-Rates: TypeAlias = float | str | Pairs | Sequence[float | Pairs]
+Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
 """One for all, one for each, or in words; see :func:`courses`."""
 
 FLOOR = 8.0
