@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple, Protocol
 
@@ -163,7 +164,7 @@ class LiveStream:
         self._skipped = 0
         self._paused = False
         self._full_since: float | None = None
-        self._made_s: dict[int, deque[float]] = {}
+        self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=CHUNK))
         self._ready: Pending[None] | None = None
         self._missing = 0
         self._silent_since = 0.0
@@ -258,17 +259,21 @@ class LiveStream:
         """Held samples; waits for those that are still to be read again."""
         wanted = ids.tolist()
         with self._changed:
-            if self._thread is None:
-                self._begin(0)
-            there = self._changed.wait_for(
-                lambda: self._error is not None or self._kept.keys() >= set(wanted), self._deadline_s
-            )
-            if self._error is not None:
-                raise self._error
-            if not there:
-                raise self._silence(self._deadline_s)
+            if self._again:
+                self._wait_again(set(wanted))
             kept = [self._kept[one] for one in wanted]
         return self._messages.rows(kept)
+
+    def _wait_again(self, wanted: set[int]) -> None:
+        if self._thread is None:
+            self._begin(0)
+        there = self._changed.wait_for(
+            lambda: self._error is not None or not wanted & self._again, self._deadline_s
+        )
+        if self._error is not None:
+            raise self._error
+        if not there:
+            raise self._silence(self._deadline_s)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
@@ -360,26 +365,27 @@ class LiveStream:
         fresh: list[int] = []
         ready = None
         with self._changed:
+            following_, again, kept_ = self._next, self._again, self._kept
+            take, nbytes, made_s_ = self._messages.take, self._messages.nbytes, self._made_s
             for record in records:
                 partition, position, following, value, made_s = record
                 one = position * STRIDE + partition
-                known = position < self._next[partition]
-                if known and one not in self._again:
+                known = position < following_[partition]
+                if known and one not in again:
                     continue
                 if not known:
-                    self._next[partition] = following
+                    following_[partition] = following
                 try:
-                    kept = self._messages.take(value)
+                    kept = kept_[one] = take(value)
                 except Exception as error:
                     self._skip_one(record, error)
                     continue
-                self._kept[one] = kept
-                self._nbytes += self._messages.nbytes(kept)
+                self._nbytes += nbytes(kept)
                 if known:
-                    self._again.discard(one)
+                    again.discard(one)
                 else:
                     fresh.append(one)
-                    self._made_s.setdefault(partition, deque(maxlen=CHUNK)).append(made_s)
+                    made_s_[partition].append(made_s)
             if self._again:
                 self._check_found(records)
             if fresh:
@@ -452,10 +458,8 @@ class LiveStream:
     # --- what is kept -------------------------------------------------------------------------------------------
 
     def _forget(self, ids: SampleIds) -> None:
-        for one in ids.tolist():
-            kept = self._kept.pop(one, None)
-            if kept is not None:
-                self._nbytes -= self._messages.nbytes(kept)
+        kept = [self._kept.pop(one) for one in ids.tolist() if one in self._kept]
+        self._nbytes -= sum(map(self._messages.nbytes, kept))
 
     def _rate(self) -> float:
         """Samples per second, by when the last of each partition were made."""

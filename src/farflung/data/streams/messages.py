@@ -125,20 +125,14 @@ class _Plain:
             self._last = self._look(value)
         return value
 
-    def nbytes(self, kept: bytes) -> int:
-        return len(kept)
+    nbytes = staticmethod(len)
 
     def rows(self, kept: Sequence[bytes]) -> Batch:
-        layouts = [self._last[1]] * len(kept)
-        head, last = self._last
-        if not all(len(value) == last.nbytes and value.startswith(head) for value in kept):
-            layouts = [self._look(value)[1] for value in kept]
-        if len(set(layouts)) > 1:
-            parts = [self._stacked([value], layout) for value, layout in zip(kept, layouts, strict=True)]
-            return Batch(
-                torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts])
-            )
-        return self._stacked(kept, layouts[0])
+        layouts = list(self._known.values())  # another thread may find one more meanwhile
+        if len(layouts) == 1:
+            return self._stacked(kept, layouts[0])
+        parts = [self._stacked([value], self._look(value)[1]) for value in kept]
+        return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
 
     def _stacked(self, values: Sequence[bytes], layout: _Layout) -> Batch:
         whole = torch.frombuffer(bytearray().join(values), dtype=torch.uint8).view(len(values), layout.nbytes)
@@ -163,7 +157,7 @@ class _Plain:
             _, begins = _head(value)
             layout = _Layout(len(value), len(head) + begins["inputs"], len(head) + begins["targets"])
             if len(self._known) == _KNOWN:
-                self._known.clear()
+                self._known.pop(next(iter(self._known)))
             self._known[head] = layout
         return head, layout
 
