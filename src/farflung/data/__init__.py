@@ -25,7 +25,7 @@ from farflung.data.streams.followed import files
 from farflung.data.streams.in_memory import InMemory
 from farflung.data.streams.in_turn import in_turn
 from farflung.data.streams.kafka import kafka
-from farflung.data.streams.live import LiveStream, MessageSource, Reach, Record
+from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
 from farflung.data.streams.messages import Decoder, as_messages
 from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
 from farflung.data.streams.rate_limited import RateLimited
@@ -63,7 +63,7 @@ __all__ = [
     "RateSet",
     "Rates",
     "Reach",
-    "Record",
+    "Records",
     "Share",
     "Source",
     "Subset",

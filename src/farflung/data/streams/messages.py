@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -55,8 +56,12 @@ class Messages(Protocol):
         """
         ...
 
+    def take_all(self, values: list[bytes]) -> list[Any] | None:
+        """The same of several, if they can be seen to be samples at a glance."""
+        ...
+
     def nbytes(self, kept: Any) -> int:
-        """The bytes of that."""
+        """The bytes of what is kept."""
         ...
 
     def rows(self, kept: Sequence[Any]) -> Batch:
@@ -125,6 +130,13 @@ class _Plain:
             self._last = self._look(value)
         return value
 
+    def take_all(self, values: list[bytes]) -> list[bytes] | None:
+        head, layout = self._last
+        alike = set(map(len, values)) == {layout.nbytes} and all(
+            map(methodcaller("startswith", head), values)
+        )
+        return values if alike else None
+
     nbytes = staticmethod(len)
 
     def rows(self, kept: Sequence[bytes]) -> Batch:
@@ -172,6 +184,9 @@ class _Decoded:
         inputs, targets = self._decode(value)
         self._specs.check(inputs, targets)
         return inputs, targets
+
+    def take_all(self, values: list[bytes]) -> None:
+        """They have to be looked at one by one."""
 
     def nbytes(self, kept: tuple[Tensor, Tensor]) -> int:
         return kept[0].nbytes + kept[1].nbytes
