@@ -26,8 +26,10 @@ STRIDE = 1 << 16
 """An id is the position of a message times this, and its partition."""
 BACKLOG = 1 << 16
 """Samples that may wait where nothing is said; the source keeps the others."""
-CHUNK = 1024
-"""Messages that are taken from a source at once."""
+CHUNK = 4096
+"""Messages that are taken from a source at once, at most: the more, the less the threads wait for each other."""
+MEASURED = 1024
+"""The last messages of a partition, by which its rate is measured."""
 PAUSE_S = 1.0
 """How long there is no room before the source pauses, since it takes a while to go on then."""
 WAIT_S = 0.1
@@ -164,7 +166,7 @@ class LiveStream:
         self._skipped = 0
         self._paused = False
         self._full_since: float | None = None
-        self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=CHUNK))
+        self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MEASURED))
         self._ready: Pending[None] | None = None
         self._missing = 0
         self._silent_since = 0.0
