@@ -222,7 +222,8 @@ class LiveStream:
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            self._changed.notify_all()
+            if self._goes_on():
+                self._changed.notify_all()
 
     def state_dict(self) -> State:
         """The next position of each partition, and which samples are held; not the samples themselves."""
