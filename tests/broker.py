@@ -49,7 +49,8 @@ class Broker:
 
     def make(self, topic: str, partitions: int) -> None:
         """Makes a topic; the imitation makes any with 4 partitions when it is asked for it."""
-        from confluent_kafka.admin import AdminClient, NewTopic
+        from confluent_kafka.admin import AdminClient
+        from confluent_kafka.cimpl import NewTopic
 
         admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
         if not self.real:

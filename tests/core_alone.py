@@ -18,6 +18,7 @@ import torch
 import farflung
 from farflung.data import aid
 from farflung.data.source import Location
+from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import MissingExtra
 from farflung.lab import Lab
 from farflung.network import network_profile
@@ -82,6 +83,10 @@ def say_what_is_missing(events: list[Event]) -> None:
         (lambda: partition_table([], ""), "a table needs rich: [report]"),
         (lambda: comparison_table([], 0.5), "a table needs rich: [report]"),
         (lambda: Lab(network_profile("lan-1g"), 2), "the lab needs pyroute2: [lab]"),
+        (
+            lambda: KafkaSource("localhost:9092", "readings", "earliest", "farflung", None).open(0, 1),
+            "the stream kafka needs confluent_kafka: [kafka]",
+        ),
         (
             lambda: aid.read(Location(here, ("aid-64.tar",), "folder"), count=1, classes=1),
             "data set aid-64 needs PIL: [data]",

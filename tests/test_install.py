@@ -15,11 +15,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "farflung"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq"}
+IMPORTED_AS = {"confluent-kafka": "confluent_kafka", "pillow": "PIL", "pyzmq": "zmq"}
 USERS = (
     "report",
     "cli",
     "data",
+    "kafka",
     "lab",
     "lightning",
     "accelerate",
@@ -72,7 +73,7 @@ def test_what_is_imported_is_installed_with_it() -> None:
 
 def test_all_is_every_extra_of_users() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "lab", "tensorboard"}
+    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "kafka", "lab", "tensorboard"}
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.data import LiveStream, Reach, Record, TensorDataset, as_messages
+from farflung.data import LiveStream, Reach, Records, TensorDataset, as_messages
 from farflung.data.streams.live import STRIDE
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.runtime import DecisionLog
@@ -51,19 +51,23 @@ class Fountain:
     def start(self, positions: Mapping[int, int]) -> None:
         self.at = dict(positions)
 
-    def read(self, most: int, wait_s: float) -> list[Record]:
-        records = []
+    def read(self, most: int, wait_s: float) -> list[Records]:
+        found: list[Records] = []
+        left = most
         with self.heard:
             for number, at in self.at.items():
-                for position in range(at, len(self.partitions[number])):
-                    if len(records) < most and self.partitions[number][position] != b"deleted":
-                        value = self.partitions[number][position]
-                        records.append(Record(number, position, position + 1, value, 0.125 * position))
-                        self.at[number] = position + 1
-            self.most_read = max(self.most_read, len(records))
-            if not records:
+                values = self.partitions[number]
+                positions = [one for one in range(at, len(values)) if values[one] != b"deleted"][:left]
+                if positions:
+                    left -= len(positions)
+                    self.at[number] = positions[-1] + 1
+                    read = [values[one] for one in positions]
+                    made_s = [0.125 * one for one in positions]
+                    found.append(Records(number, positions, positions[-1] + 1, read, made_s))
+            self.most_read = max(self.most_read, most - left)
+            if not found:
                 self.heard.wait(wait_s)
-        return records
+        return found
 
     def put(self, number: int, *values: bytes) -> None:
         with self.heard:
@@ -248,7 +252,7 @@ def test_a_source_that_breaks_ends_the_run(reader: Make) -> None:
     one = reader(source)
     arrivals = one.stream.poll(0.0, 0)
 
-    def broken(most: int, wait_s: float) -> list[Record]:
+    def broken(most: int, wait_s: float) -> list[Records]:
         raise OSError("no such device")
 
     source.read = broken  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import PRINTED, RATE_SETS, Course, courses, rates_in
+from farflung.data import PRINTED, RATE_SETS, RateCourse, courses, rates_in
 from farflung.data.streams.rates import drawn
 from farflung.errors import ConfigError, DataError
 
@@ -38,7 +38,7 @@ def test_lists_are_those_of_the_scripts() -> None:
 
 
 COURSES = st.lists(st.tuples(st.floats(0.05, 5.0), st.floats(0.1, 50.0)), min_size=1, max_size=5).map(
-    lambda spans: Course(
+    lambda spans: RateCourse(
         tuple(sum(length for length, _ in spans[:index]) for index in range(len(spans))),
         tuple(rate for _, rate in spans),
     )
@@ -46,14 +46,14 @@ COURSES = st.lists(st.tuples(st.floats(0.05, 5.0), st.floats(0.1, 50.0)), min_si
 
 
 @given(COURSES, st.floats(0.0, 20.0), st.integers(1, 200))
-def test_a_sample_has_been_sent_when_it_arrives(course: Course, since: float, number: int) -> None:
+def test_a_sample_has_been_sent_when_it_arrives(course: RateCourse, since: float, number: int) -> None:
     at = course.delay(number, since)
     assert course.sent(since, at) == pytest.approx(number)
     assert course.sent(since, at / 2) < number
 
 
 @given(COURSES, st.floats(0.0, 20.0), st.floats(0.0, 20.0), st.floats(0.0, 20.0))
-def test_spans_of_time_add_up(course: Course, since: float, first: float, second: float) -> None:
+def test_spans_of_time_add_up(course: RateCourse, since: float, first: float, second: float) -> None:
     both = course.sent(since, first) + course.sent(since + first, second)
     assert both == pytest.approx(course.sent(since, first + second), abs=1e-9)
 
@@ -67,7 +67,7 @@ def test_a_rate_stays_until_the_next_begins() -> None:
 
 
 def test_each_replica_may_have_a_course_or_a_number() -> None:
-    changing: list[tuple[float, float]] = [(0, 4), (2, 8)]
+    changing = ((0.0, 4.0), (2.0, 8.0))
     one, two = courses([changing, 5], 2, 0)
     assert (one.rates, two.rates) == ((4, 8), (5,))
     assert courses(changing, 3, 0) == [one] * 3

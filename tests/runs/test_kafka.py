@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.broker import HOME, Broker
 from tests.data.test_followed import step
 from tests.data.test_live import DATA, VALUES
 from tests.data.test_streams import feed
+from tests.forks import farflung, ran
 from tests.logged_stream import used
 
 AWAY_S = 10.0
@@ -211,33 +210,24 @@ def test_virtual_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------
 
 
+def produce(broker: Broker, topic: str, rate: str, *options: str) -> list[str]:
+    return [
+        "produce", "--workload", "synthetic/quadratic", "--workers", str(WORKERS), "--servers", broker.servers,
+        "--topic", topic, "--rate", rate, "--json", *options,
+    ]  # fmt: skip
+
+
 @contextlib.contextmanager
 def producing(broker: Broker, topic: str, rate: str) -> Iterator[None]:
     """Samples arrive from a process of their own."""
-    command = [
-        sys.executable, "-m", "farflung", "produce", "--workload", "synthetic/quadratic", "--workers", str(WORKERS),
-        "--servers", broker.servers, "--topic", topic, "--rate", rate, "--json",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGINT)
-            out, _ = process.communicate(timeout=60)
+    with farflung(*produce(broker, topic, rate)) as process:
+        yield
+        process.send_signal(signal.SIGINT)
+        out, _ = process.finished()
     summary = json.loads(out)
     assert process.returncode == 0
     assert summary["stopped"]
     assert min(summary["samples"]) > 0
-
-
-def training(*options: str, **pipes: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "farflung", "train", *options],
-        stdout=subprocess.DEVNULL,
-        text=True,
-        bufsize=1,
-        **pipes,
-    )
 
 
 def until(stream: IO[str], text: str) -> None:
@@ -265,10 +255,11 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
         "--steps", str(STEPS), "--checkpoint-every", "50", "--evaluate-every", "0", "--deadline", str(AWAY_S / 2),
         "--stream", stream, "--out", str(run),
     ]  # fmt: skip
-    with training(*options, stderr=subprocess.PIPE) as first:
-        assert first.stderr is not None
+    with farflung("train", *options) as first:
+        assert main(produce(broker, "readings", "300", "--samples", str(60 * BATCH))) == 0
+        until(first.stderr, "step-00000050")
         with producing(broker, "readings", "[80, 120, 160, 200]"):
-            until(first.stderr, "step-00000050")
+            until(first.stderr, "step-00000100")
             broker.stop()
             if broker.real:
                 broker.kill()
@@ -278,10 +269,8 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
             else:
                 broker.go_on()
             until(first.stderr, "step-00000150")
-            os.kill(first.pid, signal.SIGKILL)
-            with training("--resume", str(run), stderr=subprocess.PIPE) as process:
-                _, said = process.communicate(timeout=120)
-                assert process.returncode == 0, said
+            first.send_signal(signal.SIGKILL)
+            ran("train", "--resume", str(run))
     for rank in range(WORKERS):
         steps = used(tmp_path, rank)
         assert sorted(steps) == list(range(STEPS))
@@ -296,20 +285,12 @@ def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path
         "policy='truncation', least=4, most=16)"
     )
     run = tmp_path / "run"
-    with producing(broker, "fast", "[40, 80, 160, 640]"):
+    with producing(broker, "fast", "[80, 120, 200, 800]"):
         options = [
-            "--workload",
-            "synthetic/quadratic",
-            "--workers",
-            str(WORKERS),
-            "--steps",
-            "60",
-            "--stream",
-            stream,
-        ]
-        with training(*options, "--out", str(run), stderr=subprocess.PIPE) as process:
-            _, said = process.communicate(timeout=120)
-            assert process.returncode == 0, said
+            "--workload", "synthetic/quadratic", "--workers", str(WORKERS), "--steps", "50", "--evaluate-every", "0",
+            "--stream", stream, "--out", str(run),
+        ]  # fmt: skip
+        ran("train", *options)
     for rank in range(WORKERS):
         events = [
             one for one in read_events(run / "telemetry" / f"rank-{rank}.jsonl") if one["event"] == "step"

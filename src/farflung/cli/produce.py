@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.data import (
-    Course,
     FileOutlet,
     KafkaOutlet,
     Outlet,
     Published,
+    RateCourse,
     Subset,
     courses,
     in_turn,
@@ -140,7 +140,9 @@ class Produce:
             deadline_s=self.deadline,
         )
 
-    def _say(self, outlet: Outlet, found: Sequence[Course], published: Published, *, stopped: bool) -> None:
+    def _say(
+        self, outlet: Outlet, found: Sequence[RateCourse], published: Published, *, stopped: bool
+    ) -> None:
         asked = [
             course.sent(0.0, seconds) / seconds if seconds > 0 else course.at(0.0)
             for course, seconds in zip(found, published.seconds, strict=True)
@@ -170,7 +172,7 @@ class Produce:
 class _Bar:
     """A bar in a terminal, a line at the begin elsewhere."""
 
-    def __init__(self, outlet: Outlet, found: Sequence[Course], asked: Produce, *, quiet: bool) -> None:
+    def __init__(self, outlet: Outlet, found: Sequence[RateCourse], asked: Produce, *, quiet: bool) -> None:
         console: Console = stderr_console()
         self._total = _samples(found, asked)
         columns = (
@@ -199,7 +201,7 @@ class _Bar:
         self._bar.update(self._task, completed=sum(sent), rate=rate)
 
 
-def _samples(found: Sequence[Course], asked: Produce) -> float | None:
+def _samples(found: Sequence[RateCourse], asked: Produce) -> float | None:
     """How many there will be in all; ``None`` where there is no end."""
     if not asked._ends:
         return None

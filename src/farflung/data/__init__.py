@@ -19,34 +19,17 @@ from farflung.data.partition import (
 )
 from farflung.data.sharing import SHARINGS, Injection, NoSharing
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
-from farflung.data.streams import (
-    PRINTED,
-    RATE_SETS,
-    STREAMS,
-    Buffer,
-    Buffering,
-    Course,
-    Decoder,
-    FileOutlet,
-    InMemory,
-    KafkaOutlet,
-    LiveStream,
-    MessageSource,
-    Outlet,
-    Published,
-    RateLimited,
-    Rates,
-    RateSet,
-    Reach,
-    Record,
-    as_messages,
-    courses,
-    files,
-    in_turn,
-    kafka,
-    publish,
-    rates_in,
-)
+from farflung.data.streams import STREAMS
+from farflung.data.streams.buffer import Buffer, Buffering
+from farflung.data.streams.followed import files
+from farflung.data.streams.in_memory import InMemory
+from farflung.data.streams.in_turn import in_turn
+from farflung.data.streams.kafka import kafka
+from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
+from farflung.data.streams.messages import Decoder, as_messages
+from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
+from farflung.data.streams.rate_limited import RateLimited
+from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses, rates_in
 
 __all__ = [
     "CATALOG",
@@ -59,7 +42,6 @@ __all__ = [
     "Buffer",
     "Buffering",
     "ByOrder",
-    "Course",
     "Decoder",
     "Dirichlet",
     "Entry",
@@ -76,11 +58,12 @@ __all__ = [
     "Outlet",
     "Partition",
     "Published",
+    "RateCourse",
     "RateLimited",
     "RateSet",
     "Rates",
     "Reach",
-    "Record",
+    "Records",
     "Share",
     "Source",
     "Subset",

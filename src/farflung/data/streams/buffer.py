@@ -181,7 +181,7 @@ class Buffer:
         """How many more samples may arrive before the source has to pause; ``None``: any number."""
         if self._backlog is None or self._full != "pause":
             return None
-        return max(0, self._backlog - (len(self._queue.ids) - self.in_use))
+        return max(0, self._backlog - (len(self._queue) - self.in_use))
 
     def oldest(self, lane: int = 0) -> int:
         """No id of this lane before this one is wanted any more."""
@@ -189,8 +189,8 @@ class Buffer:
 
     def put(self, ids: SampleIds) -> None:
         """Samples arrive."""
-        unwanted = self._unwanted(ids)
-        if unwanted.any():
+        if self._oldest:
+            unwanted = self._unwanted(ids)
             self._drop(ids, unwanted)
             ids = ids[~unwanted]
         self._queue.put(ids)
@@ -243,7 +243,7 @@ class Buffer:
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
         """Settles what the step is made of, as far as it can be; how many samples are missing for it."""
-        held, nbytes = len(self._queue.ids), self._nbytes()
+        held, nbytes = len(self._queue), self._nbytes()
         per_second = self._fixed_rate or 0.0
         if self._fixed_rate is None and (self._window_s is not None or self._by_rate):
             if held < self._fewest:
@@ -256,7 +256,7 @@ class Buffer:
             self._choose(step, low, high)
         assert self._chosen is not None
         takes = self._chosen[1]
-        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
+        missing = sum(max(0, count - self._held_of(oldest)) for oldest, count in takes)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
             told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
@@ -342,6 +342,9 @@ class Buffer:
         """What is held of the lane of an id, in the order of arrival."""
         return self._in_lane(self._queue.ids, like % self._stride)
 
+    def _held_of(self, like: int) -> int:
+        return len(self._queue) if self._lanes == 1 else len(self._lane(like))
+
     def _shown(self) -> SampleIds:
         """All that is held; what the step takes is first, lane by lane."""
         held = self._queue.ids
@@ -362,10 +365,10 @@ class Buffer:
         self._gone(ids[which])
 
     def _remove(self, ids: SampleIds) -> None:
-        held = self._queue.ids
-        if torch.equal(held[: len(ids)], ids):
+        if self._queue.starts_with(ids):
             self._queue.take(len(ids))
         else:
+            held = self._queue.ids
             left = held[~torch.isin(held, ids)]
             self._queue = _Queue()
             self._queue.put(left)
@@ -378,9 +381,15 @@ class _Queue:
         self._kept = torch.empty(0, dtype=torch.int64)
         self._begin = self._end = 0
 
+    def __len__(self) -> int:
+        return self._end - self._begin
+
     @property
     def ids(self) -> Tensor:
         return self._kept[self._begin : self._end]
+
+    def starts_with(self, ids: Tensor) -> bool:
+        return torch.equal(self._kept[self._begin : min(self._end, self._begin + len(ids))], ids)
 
     def put(self, ids: Tensor) -> None:
         if self._end + len(ids) > len(self._kept):

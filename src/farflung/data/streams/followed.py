@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Unpack
 
 from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import LiveStream, Reach, Record
+from farflung.data.streams.live import LiveStream, Reach, Records
 from farflung.data.streams.messages import Decoder
 from farflung.errors import DataError
 from farflung.files import reading
@@ -40,8 +40,8 @@ def files(
     r"""Samples from files that somebody appends to, one in a record.
 
     A record is four bytes, the length of a message as a little-endian number, and the message in the form of
-    :mod:`farflung.data.streams.messages`. The position in a file is that of a record's first byte. A last record that
-    is not whole yet is waited for.
+    :func:`as_messages`. The position in a file is that of a record's first byte. A last record that is not whole yet
+    is waited for.
 
     Args:
       path: a file, with ``{rank}`` in it one for each replica; or a folder, whose files ``*.records`` are taken by
@@ -116,7 +116,7 @@ class FileSource:
         """Reads from there on."""
         self._positions = dict(positions)
 
-    def read(self, most: int, wait_s: float) -> list[Record]:
+    def read(self, most: int, wait_s: float) -> list[Records]:
         """Whole records that were added.
 
         Raises:
@@ -124,9 +124,10 @@ class FileSource:
         """
         until = time.monotonic() + wait_s
         while True:
-            records: list[Record] = []
+            records: list[Records] = []
             for number in self._files:
-                records += self._added(number, most - len(records))
+                added = self._added(number, most - sum(len(one.values) for one in records))
+                records += [added] if added.values else []
             if records or time.monotonic() >= until or self._paused:
                 return records
             time.sleep(LOOK_S)
@@ -143,19 +144,20 @@ class FileSource:
         for _, file in self._files.values():
             file.close()
 
-    def _added(self, number: int, most: int) -> list[Record]:
+    def _added(self, number: int, most: int) -> Records:
         path, file = self._files[number]
         at, now = self._positions[number], time.time()
-        records: list[Record] = []
+        positions: list[int] = []
+        values: list[bytes] = []
         if most <= 0 or self._paused:
-            return records
+            return Records(number, positions, at, values, [])
         with reading(path, "cannot be followed", DataError):
             size = _size(file)
             if size < at:
                 raise DataError(f"{path}: became shorter: {size} bytes, and {at} were read")
             data = os.pread(file.fileno(), BLOCK, at)
             begin = 0
-            while len(records) < most and begin + _LENGTH.size <= len(data):
+            while len(values) < most and begin + _LENGTH.size <= len(data):
                 (length,) = _LENGTH.unpack_from(data, begin)
                 if length > LARGEST:
                     raise DataError(f"{path}: no record at byte {at + begin}: {length} bytes long")
@@ -164,10 +166,11 @@ class FileSource:
                     if at + end > size:
                         break
                     data += os.pread(file.fileno(), end - len(data), at + len(data))
-                records.append(Record(number, at + begin, at + end, data[begin + _LENGTH.size : end], now))
+                positions.append(at + begin)
+                values.append(data[begin + _LENGTH.size : end])
                 begin = end
         self._positions[number] = at + begin
-        return records
+        return Records(number, positions, at + begin, values, [now] * len(values))
 
 
 def _size(file: BinaryIO) -> int:

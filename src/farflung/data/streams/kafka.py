@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args
 
 from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import LiveStream, Reach, Record
+from farflung.data.streams.live import LiveStream, Reach, Records
 from farflung.data.streams.messages import Decoder
 from farflung.errors import ConfigError, DataError
 from farflung.extras import need
@@ -16,7 +16,7 @@ from farflung.files import read_text, reading
 from farflung.options import text_option
 
 if TYPE_CHECKING:
-    from confluent_kafka import Consumer, KafkaError
+    from confluent_kafka import Consumer, KafkaError, Message
 
 __all__ = ["ANSWER_S", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
 
@@ -38,7 +38,7 @@ def kafka(
     deadline_s: float = 60.0,
     **buffer: Unpack[Buffering],
 ) -> LiveStream:
-    r"""Samples from Apache Kafka, one in a message; see :mod:`farflung.data.streams.messages` for their form.
+    r"""Samples from Apache Kafka, one in a message; :func:`as_messages` says in what form.
 
     Each replica has a consumer of its own, and its partitions are assigned to it for good: where the topic's name holds
     ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic
@@ -142,27 +142,28 @@ class KafkaSource:
         assert self._consumer is not None
         self._consumer.assign([TopicPartition(self._topic, one, at) for one, at in positions.items()])
 
-    def read(self, most: int, wait_s: float) -> list[Record]:
+    def read(self, most: int, wait_s: float) -> list[Records]:
         """What has come.
 
         Raises:
           DataError: a position is not there any more, or the client has given up.
         """
         assert self._consumer is not None
-        records = []
-        for message in self._consumer.consume(max(1, most), wait_s):
-            error = message.error()
-            if error is not None:
-                self._judge(error)
-                continue
-            partition, offset = message.partition(), message.offset()
-            assert partition is not None
-            assert offset is not None
-            made_ms = message.timestamp()[1]
-            records.append(Record(partition, offset, offset + 1, message.value() or b"", 1e-3 * made_ms))
-        if records:
+        first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
+        if first is None:
+            return []
+        messages = [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]
+        errors = [error for one in messages if (error := one.error()) is not None]
+        for error in errors:
+            self._judge(error)
+        if errors:
+            messages = [one for one in messages if one.error() is None]
+        elif messages:
             self.trouble = ""
-        return records
+        found = {one.partition() for one in messages}
+        if len(found) == 1:
+            return [_records(messages)]
+        return [_records([one for one in messages if one.partition() == partition]) for partition in found]
 
     def pause(self, paused: bool) -> None:
         """Fetches nothing until told otherwise."""
@@ -208,6 +209,18 @@ class KafkaSource:
         self.trouble = error.str()
         if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:
             raise DataError(f"{self.name}: {error.str()}")
+
+
+def _records(messages: list[Message]) -> Records:
+    """Messages of one partition."""
+    offsets = cast("list[int]", [one.offset() for one in messages])
+    return Records(
+        cast("int", messages[0].partition()),
+        offsets,
+        offsets[-1] + 1,
+        [one.value() or b"" for one in messages],
+        [1e-3 * one.timestamp()[1] for one in messages],
+    )
 
 
 def client_settings(properties: Path | None) -> dict[str, str]:

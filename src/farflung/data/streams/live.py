@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple, Protocol
 
@@ -19,14 +20,16 @@ from farflung.options import number_option, whole_option
 from farflung.tasks import Pending
 from farflung.types import Arrivals, Batch, Dataset, Feed, Json, SampleIds, Samples, State
 
-__all__ = ["STRIDE", "LiveStream", "MessageSource", "Reach", "Record"]
+__all__ = ["STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
 
 STRIDE = 1 << 16
 """An id is the position of a message times this, and its partition."""
 BACKLOG = 1 << 16
 """Samples that may wait where nothing is said; the source keeps the others."""
-CHUNK = 1024
-"""Messages that are taken from a source at once."""
+CHUNK = 4096
+"""Messages that are taken from a source at once, at most: the more, the less the threads wait for each other."""
+MEASURED = 1024
+"""The last messages of a partition, by which its rate is measured."""
 PAUSE_S = 1.0
 """How long there is no room before the source pauses, since it takes a while to go on then."""
 WAIT_S = 0.1
@@ -36,22 +39,22 @@ END_S = 5.0
 _AHEAD = 1 << 62
 
 
-class Record(NamedTuple):
-    """One message.
+class Records(NamedTuple):
+    """Messages of a partition, in order; at least one.
 
     Args:
-      partition: it is of.
-      position: in that.
-      following: the position behind it.
-      value: its bytes.
-      made_s: when it was made, in seconds since the epoch.
+      partition: they are of.
+      positions: of each.
+      following: the position behind the last.
+      values: the bytes of each.
+      made_s: when each was made, in seconds since the epoch.
     """
 
     partition: int
-    position: int
+    positions: list[int]
     following: int
-    value: bytes
-    made_s: float
+    values: list[bytes]
+    made_s: list[float]
 
 
 class Reach(NamedTuple):
@@ -93,7 +96,7 @@ class MessageSource(Protocol):
         """Reads each partition from a position on."""
         ...
 
-    def read(self, most: int, wait_s: float) -> list[Record]:
+    def read(self, most: int, wait_s: float) -> list[Records]:
         """What has come, at most so many; waits a while for the first.
 
         Raises:
@@ -123,7 +126,7 @@ class LiveStream:
 
     Args:
       source: what is read.
-      decoder: reads messages that are no safetensors; see :mod:`farflung.data.streams.messages`.
+      decoder: reads messages that are no safetensors; see :func:`as_messages`.
       skip: messages that may be skipped because they do not decode; one more ends the run.
       deadline_s: how long a step waits while nothing comes.
       buffer: how what has arrived is kept.
@@ -149,7 +152,7 @@ class LiveStream:
         self._source, self._decoder, self._skip, self._deadline_s = source, decoder, skip, deadline_s
         self._buffer = Buffer(**buffer)
         self._low = (buffer.get("backlog") or 0) // 2
-        """So much room is made before a source that was paused goes on, unless a step waits."""
+        """Half of what may wait."""
         self._span_s = max(1.0, buffer.get("window_s") or 0.0)
         self._changed = Condition()
         self._thread: Thread | None = None
@@ -163,7 +166,7 @@ class LiveStream:
         self._skipped = 0
         self._paused = False
         self._full_since: float | None = None
-        self._made_s: dict[int, deque[float]] = {}
+        self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MEASURED))
         self._ready: Pending[None] | None = None
         self._missing = 0
         self._silent_since = 0.0
@@ -219,7 +222,8 @@ class LiveStream:
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            self._changed.notify_all()
+            if self._goes_on():
+                self._changed.notify_all()
 
     def state_dict(self) -> State:
         """The next position of each partition, and which samples are held; not the samples themselves."""
@@ -258,17 +262,21 @@ class LiveStream:
         """Held samples; waits for those that are still to be read again."""
         wanted = ids.tolist()
         with self._changed:
-            if self._thread is None:
-                self._begin(0)
-            there = self._changed.wait_for(
-                lambda: self._error is not None or self._kept.keys() >= set(wanted), self._deadline_s
-            )
-            if self._error is not None:
-                raise self._error
-            if not there:
-                raise self._silence(self._deadline_s)
+            if self._again:
+                self._wait_again(set(wanted))
             kept = [self._kept[one] for one in wanted]
         return self._messages.rows(kept)
+
+    def _wait_again(self, wanted: set[int]) -> None:
+        if self._thread is None:
+            self._begin(0)
+        there = self._changed.wait_for(
+            lambda: self._error is not None or not wanted & self._again, self._deadline_s
+        )
+        if self._error is not None:
+            raise self._error
+        if not there:
+            raise self._silence(self._deadline_s)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
@@ -334,7 +342,7 @@ class LiveStream:
     def _read(self) -> None:
         with self._changed:
             room = None if self._again else self._buffer.room
-            full = room == 0 or (self._paused and not self._goes_on())
+            full = room == 0 or (self._full_since is not None and not self._goes_on())
             if full:
                 self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
         if not full:
@@ -350,42 +358,20 @@ class LiveStream:
             self._take(self._source.read(0, 0.0))
 
     def _goes_on(self) -> bool:
-        """Whether a source that waits for room has cause to go on."""
-        room = self._buffer.room
-        if room is None or room > self._low or not self._paused:
-            return room != 0
-        return room > 0 and self._ready is not None
+        """Whether a source that waits for room has cause to go on: there is much, or a step waits."""
+        room, much = self._buffer.room, self._low if self._paused else min(self._low, CHUNK)
+        return room is None or room > much or (room > 0 and self._ready is not None)
 
-    def _take(self, records: Sequence[Record]) -> None:
+    def _take(self, came: Sequence[Records]) -> None:
         fresh: list[int] = []
         ready = None
         with self._changed:
-            for record in records:
-                partition, position, following, value, made_s = record
-                one = position * STRIDE + partition
-                known = position < self._next[partition]
-                if known and one not in self._again:
-                    continue
-                if not known:
-                    self._next[partition] = following
-                try:
-                    kept = self._messages.take(value)
-                except Exception as error:
-                    self._skip_one(record, error)
-                    continue
-                self._kept[one] = kept
-                self._nbytes += self._messages.nbytes(kept)
-                if known:
-                    self._again.discard(one)
-                else:
-                    fresh.append(one)
-                    self._made_s.setdefault(partition, deque(maxlen=CHUNK)).append(made_s)
-            if self._again:
-                self._check_found(records)
+            for records in came:
+                fresh += self._take_in(records)
             if fresh:
                 self._buffer.put(torch.tensor(fresh))
                 self._missing -= len(fresh)
-            if records:
+            if came:
                 self._silent_since = time.monotonic()
                 self._changed.notify_all()
             if self._missing <= 0 and not self._again:
@@ -393,20 +379,48 @@ class LiveStream:
         if ready is not None:
             ready.set(None)
 
-    def _skip_one(self, record: Record, error: Exception) -> None:
+    def _take_in(self, records: Records) -> list[int]:
+        """Keeps messages; the ids of those that have come for the first time."""
+        partition, positions, following, values, made_s = records
+        first_new, self._next[partition] = self._next[partition], max(self._next[partition], following)
+        ids = [position * STRIDE + partition for position in positions]
+        if positions[0] >= first_new and (kept := self._messages.take_all(values)) is not None:
+            self._kept.update(zip(ids, kept, strict=True))
+            self._nbytes += sum(map(self._messages.nbytes, kept))
+            self._made_s[partition].extend(made_s)
+            return ids
+        fresh = []
+        for one, position, value, made in zip(ids, positions, values, made_s, strict=True):
+            new = position >= first_new
+            if not new and one not in self._again:
+                continue
+            try:
+                self._kept[one] = self._messages.take(value)
+            except Exception as error:
+                self._skip_one(partition, position, error)
+                continue
+            self._nbytes += self._messages.nbytes(self._kept[one])
+            if new:
+                fresh.append(one)
+                self._made_s[partition].append(made)
+            else:
+                self._again.discard(one)
+        self._check_found(partition, positions[-1])
+        return fresh
+
+    def _skip_one(self, partition: int, position: int, error: Exception) -> None:
         self._skipped += 1
         if self._skipped > self._skip:
             raise DataError(
-                f"{self._source.name}: {self._skipped} messages do not decode, the last at position {record.position} "
-                f"of partition {record.partition} ({error}): raise skip, or give a decoder for them"
+                f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
+                f"partition {partition} ({error}): raise skip, or give a decoder for them"
             ) from None
 
-    def _check_found(self, records: Sequence[Record]) -> None:
-        """Whether what was held is still there, up to where the source has been read."""
-        read = {record.partition: record.position for record in records}
+    def _check_found(self, partition: int, read: int) -> None:
+        """Whether what was held is still there, up to where a partition has been read."""
         for one in self._again:
-            position, partition = divmod(one, STRIDE)
-            if position <= read.get(partition, -1):
+            position = one // STRIDE
+            if one % STRIDE == partition and position <= read:
                 raise DataError(
                     f"{self._source.name}: the sample at position {position} of partition {partition} was held when "
                     "the checkpoint was made, and is deleted there"
@@ -452,10 +466,8 @@ class LiveStream:
     # --- what is kept -------------------------------------------------------------------------------------------
 
     def _forget(self, ids: SampleIds) -> None:
-        for one in ids.tolist():
-            kept = self._kept.pop(one, None)
-            if kept is not None:
-                self._nbytes -= self._messages.nbytes(kept)
+        kept = [self._kept.pop(one) for one in ids.tolist() if one in self._kept]
+        self._nbytes -= sum(map(self._messages.nbytes, kept))
 
     def _rate(self) -> float:
         """Samples per second, by when the last of each partition were made."""

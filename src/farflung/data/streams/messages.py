@@ -1,13 +1,11 @@
-"""One sample as a message: a safetensors file with the tensors ``inputs`` and ``targets``, as the data set stores them.
-
-So any library of safetensors, in any language, writes what a stream reads, and nothing is unpickled.
-"""
+"""Samples as messages, and messages as samples."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -29,7 +27,9 @@ _KNOWN = 64
 
 
 def as_messages(rows: Batch) -> list[bytes]:
-    """A message for each row.
+    """A message for each row: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
+
+    So any library of safetensors, in any language, writes what a stream reads, and nothing is unpickled.
 
     >>> from farflung.types import Batch
     >>> (one,) = as_messages(Batch(torch.tensor([[1, 2]]), torch.tensor([7])))
@@ -56,8 +56,12 @@ class Messages(Protocol):
         """
         ...
 
+    def take_all(self, values: list[bytes]) -> list[Any] | None:
+        """The same of several, if they can be seen to be samples at a glance."""
+        ...
+
     def nbytes(self, kept: Any) -> int:
-        """The bytes of that."""
+        """The bytes of what is kept."""
         ...
 
     def rows(self, kept: Sequence[Any]) -> Batch:
@@ -126,20 +130,21 @@ class _Plain:
             self._last = self._look(value)
         return value
 
-    def nbytes(self, kept: bytes) -> int:
-        return len(kept)
+    def take_all(self, values: list[bytes]) -> list[bytes] | None:
+        head, layout = self._last
+        alike = set(map(len, values)) == {layout.nbytes} and all(
+            map(methodcaller("startswith", head), values)
+        )
+        return values if alike else None
+
+    nbytes = staticmethod(len)
 
     def rows(self, kept: Sequence[bytes]) -> Batch:
-        layouts = [self._last[1]] * len(kept)
-        head, last = self._last
-        if not all(len(value) == last.nbytes and value.startswith(head) for value in kept):
-            layouts = [self._look(value)[1] for value in kept]
-        if len(set(layouts)) > 1:
-            parts = [self._stacked([value], layout) for value, layout in zip(kept, layouts, strict=True)]
-            return Batch(
-                torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts])
-            )
-        return self._stacked(kept, layouts[0])
+        layouts = list(self._known.values())  # another thread may find one more meanwhile
+        if len(layouts) == 1:
+            return self._stacked(kept, layouts[0])
+        parts = [self._stacked([value], self._look(value)[1]) for value in kept]
+        return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
 
     def _stacked(self, values: Sequence[bytes], layout: _Layout) -> Batch:
         whole = torch.frombuffer(bytearray().join(values), dtype=torch.uint8).view(len(values), layout.nbytes)
@@ -164,7 +169,7 @@ class _Plain:
             _, begins = _head(value)
             layout = _Layout(len(value), len(head) + begins["inputs"], len(head) + begins["targets"])
             if len(self._known) == _KNOWN:
-                self._known.clear()
+                self._known.pop(next(iter(self._known)))
             self._known[head] = layout
         return head, layout
 
@@ -179,6 +184,9 @@ class _Decoded:
         inputs, targets = self._decode(value)
         self._specs.check(inputs, targets)
         return inputs, targets
+
+    def take_all(self, values: list[bytes]) -> None:
+        """They have to be looked at one by one."""
 
     def nbytes(self, kept: tuple[Tensor, Tensor]) -> int:
         return kept[0].nbytes + kept[1].nbytes

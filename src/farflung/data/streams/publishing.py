@@ -13,7 +13,7 @@ import torch
 from farflung.data.streams.followed import SUFFIX, append, whole_records
 from farflung.data.streams.kafka import ANSWER_S, SILENT, client_settings, reason
 from farflung.data.streams.messages import as_messages
-from farflung.data.streams.rates import Course
+from farflung.data.streams.rates import RateCourse
 from farflung.errors import ConfigError, DataError
 from farflung.extras import need
 from farflung.files import writing
@@ -82,7 +82,7 @@ class Published:
 
 def publish(
     outlet: Outlet,
-    courses: Sequence[Course],
+    courses: Sequence[RateCourse],
     sources: Sequence[Samples],
     *,
     seconds: float | None = None,
@@ -124,12 +124,12 @@ def publish(
     return Published(tuple(sent), tuple(last_s))
 
 
-def _due(course: Course, seconds: float) -> int:
+def _due(course: RateCourse, seconds: float) -> int:
     """Samples that are to be sent by then, those in the very moment too."""
     return int(course.sent(0.0, seconds + AT_ONCE_S))
 
 
-def _total(course: Course, seconds: float | None, samples: int | None) -> int | None:
+def _total(course: RateCourse, seconds: float | None, samples: int | None) -> int | None:
     bounds = [one for one in (None if seconds is None else _due(course, seconds), samples) if one is not None]
     return min(bounds, default=None)
 

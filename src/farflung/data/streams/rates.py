@@ -17,10 +17,10 @@ from farflung.errors import ConfigError, DataError
 from farflung.files import number_pairs, reading
 from farflung.seeding import generator
 
-__all__ = ["PRINTED", "RATE_SETS", "Course", "RateSet", "Rates", "courses", "drawn", "rates_in"]
+__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn", "rates_in"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
-Rates: TypeAlias = float | str | Pairs | Sequence[float | Pairs]
+Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
 """One for all, one for each, or in words; see :func:`courses`."""
 
 FLOOR = 8.0
@@ -78,7 +78,7 @@ def drawn(name: str, count: int, seed: int) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RateCourse:
     """A rate over time, each value from its begin to the next one's; the last one stays.
 
     Args:
@@ -121,7 +121,7 @@ class Course:
                 yield max(begin, since), end, rate
 
 
-def courses(rate: Rates, size: int, seed: int) -> list[Course]:
+def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
     """What each of ``size`` replicas receives.
 
     Args:
@@ -138,7 +138,7 @@ def courses(rate: Rates, size: int, seed: int) -> list[Course]:
     if isinstance(rate, str) and rate.startswith(TRACE):
         return [_trace(Path(rate.removeprefix(TRACE)))] * size
     if isinstance(rate, str):
-        return [Course((0.0,), (one,)) for one in _named(rate, size, seed)]
+        return [RateCourse((0.0,), (one,)) for one in _named(rate, size, seed)]
     if _is_number(rate):
         return [_course(rate)] * size
     if not isinstance(rate, Sequence):
@@ -178,7 +178,7 @@ def rates_in(text: str) -> Rates:
     return value
 
 
-def _trace(path: Path) -> Course:
+def _trace(path: Path) -> RateCourse:
     with reading(path, "must hold lines of seconds,samples per second, the first at 0 seconds", DataError):
         return _course(number_pairs(path))
 
@@ -191,13 +191,13 @@ def _is_pair(one: object) -> bool:
     return isinstance(one, Sequence) and len(one) == 2 and all(map(_is_number, one))
 
 
-def _course(rate: object) -> Course:
+def _course(rate: object) -> RateCourse:
     pairs = [(0.0, rate)] if _is_number(rate) else rate
     if isinstance(pairs, Sequence) and pairs and all(map(_is_pair, pairs)):
         begins, rates = zip(*pairs, strict=True)
         rising = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
         if rising and all(0 < one < math.inf for one in rates):
-            return Course(tuple(map(float, begins)), tuple(map(float, rates)))
+            return RateCourse(tuple(map(float, begins)), tuple(map(float, rates)))
     raise ConfigError(
         f"stream rate({rate}): must be a number of samples per second above 0, or pairs of a begin in seconds and a "
         "number, the first begin 0"
