@@ -173,7 +173,7 @@ def _thinned(shares: list[float], most: int = 101) -> list[float]:
 
 
 UNCOMPRESSED = "uncompressed"
-STEPS, SEEDS, RATES = 4500, (0, 1), (0.05, 0.1, 0.025)
+STEPS, SEEDS, RATES = 4500, (0, 1), (0.05, 0.1)
 """A tenth of the paper's steps, and so of its warm-up; windows are as long as the paper's."""
 _WARM_UP = WARM_UP * STEPS // ITERATIONS
 METHODS = {
