@@ -183,11 +183,6 @@ METHODS = {
         "collective": "ring",
         "reducer": f"gradiveq(warm_up={_WARM_UP}, spread=True, error_feedback=True)",
     },
-    "qsgd, 4 bits on hops": {
-        "collective": "ring",
-        "codec": "qsgd(bits=4)",
-        "reducer": "codec(phases='hops')",
-    },
 }
 OURS = "gradiveq, spread samples, error feedback"
 """Of the row; the paper's own stands beside it."""
