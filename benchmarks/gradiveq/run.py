@@ -65,9 +65,11 @@ def times(quick: bool) -> Mapping[str, Measured]:
     cluster = Cluster(network, spec, from_json(kept))
     plain_s, qsgd_s = cluster.plain_s(), cluster.qsgd_s()
     windows = {size: cluster.windows(size) for size in sizes}
-    table = {
+    losses = {one["choice"]["slice_size"]: one["loss"] for one in _by_slices(_looked(quick))}
+    table: dict[int, dict[str, Any]] = {
         size: {
             "ratio": found.ratio,
+            "left_out_of_gradients": losses.get(size),
             "sample_s": found.sample_s,
             "compress_s": found.compress_s,
             "change_s": found.change_s,
@@ -115,13 +117,9 @@ def left_out(quick: bool) -> Mapping[str, Measured]:
     """How many fewer numbers travel, and what of the gradients behind a window is left out; pictures of both."""
     if quick:
         return {}
-    found = Kept(FOLDER / "results" / "gradients.jsonl").once(
-        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
-        lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
-    )
+    found = _looked(quick)
     draw(FOLDER / "results", found)
     usual = next(one for one in found["choices"] if Choice(**one["choice"]) == Choice())
-    fits = {one["choice"]["slice_size"]: one for one in found["choices"]}
     ratio = {
         "workload": WORKLOAD,
         "reduced": "CIFAR-10 for CIFAR-100",
@@ -137,11 +135,30 @@ def left_out(quick: bool) -> Mapping[str, Measured]:
         "median_of_layers": [statistics.median(layer) for layer in found["adjacent"]],
         "median": statistics.median(share for layer in found["adjacent"] for share in layer),
     }
-    losses = [one["ratio"] for one in fits.values()]
+    ratios = [one["ratio"] for one in _by_slices(found)]
     return {
-        RATIO: Measured(usual["ratio"], (min(losses), max(losses)), ratio),
+        RATIO: Measured(usual["ratio"], (min(ratios), max(ratios)), ratio),
         EXPLAINED: Measured(statistics.median(best), (min(best), max(best)), explained),
     }
+
+
+def _looked(quick: bool) -> Mapping[str, Any]:
+    """At gradients of a training, once; nothing where that would take long."""
+    if quick:
+        return {"choices": []}
+    return Kept(FOLDER / "results" / "gradients.jsonl").once(
+        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
+        lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
+    )
+
+
+def _by_slices(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Choices that differ from the usual one in K alone."""
+    return [
+        one
+        for one in found["choices"]
+        if Choice(**one["choice"]) == Choice(slice_size=one["choice"]["slice_size"])
+    ]
 
 
 def _seen(found: Series) -> dict[str, Any]:
