@@ -67,14 +67,22 @@ def _differs_in(choice: Mapping[str, Any], setting: str) -> bool:
 
 def _losses(axes: Axes, setting: str, along: Sequence[Mapping[str, Any]]) -> None:
     axes.plot([one["ratio"] for one in along], [one["loss"] for one in along], color="#0072B2", marker="o")
+    along = sorted(along, key=lambda one: one["loss"], reverse=True) if (close := _close(along)) else along
+    middle = (len(along) - 1) / 2
     for number, one in enumerate(along):
         value = one["choice"][setting]
         said = "all" if value is None else f"{value:g}"
-        below = -18 if number % 2 else 9
+        place = (14, 11 * (middle - number)) if close else (0, -18 if number % 2 else 9)
         axes.annotate(
-            said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=(0, below), ha="center"
+            said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=place, ha="center"
         )
     axes.set(xlabel="numbers over coefficients", xscale="log", xlim=(15, 300), ylim=(0, 1.05))
     axes.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(f"by {NAMES[setting]}", loc="left")
+
+
+def _close(along: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the points are above each other."""
+    ratios = [one["ratio"] for one in along]
+    return bool(max(ratios) < 1.1 * min(ratios))

@@ -65,9 +65,11 @@ def times(quick: bool) -> Mapping[str, Measured]:
     cluster = Cluster(network, spec, from_json(kept))
     plain_s, qsgd_s = cluster.plain_s(), cluster.qsgd_s()
     windows = {size: cluster.windows(size) for size in sizes}
-    table = {
+    losses = {one["choice"]["slice_size"]: one["loss"] for one in _by_slices(_looked(quick))}
+    table: dict[int, dict[str, Any]] = {
         size: {
             "ratio": found.ratio,
+            "left_out_of_gradients": losses.get(size),
             "sample_s": found.sample_s,
             "compress_s": found.compress_s,
             "change_s": found.change_s,
@@ -115,13 +117,9 @@ def left_out(quick: bool) -> Mapping[str, Measured]:
     """How many fewer numbers travel, and what of the gradients behind a window is left out; pictures of both."""
     if quick:
         return {}
-    found = Kept(FOLDER / "results" / "gradients.jsonl").once(
-        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
-        lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
-    )
+    found = _looked(quick)
     draw(FOLDER / "results", found)
     usual = next(one for one in found["choices"] if Choice(**one["choice"]) == Choice())
-    fits = {one["choice"]["slice_size"]: one for one in found["choices"]}
     ratio = {
         "workload": WORKLOAD,
         "reduced": "CIFAR-10 for CIFAR-100",
@@ -137,11 +135,30 @@ def left_out(quick: bool) -> Mapping[str, Measured]:
         "median_of_layers": [statistics.median(layer) for layer in found["adjacent"]],
         "median": statistics.median(share for layer in found["adjacent"] for share in layer),
     }
-    losses = [one["ratio"] for one in fits.values()]
+    ratios = [one["ratio"] for one in _by_slices(found)]
     return {
-        RATIO: Measured(usual["ratio"], (min(losses), max(losses)), ratio),
+        RATIO: Measured(usual["ratio"], (min(ratios), max(ratios)), ratio),
         EXPLAINED: Measured(statistics.median(best), (min(best), max(best)), explained),
     }
+
+
+def _looked(quick: bool) -> Mapping[str, Any]:
+    """At gradients of a training, once; nothing where that would take long."""
+    if quick:
+        return {"choices": []}
+    return Kept(FOLDER / "results" / "gradients.jsonl").once(
+        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
+        lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
+    )
+
+
+def _by_slices(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Choices that differ from the usual one in K alone."""
+    return [
+        one
+        for one in found["choices"]
+        if Choice(**one["choice"]) == Choice(slice_size=one["choice"]["slice_size"])
+    ]
 
 
 def _seen(found: Series) -> dict[str, Any]:
@@ -173,7 +190,7 @@ def _thinned(shares: list[float], most: int = 101) -> list[float]:
 
 
 UNCOMPRESSED = "uncompressed"
-STEPS, SEEDS, RATES = 4500, (0, 1), (0.05, 0.1, 0.025)
+STEPS, SEEDS, RATES = 4500, (0, 1), (0.05, 0.1)
 """A tenth of the paper's steps, and so of its warm-up; windows are as long as the paper's."""
 _WARM_UP = WARM_UP * STEPS // ITERATIONS
 METHODS = {
@@ -183,14 +200,11 @@ METHODS = {
         "collective": "ring",
         "reducer": f"gradiveq(warm_up={_WARM_UP}, spread=True, error_feedback=True)",
     },
-    "qsgd, 4 bits on hops": {
-        "collective": "ring",
-        "codec": "qsgd(bits=4)",
-        "reducer": "codec(phases='hops')",
-    },
 }
 OURS = "gradiveq, spread samples, error feedback"
 """Of the row; the paper's own stands beside it."""
+JUDGED = (UNCOMPRESSED, OURS)
+"""Trained with all seeds; the other with the first."""
 TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=2.0)
 
 
@@ -202,9 +216,10 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
     found, chosen = {}, {}
     for name, parts in METHODS.items():
         trial = Trial(parts, "cifar10/resnet8", NODES, 8, STEPS)
-        found[name], chosen[name] = trials.best(trial, RATES, SEEDS)
+        seeds = SEEDS if name in JUDGED else SEEDS[:1]
+        found[name], chosen[name] = trials.best(trial, RATES, seeds)
     lost = {
-        name: [dense - own for dense, own in zip(found[UNCOMPRESSED], accuracies, strict=True)]
+        name: [dense - own for dense, own in zip(found[UNCOMPRESSED], accuracies, strict=False)]
         for name, accuracies in found.items()
     }
     ours = lost[OURS]

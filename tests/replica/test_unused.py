@@ -15,7 +15,7 @@ from farflung.reducers import REDUCERS
 PARTS = [
     *({"codec": codec} for codec in sorted(CODECS)),
     {"codec": "error_feedback(sign())"},
-    *({"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})),
+    *({"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec", "gradiveq"})),
     {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     {"schedule": "pipelined(2)"},
     {"schedule": "delayed(2)"},
@@ -61,7 +61,7 @@ def sent(steps: int) -> int:
 @pytest.mark.filterwarnings("ignore:.* had no part in the loss")
 @pytest.mark.parametrize("parts", PARTS, ids=lambda parts: " ".join(parts.values()))
 def test_a_spare_layer_stays_as_it_is(parts: dict[str, str]) -> None:
-    first, last = (trained(Spare, steps, **parts) for steps in (1, 4))
+    first, last = (trained(Spare, steps, **parts) for steps in (4, 8))
     for name in ("spare.weight", "spare.bias"):
         assert torch.equal(first.state_dict()[name], last.state_dict()[name])
     assert not torch.equal(first.state_dict()["used.weight"], last.state_dict()["used.weight"])
