@@ -179,6 +179,7 @@ def attach(
                 f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
                 f"{chosen.schedule} cannot follow: use a synchronous recipe"
             )
+        exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
@@ -318,8 +319,7 @@ class Handle:
         where replicas differ by updates that are under way.
         """
         self._updated(done=False)
-        apart = self._exchanges.apart
-        entered = averaged(self._runtime, self._model, self.step, apart=apart)
+        entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model

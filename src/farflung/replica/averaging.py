@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -63,30 +63,48 @@ async def broadcast(
 
 
 @asynccontextmanager
-async def averaged(runtime: Runtime, model: nn.Module, number: int, *, apart: bool) -> AsyncIterator[None]:
-    """Inside, what differs between replicas is averaged over them; afterwards each has its own again.
+async def averaged(
+    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
+) -> AsyncIterator[None]:
+    """Inside, what differs between replicas is alike on all; afterwards each has its own again.
 
     Args:
       runtime: the world.
       model: the replica's.
       number: of the exchange; alike on all ranks.
-      apart: whether its parameters differ; see :func:`differing`.
+      stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
     """
-    tensors = [tensor.detach() for tensor in differing(model, apart=apart)]
-    own = [tensor.clone() for tensor in tensors]
-    await average(runtime, tensors, number, Purpose.EVALUATION, first_part=1)
+    found, known, values = differing(model, stands)
+    means, places = ([tensor.detach() for tensor in tensors] for tensors in (found, known))
+    own = [tensor.clone() for tensor in (*means, *places)]
+    await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
+    _load(places, values)
     try:
         yield
     finally:
-        _load(tensors, own)
+        _load([*means, *places], own)
 
 
-def differing(model: nn.Module, *, apart: bool) -> list[Tensor]:
-    """What differs between replicas: running statistics (batch norm), and parameters where they are ``apart``."""
-    return [
+def differing(
+    model: nn.Module, stands: Mapping[str, Tensor] | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What may differ between replicas.
+
+    Args:
+      model: the replica's.
+      stands: parameters that are known alike on all, by name; ``None``: those of the model differ.
+
+    Returns:
+      Running statistics (batch norm), and parameters that differ, whose means are to be taken; parameters that need
+      none, and what stands in their place.
+    """
+    parameters = dict(model.named_parameters())
+    means = [
         *(buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
-        *(model.parameters() if apart else ()),
+        *(parameters.values() if stands is None else ()),
     ]
+    known = stands or {}
+    return means, [parameters[name] for name in known], list(known.values())
 
 
 async def average(

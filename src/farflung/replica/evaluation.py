@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ async def evaluate(
     data: Dataset,
     step: int,
     *,
-    apart: bool,
+    stands: Mapping[str, Tensor] | None,
     goes_on: bool,
     seed: int,
     device: torch.device,
@@ -51,7 +51,7 @@ async def evaluate(
       model: the replica's.
       data: the test set.
       step: of the evaluation.
-      apart: whether replicas' parameters differ; what is scored is their mean.
+      stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.
       device: of the model.
@@ -60,9 +60,13 @@ async def evaluate(
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
     random = RandomState(derive(seed, "evaluation", step, comm.rank), device)
 
-    means = differing(model, apart=apart) if comm.size > 1 else []
-    kept = [*means, *(_others(model, means) if means and goes_on else [])]
+    means, known, stood = differing(model, stands)
+    changed = [*means, *known]
+    others = _others(model, changed) if changed and goes_on else []
+    kept = [*changed, *others]
     values = [tensor.detach().clone() for tensor in kept]
+    for value, stands_here in zip(values[len(means) :], stood, strict=False):
+        value.copy_(stands_here)
     await average(runtime, values[: len(means)], step, Purpose.EVALUATION, first_part=1)
 
     def score() -> Tensor:

@@ -173,18 +173,29 @@ class Exchanges:
         """What the gradients of the last step that has been merged at this one weigh together; 0 where none has."""
         return self._settled.stats.weight if self._settled.stats else 0.0
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that the schedule's merges cannot go with.
+    def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once before the first step: the optimizer that steps on what is merged.
 
         Raises:
-          ConfigError: says what to do instead.
+          ConfigError: the schedule's merges cannot go with it; says what to do instead.
         """
         for merger in self._mergers.values():
-            merger.check(optimizer)
+            merger.goes_with(optimizer)
 
     def common(self) -> dict[str, Tensor] | None:
         """The parameters without what is pending, alike on all replicas; ``None`` where there are none such."""
         found = [flats for merger in self._mergers.values() if (flats := merger.common()) is not None]
+        return self._buckets.named(found[0]) if found else None
+
+    def stands_for_all(self) -> dict[str, Tensor] | None:
+        """The parameters that a model is evaluated and kept with, by name and alike on all replicas.
+
+        Returns:
+          Those that take the place of its own: none where replicas are alike. ``None``: the mean of all does.
+        """
+        if not self.apart:
+            return {}
+        found = [f for merger in self._mergers.values() if (f := merger.stands_for_all()) is not None]
         return self._buckets.named(found[0]) if found else None
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
@@ -308,6 +319,8 @@ class Exchanges:
             if merged and taking:
                 await update(step)
             self._buckets.clear()
+        for merger in self._mergers.values():
+            merger.landed()
         if self.apart:
             parameters = [
                 p.detach() for b in self._buckets.buckets for p in self._buckets.parameters(b.index)

@@ -217,7 +217,7 @@ class Replica:
             rides=self._numbers(0),
             steps=self.training.steps,
         )
-        self._exchanges.check(self.optimizer)
+        self._exchanges.goes_with(self.optimizer)
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
@@ -483,7 +483,7 @@ class Replica:
                 self.model,
                 self._test,
                 step,
-                apart=self._exchanges.apart,
+                stands=self._exchanges.stands_for_all(),
                 goes_on=goes_on,
                 seed=self.training.seed,
                 device=self.device,
@@ -530,7 +530,7 @@ class Replica:
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
         # The number after the last evaluation's, since no exchange comes twice.
-        async with averaged(self.runtime, self.model, self.step_done + 1, apart=self._exchanges.apart):
+        async with averaged(self.runtime, self.model, self.step_done + 1, self._exchanges.stands_for_all()):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------

@@ -9,7 +9,14 @@ from farflung.rates import Constant
 from farflung.spec import text_of
 from farflung.types import Json, RateSchedule, State
 
-__all__ = ["kind_of", "load_optimizer_state", "optimizer_settings", "optimizer_state", "set_rate"]
+__all__ = [
+    "kind_of",
+    "load_optimizer_state",
+    "momentum_of",
+    "optimizer_settings",
+    "optimizer_state",
+    "set_rate",
+]
 
 
 def set_rate(
@@ -51,6 +58,15 @@ def set_rate(
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """What a checkpoint calls an optimizer: the name of its class."""
     return type(optimizer).__name__
+
+
+def momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """The share of a step's movement that goes on in the next one, the largest of all groups.
+
+    That is the setting ``momentum``, or the first of ``betas``; 0 where there is neither.
+    """
+    groups = optimizer.param_groups
+    return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:

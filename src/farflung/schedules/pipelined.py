@@ -27,14 +27,27 @@ class Pipelined(Fixed):
     The first ``warmup`` steps are synchronous. After them, and at the very start without them, ``width - 1`` steps
     apply nothing, since nothing is due. At the end of a run what is still under way is applied, in order.
 
-    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only: at
-    :math:`\tau = 1` for half of those of synchronous SGD, on a quadratic without momentum. Two remedies, one at a
-    time:
+    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only. Two remedies, one at
+    a time:
 
     * ``predict``: each gradient is taken at :math:`w - \eta \sum g` with the own gradients g that are still under
       way (through SGD's momentum and weight decay, where it has them), and applied at w;
     * ``correction``: the mean, taken at :math:`w'`, is applied as
       :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
+
+    **Learning rate**: with :math:`\lambda` the curvature of a quadratic, training is stable while
+    :math:`\eta\lambda` is below the following, where synchronous SGD allows 2, and 3.8 with momentum 0.9. Predicted
+    weights bring the mean back to what synchronous SGD allows; what bounds them is that the predictions of replicas
+    part. The analysis is ours.
+
+    ========================  ======  ======  ======  ======  ======
+    :math:`\tau`              1       5       10      15      20
+    ========================  ======  ======  ======  ======  ======
+    no momentum               1       0.28    0.15    0.10    0.077
+    momentum 0.9              0.10    0.022   0.011   0.0079  0.0061
+    no momentum, ``predict``  1       1       1       1       1
+    0.9, ``predict``          1       0.14    0.048   0.027   0.019
+    ========================  ======  ======  ======  ======  ======
 
     Holds, for each exchange under way, the gradient and a copy of it for checkpoints, and with ``correction`` the
     parameters that it was taken at.

@@ -13,6 +13,7 @@ __all__ = [
     "Fragment",
     "Merge",
     "Part",
+    "Pull",
     "Replace",
     "Schedule",
     "SharedStats",
@@ -83,6 +84,23 @@ class Swap:
 
     moves: ClassVar[Moved] = "update"
     means: ClassVar[str] = "swapped for its mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Own updates were applied at their steps; their mean moves an anchor, and parameters are pulled towards that.
+
+    Args:
+      share: of the way to the anchor that is gone in a step, above 0 and at most 1; ``None``: by the optimizer's
+        momentum and the delay, as :func:`farflung.replica.merges.share_of_a_step` says.
+      period: steps between two exchanges of a part.
+    """
+
+    moves: ClassVar[Moved] = "update"
+    means: ClassVar[str] = "pulled towards its mean"
+
+    share: float | None = None
+    period: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,26 @@ from collections.abc import Mapping
 from farflung.errors import Unsupported
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.merges.merger import Merger
+from farflung.replica.merges.pull import Pulling, share_of_a_step
 from farflung.replica.merges.replace import Replacing
 from farflung.replica.merges.swap import Swapping
 from farflung.replica.merges.swap_gradient import SwappingGradients
-from farflung.types import Merge, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Merge, Pull, Replace, Schedule, Swap, SwapGradient
 
-__all__ = ["MERGERS", "Merger", "Replacing", "Swapping", "SwappingGradients", "mergers", "needs_the_loop"]
+__all__ = [
+    "MERGERS",
+    "Merger",
+    "Pulling",
+    "Replacing",
+    "Swapping",
+    "SwappingGradients",
+    "mergers",
+    "needs_the_loop",
+    "share_of_a_step",
+]
 
 MERGERS: dict[type[Merge], type[Merger]] = {
+    Pull: Pulling,
     Replace: Replacing,
     Swap: Swapping,
     SwapGradient: SwappingGradients,

@@ -49,11 +49,11 @@ class Merger:
         del merge
         return ""
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that it cannot go with.
+    def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once before the first step: the optimizer whose steps are merged with those of others.
 
         Raises:
-          ConfigError: says what to do instead.
+          ConfigError: it cannot go with that one; says what to do instead.
         """
 
     def taking(
@@ -103,6 +103,17 @@ class Merger:
     def common(self) -> list[Tensor] | None:
         """The parameters without what is pending, flat by bucket, alike on all; ``None`` where there are none such."""
         return None
+
+    def stands_for_all(self) -> list[Tensor] | None:
+        """What a model is evaluated and kept with while replicas are apart, flat by bucket, alike on all.
+
+        Returns:
+          ``None``: the mean of the replicas' parameters.
+        """
+        return None
+
+    def landed(self) -> None:
+        """All that was under way at the end of a run is merged."""
 
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""

@@ -35,7 +35,7 @@ class Replacing(Merger):
         """Where weights are predicted."""
         return "predicted weights need hold of the forward pass" if merge.predict else ""
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """A prediction has to know the optimizer."""
         if self._predict:
             check_predictable(optimizer)
