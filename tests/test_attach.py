@@ -76,7 +76,7 @@ def test_each_step_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 PIPELINED = ["pipelined(2)", "pipelined(3, warmup=2, correction=0.1)"]
-DELAYED = ["delayed(2)", "delayed(3, 2)", "delayed('auto')"]
+DELAYED = ["delayed(2)", "delayed(3, 2)", "delayed('auto')", "delayed(2, pull='auto')"]
 LATE = [
     *itertools.product(PIPELINED, ["plain", "accumulated", "two_backwards", "caught"]),
     *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
@@ -95,7 +95,9 @@ def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -
 
 
 @pytest.mark.parametrize("first", ["attach", "load"])
-@pytest.mark.parametrize("how", ["synchronous", "pipelined(3)", "delayed(3, 2)"])
+@pytest.mark.parametrize(
+    "how", ["synchronous", "pipelined(3)", "delayed(3, 2)", "delayed(3, 2, pull='auto')"]
+)
 def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: str) -> None:
     """Whichever comes first when it goes on: the model's and optimizer's own state, or attach."""
     whole = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain")
@@ -186,7 +188,7 @@ def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: st
         assert one["never"]
 
 
-@pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)"])
+@pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)", "delayed(2, pull='auto')"])
 def test_late_results_leave_unused_parameters_alone_too(pool: Pool, how: str) -> None:
     one, other = pool.run(2, "tests.attach_jobs.unused", how=how)
     assert one["end"] == other["end"]
@@ -233,7 +235,7 @@ def test_who_averages_alone_is_told_what_for(pool: Pool) -> None:
     assert "deadline_s" in alone
 
 
-@pytest.mark.parametrize("how", ["synchronous", "delayed(2)"])
+@pytest.mark.parametrize("how", ["synchronous", "delayed(2)", "delayed(2, pull='auto')"])
 def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
     for said in pool.run(2, "tests.attach_jobs.nonfinite", what="stop", how=how):
         assert "non-finite gradient at step 2 on rank 1" in said["said"]

@@ -83,6 +83,16 @@ _OTHERS = (
     Case("delayed, period", {"schedule": "delayed(delay=3, period=2)", "workers": 4}, "four-regions"),
     Case("delayed, residuals", {"schedule": "delayed(delay=2)", "codec": RESIDUALS}),
     Case("delayed, adam", {"schedule": "delayed(delay=2)", "optimizer": "adam", "learning_rate": 1e-3}, "4g"),
+    Case(
+        "delayed, pulled",
+        {"schedule": "delayed(delay=5, period=2, pull='auto')", "codec": RESIDUALS, "workers": 3},
+        "four-regions",
+    ),
+    Case(
+        "delayed, pulled, adam",
+        {"schedule": "delayed(delay='auto', pull='auto')", "optimizer": "adam", "learning_rate": 1e-3},
+        "4g",
+    ),
     Case("topk, residuals", {"codec": RESIDUALS}),
     Case("topk, own shares", {"codec": RESIDUALS, "partition": "labels(k=3)", "workers": 4}),
     Case(

@@ -158,7 +158,7 @@ def pieces() -> Quadratic:
 def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
     for period in (1, 4):
         ours = Run(Streaming(period), settings={"momentum": 0.9, "steps": 16}).whole()
-        theirs = Run(f"delayed(0, {period})", settings={"momentum": 0.9, "steps": 16}).whole()
+        theirs = Run(f"delayed(0, {period}, pull='swap')", settings={"momentum": 0.9, "steps": 16}).whole()
         assert distance(ours.weights(), theirs.weights()) < 1e-6
         assert same_bits(ours.weights(0), ours.weights(1))
 
@@ -264,7 +264,7 @@ class EveryOther(Delayed):
 def test_buckets_that_take_turns_each_count_their_own_steps() -> None:
     """Identical batches: every mean is the own part, so nothing may differ from one worker alone."""
     several = Run(
-        EveryOther(delay=2), 2, APART, alike=True, workload=pieces, settings={"momentum": 0.9}
+        EveryOther(delay=2, pull="swap"), 2, APART, alike=True, workload=pieces, settings={"momentum": 0.9}
     ).steps(14)
     alone = Run("synchronous", 1, APART, alike=True, workload=pieces, settings={"momentum": 0.9}).steps(14)
     assert distance(several.weights(), alone.weights()) < 1e-6

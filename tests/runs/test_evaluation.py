@@ -25,6 +25,7 @@ SCHEDULES = [
     "synchronous",
     "pipelined(width=2, predict=True)",
     "delayed(delay=3, period=2)",
+    "delayed(delay=3, pull='auto')",
     "delayed_gradient(delay=2)",
 ]
 

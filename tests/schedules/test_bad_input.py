@@ -32,6 +32,10 @@ REFUSED = {
     "delayed(delay=1.5)": "delay 1.5 must be a whole number",
     "delayed(period=0)": "period 0 must be at least 1",
     "delayed(most=0)": "most 0 must be at least 1",
+    "delayed(pull='hard')": "pull 'hard' must be 'swap', 'auto' or a share",
+    "delayed(pull=0)": "pull 0 must be above 0 and at most 1",
+    "delayed(pull=1.5)": "pull 1.5 must be above 0 and at most 1",
+    "delayed(pull=None)": "pull None must be above 0 and at most 1",
     "delayed_gradient(delay=-1)": "delay -1 must be at least 0",
     "delayed_gradient(delay='auto')": "delay 'auto' must be a whole number",
     "delayed_gradient(period=0)": "period 0 must be at least 1",
@@ -65,6 +69,7 @@ def test_attach_says_what_it_carries() -> None:
         return carries(recipe("synchronous").but(**members))
 
     assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
+    assert said(schedule="delayed(5, pull='auto')") == "yes"
     assert "forward pass" in said(schedule="pipelined(predict=True)")
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
@@ -110,6 +115,8 @@ LATE = {
     "delayed(4)": 5,
     "delayed(4, 2)": 5,
     "delayed(3, 4)": 7,
+    "delayed(4, pull='auto')": 5,
+    "delayed(4, 2, pull='auto')": 5,
     "delayed_gradient(3, 4)": 7,
 }
 
@@ -130,10 +137,11 @@ def test_others_go_on_and_end_alike(schedule: str, policy: str) -> None:
     assert [event["nonfinite"] for event in run.step_events()].count(1) == 1
 
 
+@pytest.mark.parametrize("pull", ["swap", "auto"])
 @pytest.mark.parametrize("policy", ["skip", "exclude"])
-def test_without_delay_a_skip_is_as_in_synchronous_sgd(policy: str) -> None:
+def test_without_delay_a_skip_is_as_in_synchronous_sgd(policy: str, pull: str) -> None:
     settings = {"momentum": 0.0}
-    one, other = (spoilt(schedule, policy) for schedule in ("delayed(0)", "synchronous"))
+    one, other = (spoilt(schedule, policy) for schedule in (f"delayed(0, pull='{pull}')", "synchronous"))
     for run in (one, other):
         for replica in run.replicas:
             replica.optimizer.param_groups[0].update(settings)

@@ -24,6 +24,10 @@ SCHEDULES = [
     "delayed(5)",
     "delayed(7, 3)",
     "delayed('auto')",
+    "delayed(5, pull='auto')",
+    "delayed(7, 3, pull='auto')",
+    "delayed('auto', pull='auto')",
+    "delayed(4, pull='auto')",
     "delayed_gradient(5, 2)",
 ]
 CODECS = ["identity", "error_feedback(topk(density=0.2))", "dgc(density=0.2, warmup_steps=4)", "qsgd"]
@@ -95,11 +99,13 @@ def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
                 assert same_tree(slot.state.local, other.state.local)
 
 
-def test_a_resume_of_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pull", ["swap", "auto"])
+def test_a_resume_of_a_resume(pull: str, tmp_path: Path) -> None:
     """What starts again is under way at the next checkpoint as it was the first time."""
-    whole = run(tmp_path / "whole", "delayed(9)", "error_feedback(topk(density=0.2))", 16).whole()
+    schedule = f"delayed(9, pull='{pull}')"
+    whole = run(tmp_path / "whole", schedule, "error_feedback(topk(density=0.2))", 16).whole()
     for steps in (4, 8, 12, 16):
-        part = run(tmp_path / "parts", "delayed(9)", "error_feedback(topk(density=0.2))", steps)
+        part = run(tmp_path / "parts", schedule, "error_feedback(topk(density=0.2))", steps)
         if steps > 4:
             for replica in part.replicas:
                 replica.resume(steps - 4)
@@ -107,14 +113,16 @@ def test_a_resume_of_a_resume(tmp_path: Path) -> None:
     assert same_bits(part.weights(), whole.weights())
 
 
-def test_checkpoints_change_nothing(tmp_path: Path) -> None:
-    often = run(tmp_path / "often", "delayed(5, 2)", "identity", 12, checkpoint_every=1).whole()
-    never = run(tmp_path / "never", "delayed(5, 2)", "identity", 12, checkpoint_every=0).whole()
+@pytest.mark.parametrize("pull", ["swap", "auto"])
+def test_checkpoints_change_nothing(pull: str, tmp_path: Path) -> None:
+    schedule = f"delayed(5, 2, pull='{pull}')"
+    often = run(tmp_path / "often", schedule, "identity", 12, checkpoint_every=1).whole()
+    never = run(tmp_path / "never", schedule, "identity", 12, checkpoint_every=0).whole()
     assert same_bits(often.weights(), never.weights())
 
 
 def test_the_shared_part_has_what_replicas_have_in_common(tmp_path: Path) -> None:
-    half = run(tmp_path, "delayed(6, 2)", "identity", 8).whole()
+    half = run(tmp_path, "delayed(6, 2, pull='swap')", "identity", 8).whole()
     shared = load_tree(tmp_path / "step-00000008" / "shared.safetensors")
     own = [load_tree(tmp_path / "step-00000008" / f"rank-{rank}-of-2.safetensors") for rank in range(2)]
     assert not same_bits(own[0]["parameters"]["w"], own[1]["parameters"]["w"])

@@ -37,6 +37,18 @@ def test_a_warm_up_is_synchronous_bit_for_bit() -> None:
     assert not same_bits(one.steps(1).weights(), Run("synchronous").steps(12).weights())
 
 
+@pytest.mark.parametrize("settings", [*SGD.values(), ADAM], ids=[*SGD, "adam"])
+@pytest.mark.parametrize("period", [1, 4])
+def test_without_a_delay_a_pull_is_a_swap_bit_for_bit(period: int, settings: dict[str, Any]) -> None:
+    """With a block that is unfinished at the end too."""
+    one, other = (
+        Run(f"delayed(0, {period}, pull='{pull}')", 3, settings={**settings, "steps": 22}).whole()
+        for pull in ("auto", "swap")
+    )
+    for rank in range(3):
+        assert same_bits(one.weights(rank), other.weights(rank))
+
+
 @pytest.mark.parametrize("schedule", ["delayed(delay=0)", "delayed_gradient(delay=0)"])
 @pytest.mark.parametrize("settings", SGD.values(), ids=SGD)
 @pytest.mark.parametrize("size", [2, 3])
@@ -62,7 +74,7 @@ def test_no_delay_is_not_synchronous_with_adam() -> None:
 def test_with_the_same_batches_everywhere_any_delay_is_one_worker(
     delay: int, period: int, settings: dict[str, Any]
 ) -> None:
-    one = Run(f"delayed({delay}, {period})", 2, alike=True, settings=settings).whole()
+    one = Run(f"delayed({delay}, {period}, pull='swap')", 2, alike=True, settings=settings).whole()
     alone = Run("synchronous", 1, alike=True, settings=settings).whole()
     assert distance(one.weights(), alone.weights()) < 1e-6
     assert same_bits(one.weights(0), one.weights(1))
@@ -113,7 +125,7 @@ def test_a_correction_is_by_the_equation() -> None:
 
 
 def test_raw_gradients_equal_applied_updates_for_plain_sgd() -> None:
-    one = Run("delayed(5, 2)", 3).steps(20)
+    one = Run("delayed(5, 2, pull='swap')", 3).steps(20)
     other = Run("delayed_gradient(5, 2)", 3).steps(20)
     for rank in range(3):
         assert distance(other.weights(rank), one.weights(rank)) < 1e-5
@@ -130,12 +142,22 @@ def test_raw_gradients_stay_apart_after_a_drop_of_the_rate() -> None:
         run = Run(schedule, 2).steps(40, drop)
         return float((run.weights(0) - run.weights(1)).norm())
 
-    raw, applied = spread("delayed_gradient(6)"), spread("delayed(6)")
+    raw, applied = spread("delayed_gradient(6)"), spread("delayed(6, pull='swap')")
     assert raw > 1e3 * applied, (raw, applied)
 
 
 @pytest.mark.parametrize(
-    "schedule", ["pipelined(4)", "delayed(5)", "delayed(5, 3)", "delayed_gradient(5, 3)", "delayed('auto')"]
+    "schedule",
+    [
+        "pipelined(4)",
+        "delayed(5)",
+        "delayed(5, 3)",
+        "delayed(5, pull='auto')",
+        "delayed(5, 3, pull='auto')",
+        "delayed('auto', pull='auto')",
+        "delayed_gradient(5, 3)",
+        "delayed('auto')",
+    ],
 )
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_end_alike(schedule: str, size: int) -> None:
