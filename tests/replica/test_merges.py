@@ -218,7 +218,7 @@ class Planned(Fixed):
 
 def test_a_merge_without_a_room_is_refused_before_the_first_step() -> None:
     with pytest.raises(
-        Unsupported, match="schedule Planned: nothing carries out merge Outer; known: Replace, Swap,"
+        Unsupported, match="schedule Planned: nothing carries out merge Outer; known: Pull, Replace, Swap,"
     ):
         Run(Planned((Outer(),), Outer()))
 
