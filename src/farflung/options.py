@@ -6,7 +6,17 @@ import math
 
 from farflung.errors import ConfigError
 
-__all__ = ["number_option", "part_option", "share_option", "text_option", "whole_option"]
+__all__ = ["flag_option", "number_option", "part_option", "share_option", "text_option", "whole_option"]
+
+
+def flag_option(name: str, option: str, value: object) -> None:
+    """True or False.
+
+    Raises:
+      ConfigError: neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: {option} {value!r} must be True or False")
 
 
 def share_option(name: str, option: str, share: object) -> None:

@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     MEASURE = 8
     UNUSED = 9
     JOIN = 10
+    MOMENTS = 11
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -51,6 +52,7 @@ _WORDS = {
     Purpose.MEASURE: "measuring the network",
     Purpose.UNUSED: "unused parameters",
     Purpose.JOIN: "the end of join()",
+    Purpose.MOMENTS: "averaging the optimizer's state",
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.types import Payload, Runtime
 
-__all__ = ["average", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
+__all__ = ["average", "average_on", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
 
 _NOTHING = torch.empty(0)
 
@@ -20,8 +20,12 @@ async def sum_everywhere(
     runtime: Runtime, tensor: Tensor, side: Tensor, number: int, *, part: int = 0, purpose: Purpose
 ) -> tuple[Tensor, Tensor]:
     """One direct all-reduce of ``tensor``, which it overwrites, and ``side``."""
-    channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
+    return await _sum_on(runtime, ExchangeChannel(runtime.comm, purpose.at(number), part), tensor, side)
 
+
+async def _sum_on(
+    runtime: Runtime, channel: ExchangeChannel, tensor: Tensor, side: Tensor
+) -> tuple[Tensor, Tensor]:
     async def exchange() -> tuple[Tensor, Tensor]:
         summed = await channel.collective("direct")(channel, tensor, side)
         await channel.computed()
@@ -116,11 +120,15 @@ async def average(
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in map(_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    zero = torch.zeros(1, dtype=torch.float64)
     for part, alike in enumerate(by_dtype.values(), start=first_part):
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        total, _ = await sum_everywhere(runtime, flat, zero, number, part=part, purpose=purpose)
-        _load(alike, (total / runtime.comm.size).split([tensor.numel() for tensor in alike]))
+        await average_on(runtime, ExchangeChannel(runtime.comm, purpose.at(number), part), alike)
+
+
+async def average_on(runtime: Runtime, channel: ExchangeChannel, tensors: Sequence[Tensor]) -> None:
+    """Overwrites tensors of one dtype with their means over the replicas, in one exchange on ``channel``."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    total, _ = await _sum_on(runtime, channel, flat, torch.zeros(1, dtype=torch.float64))
+    _load(tensors, (total / channel.size).split([tensor.numel() for tensor in tensors]))
 
 
 def _real(tensor: Tensor) -> Tensor:

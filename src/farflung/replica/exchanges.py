@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
-from farflung.replica.averaging import average, sum_everywhere
+from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight, joined
 from farflung.replica.merges import mergers
@@ -123,6 +123,9 @@ class Exchanges:
         """The numbers of votes since the last exchange of any part."""
         self._vote = Vote(0.0, 0.0)
         self._averaged = False
+        self._behind = False
+        """Whether all replicas have moved alike since those merges last looked that let each step for itself."""
+        self._optimizer: torch.optim.Optimizer | None = None
         self._settled = Settled()
         self._times = Times(runtime.now)
         self.sent_nbytes = 0
@@ -179,6 +182,7 @@ class Exchanges:
         Raises:
           ConfigError: the schedule's merges cannot go with it; says what to do instead.
         """
+        self._optimizer = optimizer
         for merger in self._mergers.values():
             merger.goes_with(optimizer)
 
@@ -221,6 +225,9 @@ class Exchanges:
           Unsupported: the schedule plans what it has not named before.
         """
         self._times.step_begins()
+        self._planned = self._schedule.plan(self._state, self._in_order, step)
+        if self._behind and not any(t.merge.moves == "gradient" for t in self._planned) and not self.apart:
+            self._catch_up()
         self._step, self._vote, self._leads = step, vote, True
         for votes in self._votes.values():
             votes.append(vote)
@@ -228,7 +235,6 @@ class Exchanges:
             self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
         self._settled = Settled()
-        self._planned = self._schedule.plan(self._state, self._in_order, step)
         for transfer in self._planned:
             self._check(transfer)
         self._waiting = deque(transfer for transfer in self._planned if transfer.merge.moves == "gradient")
@@ -274,8 +280,16 @@ class Exchanges:
         merged = await self._merge("gradient")
         taking = [m for kind, m in self._mergers.items() if kind in acting and m.takes_gradient]
         asked = taking or [m for m in self._mergers.values() if not m.takes_gradient]
+        self._behind |= bool(taking) and len(taking) < len(self._mergers)
         finite = self._vote.finite
         return bool(asked) and all(merger.steps(merged=merged, finite=finite) for merger in asked)
+
+    def _catch_up(self) -> None:
+        """Replicas are alike and go their own ways from here: what they differ by counts from these parameters."""
+        self._behind = False
+        for merger in self._mergers.values():
+            if not merger.takes_gradient:
+                merger.restart()
 
     async def finish(self, *, updated: bool) -> Settled:
         """The optimizer is through: launches what moves parameters, and merges what of that is due.
@@ -367,7 +381,8 @@ class Exchanges:
         """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same."""
         shared, own = state["shared"], state["own"]
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
-        self._state = shared["schedule"]
+        self._state, self._behind = shared["schedule"], shared.get("behind", False)
+        self._times.go_on_from(own.get("elapsed_s", 0.0))
         # Whoever asked to stop before wants it no more: the run goes on.
         self._votes = {
             int(number): [replace(Vote(*vote), stop=False) for vote in votes]
@@ -400,8 +415,10 @@ class Exchanges:
                 "merges": {name: shared for name, (shared, _) in merges.items()},
                 "slots": shared_slots,
                 "unused": unused,
+                "behind": self._behind,
             },
             "own": {
+                "elapsed_s": self._times.elapsed_s,
                 "sent_nbytes": self.sent_nbytes,
                 "most_nbytes": self.most_nbytes,
                 "votes": {
@@ -519,6 +536,8 @@ class Exchanges:
                 good = not (skipped or (tally.nonfinite and reduced.weight == 0))
                 merged |= good
                 self._put(flight, reduced.mean if good else None)
+                if good:
+                    await self._average_moments(flight)
             await self._tell(*arrived[0])
         return merged
 
@@ -562,7 +581,8 @@ class Exchanges:
         sums = tally.sums if flight.leads else {}
         for name, value in sums.items():
             self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
-        stats = SharedStats(flight.step, loss, reduced.weight, sums)
+        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=rate)
         if flight.times is not None:
             with self._times.waiting():
                 decision = await flight.times
@@ -570,6 +590,16 @@ class Exchanges:
                 stats = replace(stats, **Times.from_json(decision.value))
         self._settled.stats = stats
         self._state = self._schedule.observe(self._state, stats)
+
+    async def _average_moments(self, flight: Flight) -> None:
+        merger = self._mergers[type(flight.transfer.merge)]
+        found = [t for bucket in buckets_of(flight.transfer.part) for t in merger.averages(bucket.index)]
+        if not found or self._runtime.comm.size == 1:
+            return
+        channel = ExchangeChannel(self._runtime.comm, Purpose.MOMENTS.at(flight.step), flight.number)
+        with self._times.waiting():
+            await average_on(self._runtime, channel, found)
+        self.sent_nbytes += channel.sent_nbytes
 
     def _put(self, flight: Flight, mean: Tensor | None) -> None:
         merger = self._mergers[type(flight.transfer.merge)]

@@ -549,7 +549,7 @@ class Replica:
             "fingerprint": fingerprint(self.model),
             "workload": self.workload.name,
             "training": self.training.to_json(),
-            "model": {**parameters, **(self._exchanges.common() or {})},
+            "model": {**parameters, **((self._exchanges.common() if apart else None) or {})},
             "exchanges": exchanges["shared"],
         }
         own: State = {

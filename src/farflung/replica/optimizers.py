@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from farflung.config import Training
+from farflung.errors import ConfigError
 from farflung.rates import Constant
 from farflung.spec import text_of
 from farflung.types import Json, RateSchedule, State
 
 __all__ = [
+    "check_averaged",
+    "forget",
     "kind_of",
     "load_optimizer_state",
+    "moments",
     "momentum_of",
     "optimizer_settings",
     "optimizer_state",
@@ -67,6 +75,47 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> float:
     """
     groups = optimizer.param_groups
     return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
+
+
+def check_averaged(optimizer: torch.optim.Optimizer) -> None:
+    """Whether :func:`moments` knows what an optimizer gathers.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
+        raise ConfigError(
+            f"optimizer_state='averaged': the state of {kind_of(optimizer)} is not known, only that of SGD, Adam and "
+            "AdamW: use 'kept' or 'reset'"
+        )
+
+
+def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """What SGD, Adam or AdamW has gathered in the shape of some parameters, to be overwritten.
+
+    A parameter that has had no gradient yet has zeros in their place, which are nobody's.
+    """
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    found: list[Tensor] = []
+    for p in parameters:
+        gathered = optimizer.state.get(p, {})
+        for name in _moments_in(groups.get(p, {})):
+            value = gathered.get(name)
+            found.append(torch.zeros_like(p) if value is None else value)
+    return found
+
+
+def _moments_in(group: dict[str, Any]) -> tuple[str, ...]:
+    """By the settings of a group, which are alike on all replicas."""
+    if "betas" in group:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    return ("momentum_buffer",) if group.get("momentum") else ()
+
+
+def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Takes away what an optimizer has gathered for some parameters: it begins anew with them."""
+    for p in parameters:
+        optimizer.state.pop(p, None)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:

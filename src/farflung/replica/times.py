@@ -22,11 +22,13 @@ class Times:
     """Medians over recent steps and exchanges.
 
     Args:
-      now: the run's clock, in seconds.
+      now: the world's clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
+        self._before_s = 0.0
+        """What the run has taken on another clock, before this one's zero."""
         self._begin: float | None = None
         self._waited = 0.0
         self.waited_s = 0.0
@@ -34,6 +36,15 @@ class Times:
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._exchanges: deque[float] = deque(maxlen=RECENT)
         self._open: tuple[int, float, float] | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """What the run has taken so far."""
+        return self._before_s + self._now()
+
+    def go_on_from(self, elapsed_s: float) -> None:
+        """The run is resumed, and has taken so long."""
+        self._before_s = elapsed_s - self._now()
 
     def step_begins(self) -> None:
         """Closes the step before."""
@@ -83,7 +94,7 @@ class Times:
     def to_json(self) -> Json:
         """The clock and the medians, by the names of :class:`farflung.types.SharedStats`."""
         return {
-            "elapsed_s": self._now(),
+            "elapsed_s": self.elapsed_s,
             "step_s": statistics.median(self._steps) if self._steps else None,
             "exchange_s": statistics.median(self._exchanges) if self._exchanges else None,
         }

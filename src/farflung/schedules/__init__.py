@@ -2,18 +2,39 @@
 
 from collections.abc import Callable
 
+from farflung.schedules.adacomm import AdaComm
 from farflung.schedules.delayed import Delayed
 from farflung.schedules.delayed_gradient import DelayedGradient
+from farflung.schedules.diloco import DiLoCo
+from farflung.schedules.local_sgd import LocalSGD
 from farflung.schedules.pipelined import Pipelined
+from farflung.schedules.post_local_sgd import PostLocalSGD
+from farflung.schedules.streaming_diloco import StreamingDiLoCo
 from farflung.schedules.synchronous import Synchronous
 from farflung.types import Schedule
 
-__all__ = ["SCHEDULES", "Delayed", "DelayedGradient", "Pipelined", "Synchronous"]
+__all__ = [
+    "SCHEDULES",
+    "AdaComm",
+    "Delayed",
+    "DelayedGradient",
+    "DiLoCo",
+    "LocalSGD",
+    "Pipelined",
+    "PostLocalSGD",
+    "StreamingDiLoCo",
+    "Synchronous",
+]
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "adacomm": AdaComm,
     "delayed": Delayed,
     "delayed_gradient": DelayedGradient,
+    "diloco": DiLoCo,
+    "local_sgd": LocalSGD,
     "pipelined": Pipelined,
+    "post_local_sgd": PostLocalSGD,
+    "streaming_diloco": StreamingDiLoCo,
     "synchronous": Synchronous,
 }
 """All of them by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.tensors import State, TensorSpec
 
@@ -12,6 +12,8 @@ __all__ = [
     "Bucket",
     "Fragment",
     "Merge",
+    "NeedsLoss",
+    "Outer",
     "Part",
     "Pull",
     "Replace",
@@ -103,6 +105,35 @@ class Pull:
     period: int = 1
 
 
+OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]
+"""What becomes of what an optimizer has gathered for parameters that are merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Own updates were applied at their steps; their mean is what an outer optimizer steps on.
+
+    Args:
+      rate: of the outer optimizer, which is SGD on the way that replicas went together.
+      momentum: its momentum, at least 0 and below 1.
+      nesterov: whether that is Nesterov's.
+      mix: the share of the own parameters in those that follow, at least 0 and below 1.
+      keep: whether own updates since the exchange began are added to what it has led to; without it they are lost, but
+        for their share in ``mix``.
+      state: what becomes of the own optimizer's state: it stays, begins anew, or is averaged.
+    """
+
+    moves: ClassVar[Moved] = "update"
+    means: ClassVar[str] = "replaced by an outer step on its mean"
+
+    rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    mix: float = 0.0
+    keep: bool = False
+    state: OptimizerState = "kept"
+
+
 @dataclass(frozen=True, slots=True)
 class SwapGradient:
     """The optimizer stepped on the own gradient; when the mean arrives it steps on the difference too."""
@@ -131,11 +162,13 @@ class SharedStats:
     sums: Mapping[str, float] = field(default_factory=dict)
     """Over all replicas, what parts of theirs have added to the rider, by name."""
     elapsed_s: float | None = None
-    """The decider's clock, where a schedule asked for it."""
+    """What the run has taken so far on the decider's clock, where a schedule asked for it."""
     step_s: float | None = None
     """What a step of the decider takes without its waits for exchanges, where a schedule asked for it."""
     exchange_s: float | None = None
     """What an exchange of the decider takes from its start to its end, where a schedule asked for it."""
+    learning_rate: float | None = None
+    """Of the optimizer, at the step that merges; alike on all in runs of ``farflung train``."""
 
 
 class Schedule(Protocol):
@@ -165,3 +198,11 @@ class Schedule(Protocol):
     def observe(self, state: State, stats: SharedStats) -> State:
         """Adapts to what was measured; equal on all ranks because ``stats`` is."""
         ...
+
+
+@runtime_checkable
+class NeedsLoss(Protocol):
+    """A schedule that follows the training loss, which a training loop of somebody's own does not tell."""
+
+    needs_loss: ClassVar[str]
+    """What for, in words that a refusal ends with."""

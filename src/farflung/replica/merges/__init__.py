@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from farflung.errors import Unsupported
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.merges.merger import Merger
+from farflung.replica.merges.outer import OuterSteps
 from farflung.replica.merges.pull import Pulling, share_of_a_step
 from farflung.replica.merges.replace import Replacing
 from farflung.replica.merges.swap import Swapping
 from farflung.replica.merges.swap_gradient import SwappingGradients
-from farflung.types import Merge, Pull, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
 __all__ = [
     "MERGERS",
     "Merger",
+    "OuterSteps",
     "Pulling",
     "Replacing",
     "Swapping",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 MERGERS: dict[type[Merge], type[Merger]] = {
+    Outer: OuterSteps,
     Pull: Pulling,
     Replace: Replacing,
     Swap: Swapping,
@@ -56,6 +59,8 @@ def needs_the_loop(schedule: Schedule) -> str:
       Unsupported: a merge that is not in :data:`MERGERS`.
     """
     reasons = [_kind(schedule, merge).needs_the_loop(merge) for merge in schedule.merges]
+    if isinstance(schedule, NeedsLoss):
+        reasons.append(f"the loss, which it does not see, decides {schedule.needs_loss}")
     return next(filter(None, reasons), "")
 
 

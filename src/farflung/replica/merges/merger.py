@@ -79,6 +79,15 @@ class Merger:
         """Merges the result of an exchange for one of its buckets; without one the own part is taken back."""
         raise NotImplementedError
 
+    def averages(self, index: int) -> list[Tensor]:
+        """What else of a bucket is overwritten with its mean over the replicas, uncompressed, when a result is merged.
+
+        Returns:
+          As many of the same shapes on all, in the bucket's dtype.
+        """
+        del index
+        return []
+
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """Whether the optimizer has a gradient to step on.
 

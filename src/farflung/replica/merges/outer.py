@@ -1,0 +1,122 @@
+"""Own updates first, and then a step of an outer optimizer on what they came to together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.flights import Flight
+from farflung.replica.merges.merger import Merger
+from farflung.replica.optimizers import check_averaged, forget, moments
+from farflung.types import Outer, State, Transfer
+
+__all__ = ["OuterSteps"]
+
+
+class OuterSteps(Merger):
+    r"""Carries out :class:`farflung.types.Outer` around an anchor, the parameters that all have in common.
+
+    .. math::
+        v \leftarrow \mu v + \bar\Delta, \qquad a \leftarrow a + \eta v, \qquad
+        w_j \leftarrow (1 - \alpha)\, (a + u_j) + \alpha\, w_j
+
+    with :math:`\Delta_j = w_j - a` when the exchange begins, and :math:`u_j` the own updates since then, where those
+    are kept; Nesterov's momentum steps on :math:`\bar\Delta + \mu v`. The anchor a and v have the same bits on all
+    replicas. An exchange that brings nothing leaves both where they are.
+    """
+
+    def __init__(self, merge: Outer, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._state = merge.state
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._anchors = self._weights()
+        self._speeds: dict[int, Tensor] = {}
+        """v of the buckets that have made an outer step with momentum."""
+        self._mixed = [False] * len(self._anchors)
+        """Whether a bucket's last merge has left a share of the own parameters."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of anchors and momentum."""
+        return sum(tensor.nbytes for tensor in (*self._anchors, *self._speeds.values()))
+
+    def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """One whose state is averaged has to be known."""
+        if self._state == "averaged":
+            check_averaged(optimizer)
+        self._optimizer = optimizer
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """How far this replica has come from the anchor."""
+        own = self._buckets.weights(index).sub_(self._anchors[index])
+        return (own, {}) if transfer.due_step == step else (own.clone(), {"own": own})
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """The outer step, and the parameters that follow from it."""
+        merge = flight.transfer.merge
+        assert isinstance(merge, Outer)
+        local = self._buckets.weights(index)
+        kept = flight.kept[index]
+        since = local.sub(self._anchors[index]).sub_(kept["own"]) if merge.keep and kept else None
+        if mean is not None:
+            self._step(index, mean, merge)
+        weights = self._anchors[index] if since is None else since.add_(self._anchors[index])
+        self._buckets.load_weights(index, weights.lerp(local, merge.mix) if merge.mix else weights)
+        self._mixed[index] = merge.mix > 0
+        if merge.state == "reset":
+            assert self._optimizer is not None
+            forget(self._optimizer, self._buckets.parameters(index))
+
+    def averages(self, index: int) -> list[Tensor]:
+        """The optimizer's moments, where they are averaged."""
+        if self._state != "averaged":
+            return []
+        assert self._optimizer is not None
+        return moments(self._optimizer, self._buckets.parameters(index))
+
+    def apart(self, *, pending: bool) -> bool:
+        """Where a share of the own parameters stays too."""
+        return pending or any(self._mixed)
+
+    def common(self) -> list[Tensor]:
+        """The anchor."""
+        return self._anchors
+
+    def restart(self) -> None:
+        """The parameters are the anchor; the outer momentum goes on."""
+        self._anchors = self._weights()
+        self._mixed = [False] * len(self._anchors)
+
+    def state_dict(self) -> tuple[State, State]:
+        """Anchor and momentum, which all share."""
+        shared: State = {
+            "anchors": {str(index): anchor for index, anchor in enumerate(self._anchors)},
+            "speeds": {str(index): speed for index, speed in self._speeds.items()},
+            "mixed": list(self._mixed),
+        }
+        return shared, {}
+
+    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+        """Continues; the exchanges under way hold what was given."""
+        del own, flights
+        self._anchors = [shared["anchors"][str(index)].clone() for index in range(len(self._anchors))]
+        self._speeds = {int(index): speed.clone() for index, speed in shared["speeds"].items()}
+        self._mixed = list(shared["mixed"])
+
+    def _step(self, index: int, mean: Tensor, merge: Outer) -> None:
+        way = mean
+        if merge.momentum:
+            if index in self._speeds:
+                self._speeds[index].mul_(merge.momentum).add_(mean)
+            else:
+                self._speeds[index] = mean.clone()
+            way = self._speeds[index]
+            if merge.nesterov:
+                way = mean.add(way, alpha=merge.momentum)
+        self._anchors[index].add_(way, alpha=merge.rate)
+
+    def _weights(self) -> list[Tensor]:
+        return [self._buckets.weights(bucket.index) for bucket in self._buckets.buckets]

@@ -1,0 +1,64 @@
+"""The schedule of local SGD, or federated averaging with all clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farflung.options import whole_option
+from farflung.schedules.fixed import Fixed
+from farflung.schedules.options import state_option
+from farflung.types import Merge, Outer, Part, State, Transfer
+from farflung.types.schedule import OptimizerState
+
+__all__ = ["LocalSGD"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD(Fixed):
+    r"""Each replica steps on its own gradients; every ``sync_every`` steps parameters become their mean.
+
+    .. math:: w_j \leftarrow \frac{1}{n} \sum_i w_i
+
+    What is exchanged is how far each has come since the last time, so codecs see updates. The mean is waited for: for
+    one that comes late there is :class:`farflung.schedules.Delayed`, which without a delay and with SGD or any other
+    optimizer whose state is kept is this, to the bit. With ``sync_every`` 1 and SGD, with momentum too, it is
+    synchronous SGD up to rounding; with Adam it is not.
+
+    Bytes and latency fall by ``sync_every``. What that costs is that the mean of n replicas' ways is not the way of
+    one that sees all samples: the longer the blocks and the larger the learning rate, the more is lost.
+
+    Memory: one copy of the parameters. A gradient is clipped before its local step. Between exchanges evaluation sees
+    the mean of the replicas' parameters, and a run ends with it.
+
+    Args:
+      sync_every: K, steps between two exchanges.
+      optimizer_state: what becomes of momentum and moments when parameters become their mean: ``"kept"`` on each
+        replica; ``"reset"``, as they are at the start of a run; or ``"averaged"`` over the replicas too, uncompressed,
+        which one more exchange is waited for (SGD, Adam and AdamW).
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Stich 2019, Alg. 1; McMahan et al. 2017, with all clients. Keeping the state is what most
+    implementations do.
+    """
+
+    sync_every: int = 8
+    optimizer_state: OptimizerState = "kept"
+
+    def __post_init__(self) -> None:
+        whole_option("local_sgd", "sync_every", self.sync_every, 1)
+        state_option("local_sgd", self.optimizer_state)
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        """Replaced by the mean."""
+        return (Outer(state=self.optimizer_state),)
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        """At the end of a block, one transfer for each bucket."""
+        del state
+        if (step + 1) % self.sync_every:
+            return []
+        return [Transfer(part, step, *self.merges) for part in parts]

@@ -1,0 +1,34 @@
+"""Checks of options that several schedules have."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from farflung.errors import ConfigError
+from farflung.options import flag_option, number_option, share_option
+from farflung.types.schedule import OptimizerState
+
+__all__ = ["outer_options", "state_option"]
+
+
+def state_option(name: str, state: object) -> None:
+    """What becomes of an optimizer's state.
+
+    Raises:
+      ConfigError: none of the words there are for that.
+    """
+    if state not in get_args(OptimizerState):
+        raise ConfigError(f"{name}: optimizer_state {state!r} must be 'kept', 'reset' or 'averaged'")
+
+
+def outer_options(name: str, rate: object, momentum: object, nesterov: object) -> None:
+    """An outer optimizer's learning rate and momentum, and whether that is Nesterov's.
+
+    Raises:
+      ConfigError: out of range.
+    """
+    number_option(name, "outer_rate", rate, 0)
+    if not rate:
+        raise ConfigError(f"{name}: outer_rate must be above 0")
+    share_option(name, "outer_momentum", momentum)
+    flag_option(name, "nesterov", nesterov)
