@@ -76,7 +76,14 @@ def test_each_step_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 PIPELINED = ["pipelined(2)", "pipelined(3, warmup=2, correction=0.1)"]
-DELAYED = ["delayed(2)", "delayed(3, 2)", "delayed('auto')", "delayed(2, pull='auto')"]
+DELAYED = [
+    "delayed(2)",
+    "delayed(3, 2)",
+    "delayed('auto')",
+    "delayed(2, pull='auto')",
+    "local_sgd(4, 'averaged')",
+    "streaming_diloco(4, fragments=2)",
+]
 LATE = [
     *itertools.product(PIPELINED, ["plain", "accumulated", "two_backwards", "caught"]),
     *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
@@ -96,7 +103,15 @@ def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -
 
 @pytest.mark.parametrize("first", ["attach", "load"])
 @pytest.mark.parametrize(
-    "how", ["synchronous", "pipelined(3)", "delayed(3, 2)", "delayed(3, 2, pull='auto')"]
+    "how",
+    [
+        "synchronous",
+        "pipelined(3)",
+        "delayed(3, 2)",
+        "delayed(3, 2, pull='auto')",
+        "diloco(2)",
+        "streaming_diloco(3, fragments=1, delay=1)",
+    ],
 )
 def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: str) -> None:
     """Whichever comes first when it goes on: the model's and optimizer's own state, or attach."""

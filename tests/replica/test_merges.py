@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung.errors import Unsupported
 from farflung.recipes import Recipe
@@ -20,7 +20,6 @@ from farflung.replica.votes import Rider
 from farflung.schedules import Delayed
 from farflung.schedules.fixed import Fixed
 from farflung.types import (
-    Batch,
     Bucket,
     Channel,
     CodecState,
@@ -39,15 +38,14 @@ from farflung.types import (
     Transfer,
 )
 from farflung.types.schedule import Moved
-from farflung.workloads import Quadratic
 from tests.helpers import same_bits, same_tree
-from tests.schedules.runs import Run, distance
+from tests.schedules.runs import APART, Run, distance, pieces
 
 # --- a merge of one's own -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class Slow:
     """The mean of parameters feeds an outer optimizer: SGD with momentum on the way that replicas went."""
 
     moves: ClassVar[Moved] = "parameters"
@@ -57,10 +55,10 @@ class Outer:
     momentum: float = 0.0
 
 
-class OuterSteps(Merger):
-    """Carries out :class:`Outer`."""
+class SlowSteps(Merger):
+    """Carries out :class:`Slow`."""
 
-    def __init__(self, merge: Outer, buckets: GradientBuckets) -> None:
+    def __init__(self, merge: Slow, buckets: GradientBuckets) -> None:
         super().__init__(merge, buckets)
         self._merge = merge
         self._at = [buckets.weights(bucket.index) for bucket in buckets.buckets]
@@ -103,7 +101,7 @@ class Streaming(Fixed):
     period: int
     delay: int = 0
     fragments: int = 1
-    outer: Outer = Outer()
+    outer: Slow = Slow()
 
     @property
     def merges(self) -> tuple[Merge, ...]:
@@ -123,36 +121,7 @@ class Streaming(Fixed):
 
 @pytest.fixture
 def outer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MERGERS, Outer, OuterSteps)
-
-
-class Pieces(nn.Module):
-    """A vector in several parameters."""
-
-    def __init__(self, dim: int, count: int) -> None:
-        super().__init__()
-        self.pieces = nn.ParameterList(torch.zeros(dim // count) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(list(self.pieces)) - x
-
-
-class InPieces(Quadratic):
-    """A quadratic whose parameters make four buckets."""
-
-    def model(self, generator: torch.Generator) -> nn.Module:
-        return Pieces(self.dim, 4)
-
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return -self.loss(model, batch)
-
-
-APART = {"bucket_nbytes": 1}
-"""A bucket for each parameter."""
-
-
-def pieces() -> Quadratic:
-    return InPieces(dim=12, samples=64)
+    monkeypatch.setitem(MERGERS, Slow, SlowSteps)
 
 
 def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
@@ -175,7 +144,7 @@ def test_fragments_on_identical_batches_are_one_worker() -> None:
 @pytest.mark.usefixtures("outer")
 @pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.3))"])
 def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_path: Path) -> None:
-    schedule = Streaming(4, delay=3, fragments=2, outer=Outer(0.7, 0.9))
+    schedule = Streaming(4, delay=3, fragments=2, outer=Slow(0.7, 0.9))
 
     def run(folder: str, steps: int) -> Run:
         settings = {"steps": steps, "checkpoint_every": 3, "momentum": 0.9}
@@ -191,7 +160,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
     whole = run("whole", 18).whole()
     run("parts", 9).whole()
     shared = load_tree(tmp_path / "parts" / "step-00000009" / "shared.safetensors")
-    assert set(shared["exchanges"]["merges"]["Outer"]) == {"at", "speed"}
+    assert set(shared["exchanges"]["merges"]["Slow"]) == {"at", "speed"}
     for start in (3, 9):
         resumed = run("parts", 18)
         for replica in resumed.replicas:
@@ -218,9 +187,10 @@ class Planned(Fixed):
 
 def test_a_merge_without_a_room_is_refused_before_the_first_step() -> None:
     with pytest.raises(
-        Unsupported, match="schedule Planned: nothing carries out merge Outer; known: Pull, Replace, Swap,"
+        Unsupported,
+        match="schedule Planned: nothing carries out merge Slow; known: Outer, Pull, Replace, Swap,",
     ):
-        Run(Planned((Outer(),), Outer()))
+        Run(Planned((Slow(),), Slow()))
 
 
 def test_a_merge_that_was_not_named_never_starts() -> None:

@@ -41,6 +41,35 @@ class Valleys(Quadratic):
         return (offsets.square() * batch.targets).sum(dim=1).mul(0.5)
 
 
+class Pieces(nn.Module):
+    """A vector in several parameters."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(torch.zeros(dim // count) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self.pieces)) - x
+
+
+class InPieces(Quadratic):
+    """A quadratic whose parameters make four buckets."""
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return Pieces(self.dim, 4)
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.loss(model, batch)
+
+
+APART = {"bucket_nbytes": 1}
+"""A bucket for each parameter."""
+
+
+def pieces() -> Quadratic:
+    return InPieces(dim=12, samples=64)
+
+
 @dataclass
 class Run:
     """Replicas on one clock.

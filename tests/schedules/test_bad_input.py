@@ -40,6 +40,30 @@ REFUSED = {
     "delayed_gradient(delay='auto')": "delay 'auto' must be a whole number",
     "delayed_gradient(period=0)": "period 0 must be at least 1",
     "delayed(width=2)": "unexpected keyword argument 'width'",
+    "local_sgd(0)": "local_sgd: sync_every 0 must be at least 1",
+    "local_sgd(optimizer_state='lost')": "optimizer_state 'lost' must be 'kept', 'reset' or 'averaged'",
+    "post_local_sgd(until=-1)": "until -1 must be at least 0",
+    "post_local_sgd(sync_every=0)": "post_local_sgd: sync_every 0 must be at least 1",
+    "adacomm(sync_every=0)": "adacomm: sync_every 0 must be at least 1",
+    "adacomm(interval_s=0)": "interval_s must be above 0",
+    "adacomm(rule='grow')": "rule 'grow' must be 'shrink' or 'basic'",
+    "adacomm(shrink=1)": "shrink 1 would shrink nothing",
+    "adacomm(shrink=0)": "shrink 0 must be above 0 and at most 1",
+    "adacomm(rate_power=-1)": "rate_power -1 must be a number of at least 0",
+    "adacomm(most=5)": "most 5 must be at least 20",
+    "adacomm(block_momentum=1)": "block_momentum 1 must be at least 0 and below 1",
+    "diloco(sync_every=0)": "diloco: sync_every 0 must be at least 1",
+    "diloco(outer_momentum=1)": "outer_momentum 1 must be at least 0 and below 1",
+    "diloco(outer_rate=0)": "outer_rate must be above 0",
+    "diloco(outer_rate=-0.1)": "outer_rate -0.1 must be a number of at least 0",
+    "diloco(nesterov=1)": "nesterov 1 must be True or False",
+    "streaming_diloco(sync_every=10)": "sync_every 10 is no multiple of fragments 4",
+    "streaming_diloco(fragments=0)": "fragments 0 must be at least 1",
+    "streaming_diloco(delay=25)": "delay 25 must be below sync_every / fragments, which is 25",
+    "streaming_diloco(delay=-1)": "delay -1 must be at least 0",
+    "streaming_diloco(mix=1)": "mix 1 must be at least 0 and below 1",
+    "streaming_diloco(keep='yes')": "keep 'yes' must be True or False",
+    "streaming_diloco(outer_momentum=1.0)": "outer_momentum 1.0 must be at least 0 and below 1",
     "lazy": "unknown schedule 'lazy'",
 }
 
@@ -55,6 +79,7 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
     [
         ("delayed_gradient(2)", {"clip_norm": 1.0}, "sends gradients before their norm is known"),
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
+        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of _Lars is not known"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
@@ -71,6 +96,8 @@ def test_attach_says_what_it_carries() -> None:
     assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
     assert said(schedule="delayed(5, pull='auto')") == "yes"
     assert "forward pass" in said(schedule="pipelined(predict=True)")
+    assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
+    assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
     assert said(sharing="injection").startswith("no: it sees no samples")
@@ -118,6 +145,9 @@ LATE = {
     "delayed(4, pull='auto')": 5,
     "delayed(4, 2, pull='auto')": 5,
     "delayed_gradient(3, 4)": 7,
+    "local_sgd(4)": 7,
+    "diloco(3, optimizer_state='averaged')": 5,
+    "streaming_diloco(3, fragments=1, delay=2)": 5,
 }
 
 

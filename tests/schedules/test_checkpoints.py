@@ -29,6 +29,11 @@ SCHEDULES = [
     "delayed('auto', pull='auto')",
     "delayed(4, pull='auto')",
     "delayed_gradient(5, 2)",
+    "local_sgd(3)",
+    "post_local_sgd(6, 5)",
+    "adacomm(5, interval_s=0.3, block_momentum=0.3)",
+    "diloco(3, optimizer_state='averaged')",
+    "streaming_diloco(6, fragments=1, delay=3, optimizer_state='reset')",
 ]
 CODECS = ["identity", "error_feedback(topk(density=0.2))", "dgc(density=0.2, warmup_steps=4)", "qsgd"]
 LINK = LinkModel(0.05, 1e5)

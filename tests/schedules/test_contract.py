@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from farflung.replica.merges import MERGERS
-from farflung.schedules import SCHEDULES, Delayed, DelayedGradient, Pipelined, Synchronous
+from farflung.replica.parts import buckets_of
+from farflung.schedules import (
+    SCHEDULES,
+    AdaComm,
+    Delayed,
+    DelayedGradient,
+    DiLoCo,
+    LocalSGD,
+    Pipelined,
+    PostLocalSGD,
+    StreamingDiLoCo,
+    Synchronous,
+)
 from farflung.types import Bucket, Replace, Schedule, SharedStats, State, TensorSpec, Transfer
 
 BUCKETS = tuple(
@@ -35,6 +47,8 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
+    "adacomm": Row(AdaComm(sync_every=9, interval_s=1.0), every=9),
+    "adacomm (basic)": Row(AdaComm(sync_every=9, interval_s=0.5, rule="basic"), every=9),
     "delayed": Row(Delayed(), lag=4),
     "delayed (auto)": Row(Delayed(delay="auto", most=8), lag=8),
     "delayed (at once)": Row(Delayed(delay=0)),
@@ -45,10 +59,17 @@ ROWS: dict[str, Row] = {
     "delayed (swapped)": Row(Delayed(pull="swap"), lag=4),
     "delayed_gradient": Row(DelayedGradient(), lag=4),
     "delayed_gradient (of blocks)": Row(DelayedGradient(delay=2, period=5), lag=2, every=5),
+    "diloco": Row(DiLoCo(sync_every=8), every=8),
+    "local_sgd": Row(LocalSGD(), every=8),
     "pipelined": Row(Pipelined(), lag=1),
     "pipelined (corrected)": Row(Pipelined(correction=0.04), lag=1),
     "pipelined (predicted)": Row(Pipelined(predict=True), lag=1),
     "pipelined (warmed up)": Row(Pipelined(width=4, warmup=10), lag=3),
+    "post_local_sgd": Row(PostLocalSGD(until=11, sync_every=7), every=7),
+    "streaming_diloco": Row(StreamingDiLoCo(sync_every=12, fragments=3, delay=2), lag=2, every=12),
+    "streaming_diloco (of one fragment)": Row(
+        StreamingDiLoCo(sync_every=6, fragments=1, delay=5), lag=5, every=6
+    ),
     "synchronous": Row(Synchronous()),
 }
 
@@ -80,9 +101,9 @@ def run(schedule: Schedule, buckets: tuple[Bucket, ...] = BUCKETS) -> list[list[
     return plans
 
 
-def index(transfer: Transfer) -> int:
-    assert isinstance(transfer.part, Bucket)
-    return transfer.part.index
+def moved(transfers: list[Transfer]) -> list[int]:
+    """The numbers of the buckets."""
+    return [bucket.index for transfer in transfers for bucket in buckets_of(transfer.part)]
 
 
 def test_the_table_has_every_schedule() -> None:
@@ -110,11 +131,13 @@ def test_all_ranks_plan_alike(row: Row) -> None:
 
 def test_each_bucket_is_carried_often_enough_and_once_a_step(row: Row) -> None:
     last = dict.fromkeys(range(len(BUCKETS)), -1)
+    parts = list(row.schedule.parts(BUCKETS))
+    assert sorted(b.index for part in parts for b in buckets_of(part)) == list(range(len(BUCKETS)))
+    assert all(bucket == BUCKETS[bucket.index] for part in parts for bucket in buckets_of(part))
     for step, transfers in enumerate(run(row.schedule)):
-        order = [index(transfer) for transfer in transfers]
+        order = [parts.index(transfer.part) for transfer in transfers]
         assert order == sorted(set(order))
-        assert all(transfer.part == BUCKETS[index(transfer)] for transfer in transfers)
-        for bucket in order:
+        for bucket in moved(transfers):
             assert step - last[bucket] <= row.every
             last[bucket] = step
     assert all(STEPS - 1 - step < row.every for step in last.values())
@@ -128,7 +151,7 @@ def test_nothing_is_due_before_it_starts_or_too_late(row: Row) -> None:
 
 def test_results_of_a_bucket_are_due_in_the_order_they_started(row: Row) -> None:
     for bucket in range(len(BUCKETS)):
-        due = [t.due_step for transfers in run(row.schedule) for t in transfers if index(t) == bucket]
+        due = [t.due_step for transfers in run(row.schedule) for t in transfers if bucket in moved([t])]
         assert due == sorted(due)
 
 
@@ -148,7 +171,7 @@ def test_the_state_is_a_value(row: Row) -> None:
 def test_it_plans_for_any_number_of_buckets(row: Row) -> None:
     for count in (0, 1, 3):
         for transfers in run(row.schedule, BUCKETS[:count]):
-            assert {index(transfer) for transfer in transfers} <= set(range(count))
+            assert set(moved(transfers)) <= set(range(count))
 
 
 def test_synchronous_is_every_bucket_at_every_step_due_at_once() -> None:

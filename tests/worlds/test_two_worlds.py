@@ -22,12 +22,20 @@ WAYS = ("codec", "codec(phases='gather')", "codec(phases='two')", "codec(phases=
 """How a codec may travel."""
 WINDOWS = "gradiveq(warm_up=0, sample_steps=2, compress_steps=2)"
 """Of which a few steps see some."""
+IN_BLOCKS = {
+    "adacomm": "adacomm(2)",
+    "diloco": "diloco(2)",
+    "local_sgd": "local_sgd(2, 'averaged')",
+    "post_local_sgd": "post_local_sgd(3, 2)",
+    "streaming_diloco": "streaming_diloco(4, fragments=2, optimizer_state='reset')",
+}
+"""Schedules whose defaults exchange nothing in a few steps."""
 FAMILIES = {
     "codec": sorted(CODECS),
     "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
     # The backend's own collectives have no virtual counterpart and add in an order of their own.
     "collective": sorted(set(COLLECTIVES) - {"native"}),
-    "schedule": [*sorted(SCHEDULES), "delayed(3, pull='auto')"],
+    "schedule": [*sorted(set(SCHEDULES) - set(IN_BLOCKS)), *IN_BLOCKS.values(), "delayed(3, pull='auto')"],
 }
 
 
