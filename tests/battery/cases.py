@@ -51,13 +51,22 @@ class Case:
         return {"evaluate_every": 0, "checkpoint_every": 0, **given}
 
 
-FASTER = {
+SOONER = {
+    "adacomm": {"schedule": "adacomm(sync_every=6, interval_s=0.1, block_momentum=0.3)"},
+    "diloco": {"schedule": "diloco(sync_every=6)"},
+    "local_sgd": {"schedule": "local_sgd(sync_every=6)"},
+    "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},
+    "streaming_diloco": {
+        "schedule": "streaming_diloco(sync_every=6, fragments=2, delay=2, optimizer_state='reset')"
+    },
     "scadles": {
         "stream": "rate([1600, 2000, 1800, 2400], window_s=0.005, policy='truncation', weigh='by_rate')"
     },
     "scadles_baseline": {"stream": "rate([1600, 2000, 1800, 2400], least=16)"},
 }
-"""Than devices send, so that nobody waits."""
+"""Than devices send, so that nobody waits; and than the presets exchange, so that 20 steps see it, the half of them a
+block or a fragment that is under way.
+"""
 
 
 def _presets() -> list[Case]:
@@ -66,7 +75,7 @@ def _presets() -> list[Case]:
     return [
         Case(
             f"preset {name}",
-            {"recipe": name, "workers": 4, "steps": 50 if name == "dga" else 20, **FASTER.get(name, {})},
+            {"recipe": name, "workers": 4, "steps": 50 if name == "dga" else 20, **SOONER.get(name, {})},
             network,
             virtual=name != "ddp",
         )

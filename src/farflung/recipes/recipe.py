@@ -236,6 +236,33 @@ RECIPES: dict[str, Recipe] = {
             schedule="delayed(delay=20, period=5)",
         ),
         Recipe(
+            "local_sgd",
+            "local SGD: parameters are averaged every 8 steps (Stich 2019)",
+            schedule="local_sgd(sync_every=8)",
+        ),
+        Recipe(
+            "post_local_sgd",
+            "post-local SGD: synchronous for 1,000 steps, then averaged every 16 (Lin et al. 2020)",
+            schedule="post_local_sgd(until=1000, sync_every=16)",
+        ),
+        Recipe(
+            "adacomm",
+            "AdaComm: averaged every 20 steps, and more often as the loss falls (Wang & Joshi 2019)",
+            schedule="adacomm(sync_every=20, interval_s=60)",
+        ),
+        Recipe(
+            "diloco",
+            "DiLoCo: 50 steps alone, then Nesterov's step on the mean of all ways; with AdamW (Douillard et al. 2023)",
+            schedule="diloco(sync_every=50)",
+        ),
+        Recipe(
+            "streaming_diloco",
+            "Streaming DiLoCo: fragments in turn, in 4 bits, merged a step late; with AdamW (Douillard et al. 2025)",
+            codec="qsgd(bits=4)",
+            schedule="streaming_diloco(sync_every=48, fragments=4)",
+            bucket_nbytes=1 << 16,
+        ),
+        Recipe(
             "scadles",
             "ScaDLES: batches, weights and learning rates by the rate at which data arrives (Tyagi & Swany 2022)",
             reducer="adaptive_topk",

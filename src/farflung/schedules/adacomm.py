@@ -27,7 +27,7 @@ class AdaComm:
         \tau = \left\lceil \tau_0 \sqrt{\left(\frac{\eta_0}{\eta}\right)^{p} \frac{F}{F_0}}\, \right\rceil
 
     with F the mean training loss of all replicas over the last block, and :math:`F_0` that over the first one. By the
-    rule ``shrink`` it becomes that only where the root is below the period there is, and
+    rule ``shrink`` it becomes that only where that is below the period there is, and
     :math:`\lceil \gamma \tau \rceil` otherwise: so it falls on where the loss no longer does, and never rises. By
     ``basic`` it may rise, when a learning rate falls for example.
 
@@ -52,9 +52,9 @@ class AdaComm:
       ConfigError: an option out of its range.
 
     References: Wang & Joshi 2019 (AdaComm), by a slide of theirs and by implementations of others: the body of the
-    paper was not at hand. Their bound has p = 3, their rule p = 1. Our choices are the loss over blocks for F,
-    which costs no evaluation; ``most``; and block momentum on the way itself, not divided by the learning rate, as in
-    Chen & Huo 2016.
+    paper was not at hand. Their bound has p = 3, their rule p = 1. Our choices: the loss over blocks for F, which costs
+    no evaluation; the rule compares what has been rounded up; ``most``; and block momentum on the way itself, not divided
+    by the learning rate, as in Chen & Huo 2016.
     """
 
     sync_every: int = 20
@@ -127,7 +127,7 @@ class AdaComm:
         before, coupling = state["period"], 1.0
         if state["rate"] and stats.learning_rate:
             coupling = (state["rate"] / stats.learning_rate) ** self.rate_power
-        wanted = self.sync_every * math.sqrt(coupling * stats.loss / state["loss"])
+        wanted = math.ceil(self.sync_every * math.sqrt(coupling * stats.loss / state["loss"]))
         if self.rule == "shrink" and wanted >= before:
-            wanted = self.shrink * before
-        return max(1, min(math.ceil(wanted), self.most))
+            wanted = math.ceil(self.shrink * before)
+        return max(1, min(wanted, self.most))
