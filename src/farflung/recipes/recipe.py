@@ -236,6 +236,18 @@ RECIPES: dict[str, Recipe] = {
             schedule="delayed(delay=20, period=5)",
         ),
         Recipe(
+            "scadles",
+            "ScaDLES: batches, weights and learning rates by the rate at which data arrives (Tyagi & Swany 2022)",
+            reducer="adaptive_topk",
+            stream="rate('S1', window_s=1, policy='truncation', weigh='by_rate')",
+            scaling="linear",
+        ),
+        Recipe(
+            "scadles_baseline",
+            "what ScaDLES is measured against: 64 samples on every device, however long they take, and a plain mean",
+            stream="rate('S1', least=64)",
+        ),
+        Recipe(
             "local_sgd",
             "local SGD: parameters are averaged every 8 steps (Stich 2019)",
             schedule="local_sgd(sync_every=8)",
@@ -261,18 +273,6 @@ RECIPES: dict[str, Recipe] = {
             codec="qsgd(bits=4)",
             schedule="streaming_diloco(sync_every=48, fragments=4)",
             bucket_nbytes=1 << 16,
-        ),
-        Recipe(
-            "scadles",
-            "ScaDLES: batches, weights and learning rates by the rate at which data arrives (Tyagi & Swany 2022)",
-            reducer="adaptive_topk",
-            stream="rate('S1', window_s=1, policy='truncation', weigh='by_rate')",
-            scaling="linear",
-        ),
-        Recipe(
-            "scadles_baseline",
-            "what ScaDLES is measured against: 64 samples on every device, however long they take, and a plain mean",
-            stream="rate('S1', least=64)",
         ),
     )
 }

@@ -53,8 +53,8 @@ class AdaComm:
 
     References: Wang & Joshi 2019 (AdaComm), by a slide of theirs and by implementations of others: the body of the
     paper was not at hand. Their bound has p = 3, their rule p = 1. Our choices: the loss over blocks for F, which costs
-    no evaluation; the rule compares what has been rounded up; ``most``; and block momentum on the way itself, not divided
-    by the learning rate, as in Chen & Huo 2016.
+    no evaluation; the rule compares what has been rounded up; ``most``; and block momentum on the way itself, not
+    divided by the learning rate, as in Chen & Huo 2016.
     """
 
     sync_every: int = 20
