@@ -81,12 +81,12 @@ DELAYED = [
     "delayed(3, 2)",
     "delayed('auto')",
     "delayed(2, pull='auto')",
-    "local_sgd(4, 'averaged')",
     "streaming_diloco(4, fragments=2)",
 ]
 LATE = [
     *itertools.product(PIPELINED, ["plain", "accumulated", "two_backwards", "caught"]),
     *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
+    *itertools.product(["local_sgd(4, 'averaged')"], ["plain", "accumulated", "caught", "scaled_alone"]),
 ]
 
 

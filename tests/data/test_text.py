@@ -130,6 +130,19 @@ def test_shakespeare(tmp_path: Path) -> None:
     assert train.labels is None
 
 
+def test_windows_may_begin_at_any_character(tmp_path: Path) -> None:
+    text = "".join(shakespeare.SYMBOLS[place % 65] for place in range(200))
+    (tmp_path / "input.txt").write_text(text)
+    train, test = shakespeare.read(Location(tmp_path, ("input.txt",), "folder"), length=8, every=1)
+    assert len(train) == 180 - 8
+    assert len(test) == (20 - 1) // 8
+    assert train.inputs.untyped_storage().nbytes() == 180
+    for number in (0, 1, len(train) - 1):
+        window = train.take(torch.tensor([number]), train=True)
+        assert window.inputs[0].tolist() == [place % 65 for place in range(number, number + 8)]
+        assert window.targets[0].tolist() == [place % 65 for place in range(number + 1, number + 9)]
+
+
 def test_shakespeare_damaged(tmp_path: Path) -> None:
     found = Location(tmp_path, ("input.txt",), "folder")
     (tmp_path / "input.txt").write_text("abc#def" * 100)

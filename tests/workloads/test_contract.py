@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from farflung.config import Training
 from farflung.errors import ConfigError, DataError, UnknownName
 from farflung.types import Batch, Workload
 from farflung.workloads import WORKLOADS, workload
@@ -50,9 +51,16 @@ def fresh(task: Workload, seed: int = 0) -> torch.nn.Module:
 
 def test_name_and_defaults(task: Workload) -> None:
     assert task.name in WORKLOADS
-    assert set(task.defaults) == {"batch_size", "learning_rate", "momentum", "weight_decay", "steps"}
-    for key, value in task.defaults.items():
-        assert isinstance(value, int if key in ("batch_size", "steps") else float)
+    kinds = {
+        "batch_size": int,
+        "learning_rate": float,
+        "momentum": float,
+        "weight_decay": float,
+        "steps": int,
+    }
+    for key, kind in kinds.items():
+        assert isinstance(task.defaults[key], kind)
+    assert Training.resolve(task.defaults, {}).to_json().items() >= task.defaults.items()
 
 
 def test_model_depends_on_the_generator_alone(task: Workload) -> None:
@@ -140,3 +148,5 @@ def test_names_and_options() -> None:
         workload("fashion-mnist/cnn", size=3)
     with pytest.raises(ConfigError, match="auto, packaged, full"):
         workload("fashion-mnist/cnn", data="some").datasets()
+    with pytest.raises(ConfigError, match="width 128 is no multiple of heads 5"):
+        workload("tinyshakespeare/gpt", heads=5)

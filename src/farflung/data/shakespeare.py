@@ -35,19 +35,24 @@ SOURCE = Source(
 )
 
 
-def load(*, length: int) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test windows of ``length`` characters that do not overlap.
+def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test windows of ``length`` characters.
+
+    Args:
+      length: characters in a window.
+      every: characters between the starts of two training windows; ``None``: as many as in one, so that they do not
+        overlap. Test windows never do.
 
     Raises:
       DataError: absent, truncated or altered file.
     """
     found = locate(SOURCE)
     verify(found.path("input.txt"), SOURCE.files[0])
-    return read(found, length=length)
+    return read(found, length=length, every=every)
 
 
-def read(found: Location, *, length: int) -> tuple[TensorDataset, TensorDataset]:
-    """Reads ``input.txt`` in ``found``.
+def read(found: Location, *, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
+    """Reads ``input.txt`` in ``found``; see :func:`load`.
 
     Raises:
       DataError: a symbol that is not among :data:`SYMBOLS`, or less text than two windows.
@@ -64,12 +69,12 @@ def read(found: Location, *, length: int) -> tuple[TensorDataset, TensorDataset]
     if min(border, len(text) - border) <= length:
         raise DataError(f"{path}: {len(text)} characters are too few for windows of {length}")
     sets = []
-    for part in (text[:border], text[border:]):
-        windows = torch.from_numpy(part.copy()).unfold(0, length + 1, length)
+    for part, step in ((text[:border], every or length), (text[border:], length)):
+        inputs, targets = (torch.from_numpy(part.astype(kind)) for kind in (np.uint8, np.int64))
         sets.append(
-            TensorDataset(
-                windows[:, :-1],
-                windows[:, 1:].to(torch.int64),
+            TensorDataset(  # windows are views, however much they overlap
+                inputs[:-1].unfold(0, length, step),
+                targets[1:].unfold(0, length, step),
                 transform=as_index,
                 origin=f"tinyshakespeare, {found.folder}",
             )

@@ -60,12 +60,14 @@ def settings(
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     steps: int,
+    **others: Json,
 ) -> dict[str, Json]:
-    """Default settings: batch size per replica, learning rate of one replica, and the rest of SGD's."""
+    """Default settings: batch size per replica, learning rate of one replica, the rest of SGD's, and others."""
     return {
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "momentum": momentum,
         "weight_decay": weight_decay,
         "steps": steps,
+        **others,
     }

@@ -35,6 +35,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "newsgroups/lstm": news.newsgroups_lstm,
     "speech-commands/vgg": speech_commands.vgg,
     "synthetic/quadratic": synthetic.Quadratic,
+    "tinyshakespeare/gpt": shakespeare.GPT,
     "tinyshakespeare/lstm": shakespeare.LSTM,
 }
 """Each can be called without arguments; the arguments it takes are its options."""

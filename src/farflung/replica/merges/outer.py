@@ -24,8 +24,8 @@ class OuterSteps(Merger):
         w_j \leftarrow (1 - \alpha)\, (a + u_j) + \alpha\, w_j
 
     with :math:`\Delta_j = w_j - a` when the exchange begins, and :math:`u_j` the own updates since then, where those
-    are kept; Nesterov's momentum steps on :math:`\bar\Delta + \mu v`. The anchor a and v have the same bits on all
-    replicas. An exchange that brings nothing leaves both where they are.
+    are kept or the exchange was due at once; Nesterov's momentum steps on :math:`\bar\Delta + \mu v`. The anchor a and
+    v have the same bits on all replicas. An exchange that brings nothing leaves both where they are.
     """
 
     def __init__(self, merge: Outer, buckets: GradientBuckets) -> None:
@@ -35,6 +35,8 @@ class OuterSteps(Merger):
         self._anchors = self._weights()
         self._speeds: dict[int, Tensor] = {}
         """v of the buckets that have made an outer step with momentum."""
+        self._fresh = [False] * len(self._anchors)
+        """Whether there were own steps since a bucket's last exchange began."""
         self._mixed = [False] * len(self._anchors)
         """Whether a bucket's last merge has left a share of the own parameters."""
 
@@ -49,18 +51,24 @@ class OuterSteps(Merger):
             check_averaged(optimizer)
         self._optimizer = optimizer
 
+    def updated(self, *, done: bool) -> None:
+        """Notes a step in every bucket."""
+        self._fresh = [fresh or done for fresh in self._fresh]
+
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """How far this replica has come from the anchor."""
+        del transfer, step
         own = self._buckets.weights(index).sub_(self._anchors[index])
-        return (own, {}) if transfer.due_step == step else (own.clone(), {"own": own})
+        self._fresh[index] = False
+        return own.clone(), {"own": own}
 
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The outer step, and the parameters that follow from it."""
         merge = flight.transfer.merge
         assert isinstance(merge, Outer)
-        local = self._buckets.weights(index)
-        kept = flight.kept[index]
-        since = local.sub(self._anchors[index]).sub_(kept["own"]) if merge.keep and kept else None
+        local, since = self._buckets.weights(index), None
+        if self._fresh[index] and (merge.keep or flight.transfer.due_step == flight.step):
+            since = local.sub(self._anchors[index]).sub_(flight.kept[index]["own"])
         if mean is not None:
             self._step(index, mean, merge)
         weights = self._anchors[index] if since is None else since.add_(self._anchors[index])
@@ -88,23 +96,24 @@ class OuterSteps(Merger):
     def restart(self) -> None:
         """The parameters are the anchor; the outer momentum goes on."""
         self._anchors = self._weights()
+        self._fresh = [False] * len(self._anchors)
         self._mixed = [False] * len(self._anchors)
 
     def state_dict(self) -> tuple[State, State]:
-        """Anchor and momentum, which all share."""
+        """Anchor and momentum, which all share, and whether there are own steps in no exchange yet."""
         shared: State = {
             "anchors": {str(index): anchor for index, anchor in enumerate(self._anchors)},
             "speeds": {str(index): speed for index, speed in self._speeds.items()},
             "mixed": list(self._mixed),
         }
-        return shared, {}
+        return shared, {"fresh": list(self._fresh)}
 
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold what was given."""
-        del own, flights
+        del flights
         self._anchors = [shared["anchors"][str(index)].clone() for index in range(len(self._anchors))]
         self._speeds = {int(index): speed.clone() for index, speed in shared["speeds"].items()}
-        self._mixed = list(shared["mixed"])
+        self._fresh, self._mixed = list(own["fresh"]), list(shared["mixed"])
 
     def _step(self, index: int, mean: Tensor, merge: Outer) -> None:
         way = mean

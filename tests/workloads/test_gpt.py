@@ -1,0 +1,33 @@
+"""The small transformer: nobody sees what is to be predicted, and its size is the published one."""
+
+from __future__ import annotations
+
+import torch
+
+from farflung.workloads import workload
+
+
+def test_a_position_sees_itself_and_those_before_it_and_nothing_else() -> None:
+    model = workload("tinyshakespeare/gpt").model(torch.Generator().manual_seed(0)).eval()
+    one = torch.randint(65, (1, 64), generator=torch.Generator().manual_seed(1))
+    other = one.clone()
+    other[0, 40] = (one[0, 40] + 1) % 65
+    with torch.no_grad():
+        differ = (model(one) - model(other)).abs().amax(dim=2)[0] > 0
+    assert not differ[:40].any()
+    assert differ[40:].all()
+
+
+def test_it_has_as_many_parameters_as_its_original() -> None:
+    model = workload("tinyshakespeare/gpt").model(torch.Generator().manual_seed(0))
+    blocks = 4 * (12 * 128 * 128 + 2 * 128)
+    assert sum(p.numel() for p in model.parameters()) == blocks + 128 + (65 + 64) * 128
+
+
+def test_before_training_all_symbols_are_as_likely() -> None:
+    task = workload("tinyshakespeare/gpt")
+    model = task.model(torch.Generator().manual_seed(0))
+    symbols = torch.randint(65, (8, 65), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        probabilities = model(symbols[:, :-1]).softmax(dim=2)
+    assert float(probabilities.max()) < 0.06
