@@ -17,6 +17,7 @@ from torch import Tensor
 from farflung.codecs import (
     DGC,
     QSGD,
+    ChunkedTopK,
     Identity,
     Int8,
     RandomK,
@@ -70,6 +71,10 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "chain": CodecRow(chain(TopK(0.1), Int8()), 0.98, "shown"),
     "chain (of three)": CodecRow(chain(TopK(0.5), RandomK(0.9, unbiased=False), Truncate16()), 1.0, "turn"),
     "chain (unbiased)": CodecRow(chain(RandomK(0.5), QSGD(bits=8)), 1.1, "turn"),
+    "chunked_topk": CodecRow(ChunkedTopK(0.1, chunk=64, bits=None), 0.97),
+    "chunked_topk (in long chunks)": CodecRow(ChunkedTopK(0.1, chunk=300, bits=None), 0.97),
+    "chunked_topk (in two bits)": CodecRow(ChunkedTopK(0.1, chunk=64), 1.0, "shown"),
+    "chunked_topk (signs)": CodecRow(ChunkedTopK(0.5, chunk=32, bits=1), 1.0, "shown"),
     "dgc": CodecRow(DGC(0.1), 0.97),
     "error_feedback": CodecRow(error_feedback(TopK(0.1)), 0.97),
     "error_feedback (of signs)": CodecRow(error_feedback(Sign()), (1 - 1 / NUMEL) ** 0.5, "shown"),

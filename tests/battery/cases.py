@@ -56,6 +56,7 @@ SOONER = {
     "diloco": {"schedule": "diloco(sync_every=6)"},
     "local_sgd": {"schedule": "local_sgd(sync_every=6)"},
     "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},
+    "sparse_loco": {"schedule": "diloco(sync_every=6, outer_rate=1.0, outer_momentum=0.0)"},
     "streaming_diloco": {
         "schedule": "streaming_diloco(sync_every=6, fragments=2, delay=2, optimizer_state='reset')"
     },

@@ -13,6 +13,7 @@ from farflung.codecs import (
     CODECS,
     DGC,
     QSGD,
+    ChunkedTopK,
     Identity,
     Int8,
     RandomK,
@@ -65,6 +66,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "sign: bucket_size 0": lambda: Sign(0),
     "rounding 'up'": lambda: Int8("up"),  # type: ignore[arg-type]
     "numel -1": lambda: by_size(numel=-1),
+    "error_feedback: decay 0.0 must be above 0 and at most 1": lambda: error_feedback(decay=0.0),
+    "chunked_topk: density 2 must be above 0": lambda: ChunkedTopK(density=2),
+    "chunked_topk: chunk 0 must be 1 to 65536": lambda: ChunkedTopK(chunk=0),
+    "chunked_topk: bits 5 must be 1 to 4": lambda: ChunkedTopK(bits=5),
     "error_feedback is made of codecs, not of 0.1": lambda: error_feedback(0.1),  # type: ignore[arg-type]
     "chain is made of codecs": lambda: chain(TopK(), "int8"),  # type: ignore[arg-type]
     "by_role is made of codecs": lambda: by_role(3),  # type: ignore[arg-type]
@@ -395,3 +400,61 @@ def test_the_generator_is_seeded_by_its_labels() -> None:
         for label in (1, 2, 1)
     ]
     assert draws[0] == draws[2] != draws[1]
+
+
+# --- chunks -------------------------------------------------------------------------------------------------------
+
+
+def test_each_chunk_sends_its_own_largest() -> None:
+    grad = torch.tensor([9.0, -8.0, 7.0, 6.0, 0.1, 0.4, -0.3, 0.2, 5.0, 0.0])
+    codec, spec = ChunkedTopK(0.5, chunk=4, bits=None), TensorSpec((10,))
+    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
+    decoded = codec.decode(state, payload, spec, step=0, count=1)
+    assert decoded.tolist() == [
+        9.0,
+        -8.0,
+        0.0,
+        0.0,
+        0.0,
+        pytest.approx(0.4),
+        pytest.approx(-0.3),
+        0.0,
+        5.0,
+        0.0,
+    ]
+
+
+def test_two_bits_are_a_sign_and_one_of_two_means() -> None:
+    grad = torch.zeros(4096)
+    grad[torch.arange(0, 4096, 64)] = torch.tensor([1.0, 2.0, 9.0, 10.0, -1.0, -3.0, -8.0, -9.0]).repeat(8)
+    codec, spec = ChunkedTopK(), TensorSpec((4096,))
+    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
+    decoded = codec.decode(state, payload, spec, step=0, count=1)
+    assert decoded[::64][:8].tolist() == [1.5, 1.5, 9.5, 9.5, -2.0, -2.0, -8.5, -8.5]
+    assert int(decoded.count_nonzero()) == 64
+    assert payload.nbytes == 64 + 32 + 16 + 4 * 4  # twelve bits of index, two of code, four means
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 255, 256, 257, 4096, 1 << 16])
+def test_indices_of_any_size_come_back(chunk: int) -> None:
+    numel = 2 * chunk + 1
+    grad = torch.randn(numel, generator=generator(3, chunk))
+    codec, spec = ChunkedTopK(0.02, chunk=chunk, bits=None), TensorSpec((numel,))
+    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
+    decoded = codec.decode(state, payload, spec, step=0, count=1)
+    rows = torch.nn.functional.pad(grad, (0, 3 * chunk - numel)).view(3, chunk)
+    keep = max(1, round(0.02 * chunk))
+    wanted = torch.zeros_like(rows).scatter_(1, rows.abs().topk(keep).indices, 1.0).view(-1)[:numel] * grad
+    assert torch.equal(decoded, wanted)
+    assert payload.nbytes <= grad.nbytes
+
+
+def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent() -> None:
+    codec, spec = error_feedback(TopK(0.1), decay=0.5), TensorSpec((50,))
+    state, residual = codec.init(spec, SEEDS), torch.zeros(50)
+    for step in range(5):
+        grad = torch.randn(50, generator=generator(4, step))
+        payload, state = codec.encode(state, grad, step=step, count=1)
+        wanted = grad + 0.5 * residual
+        residual = wanted - codec.decode(state, payload, spec, step=step, count=1)
+        torch.testing.assert_close(state.local["residual"], residual)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from farflung.codecs.by_role import ByRole, by_role
 from farflung.codecs.by_size import BySize, by_size
 from farflung.codecs.chain import Chain, chain
+from farflung.codecs.chunked_topk import ChunkedTopK
 from farflung.codecs.dgc import DGC
 from farflung.codecs.error_feedback import ErrorFeedback, error_feedback
 from farflung.codecs.identity import Identity
@@ -28,6 +29,7 @@ __all__ = [
     "ByRole",
     "BySize",
     "Chain",
+    "ChunkedTopK",
     "ErrorFeedback",
     "Identity",
     "Int8",
@@ -48,6 +50,7 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "by_role": by_role,
     "by_size": by_size,
     "chain": chain,
+    "chunked_topk": ChunkedTopK,
     "dgc": DGC,
     "error_feedback": error_feedback,
     "identity": Identity,

@@ -13,6 +13,7 @@ from farflung.codecs.randomk import RandomK
 from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
+from farflung.options import part_option
 from farflung.trees import shares_memory
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
@@ -23,25 +24,27 @@ __all__ = ["ErrorFeedback", "error_feedback"]
 class ErrorFeedback:
     r"""Adds to each gradient what the codec left out of the ones before.
 
-    .. math:: p_t = g_t + e_t, \quad \text{send } C(p_t), \quad e_{t+1} = p_t - C(p_t)
+    .. math:: p_t = g_t + \beta e_t, \quad \text{send } C(p_t), \quad e_{t+1} = p_t - C(p_t)
 
-    Everything is sent in the end: the sum of what was decoded and the residual are the sum of the gradients. A codec
-    that sends a step as it is leaves no residual behind, by the same equations; for a step that bypasses the codec
-    there is :meth:`flush`.
+    With a ``decay`` :math:`\beta` of 1 everything is sent in the end: the sum of what was decoded and the residual are
+    the sum of the gradients. Below 1 what waits long is forgotten, as in a momentum. A codec that sends a step as it is
+    leaves no residual behind, by the same equations; for a step that bypasses the codec there is :meth:`flush`.
 
     The residual is in units of the gradient, not of the update as in the paper, so a change of the learning rate
     makes no jump. It stays with its replica. What is not finite is sent and forgotten, so that it cannot come back.
 
     Args:
       codec: a contractive one, such as Top-k or sign.
+      decay: :math:`\beta`, above 0 and at most 1.
 
     Raises:
-      ConfigError: not a codec, or one whose errors would grow.
+      ConfigError: not a codec, or one whose errors would grow; a decay out of its range.
 
-    References: Karimireddy et al. 2019, EF-SGD, Alg. 2.
+    References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
 
     codec: Codec = field(default_factory=TopK)
+    decay: float = 1.0
 
     unbiased: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
@@ -49,6 +52,7 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         codec_option("error_feedback", self.codec)
+        part_option("error_feedback", "decay", self.decay)
         if isinstance(self.codec, RandomK) and self.codec.unbiased and self.codec.density < 1:
             raise ConfigError(
                 "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
@@ -67,7 +71,7 @@ class ErrorFeedback:
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """What the codec makes of gradient and residual."""
-        left = grad + state.local["residual"].to(grad.device)
+        left = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
         payload, inner = self.codec.encode(inner_state(state), left, step=step, count=count)
         if any(shares_memory(tensor, left) for tensor in payload.tensors()):
             left = left.clone()
@@ -78,7 +82,9 @@ class ErrorFeedback:
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
         """For a step that is sent as it is: gradient and residual, and a state that keeps nothing of them."""
         residual = state.local["residual"]
-        return grad + residual.to(grad.device), with_residual(state, torch.zeros_like(residual))
+        return grad.add(residual.to(grad.device), alpha=self.decay), with_residual(
+            state, torch.zeros_like(residual)
+        )
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
@@ -120,6 +126,6 @@ def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
     return left.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def error_feedback(codec: Codec | None = None) -> ErrorFeedback:
+def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
     """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
-    return ErrorFeedback() if codec is None else ErrorFeedback(codec)
+    return ErrorFeedback(TopK() if codec is None else codec, decay)

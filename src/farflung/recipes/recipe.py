@@ -274,6 +274,12 @@ RECIPES: dict[str, Recipe] = {
             schedule="streaming_diloco(sync_every=48, fragments=4)",
             bucket_nbytes=1 << 16,
         ),
+        Recipe(
+            "sparse_loco",
+            "SparseLoCo: 50 steps alone, then the largest 1/64 of each chunk in 2 bits; with AdamW (Sarfi et al. 2025)",
+            codec="error_feedback(chunked_topk(bits=2), decay=0.95)",
+            schedule="diloco(sync_every=50, outer_rate=1.0, outer_momentum=0.0)",
+        ),
     )
 }
 """The presets, by name."""

@@ -1,0 +1,170 @@
+"""The largest entries of each chunk, in a few bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from farflung.codecs.bits import pack, unpack
+from farflung.codecs.options import density_option, indexable
+from farflung.codecs.selection import kept
+from farflung.codecs.sparse import Sparse, add_entries
+from farflung.options import whole_option
+from farflung.types import CodecState, Payload, Seeds, TensorSpec
+
+__all__ = ["ChunkedTopK"]
+
+BYTE = 8
+"""Bits of an index that travel unpacked; what it has beyond them is packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedTopK(Sparse):
+    r"""Keeps the ``density`` fraction of each chunk with the largest magnitude, each entry in ``bits`` bits.
+
+    An index counts from its chunk's beginning, so it takes 12 bits with chunks of 4096 where one into the whole tensor
+    takes 32; and each part of a model has its share of what is sent, however small its entries are.
+
+    One bit of an entry is its sign. The others name one of :math:`2^{b - 1}` classes of equal width between the
+    smallest and the largest magnitude sent; an entry becomes the mean of its sign and class, which travels with them.
+    So with 2 bits and a density of 1/64 a number takes 0.22 bits.
+
+    Not linear. Biased and contractive: wrap in :func:`error_feedback`. A NaN counts as infinite; whatever is not finite
+    is sent first, and shows in what is decoded for its place. Where the payload would be no smaller than the dense
+    tensor, that is sent, with zeros for what is dropped.
+
+    Args:
+      density: fraction of each chunk that is sent, in (0, 1], to the nearest whole number and at least one entry.
+      chunk: entries in a chunk, at most 65536; the last one is filled up with zeros.
+      bits: of an entry, 1 to 4; ``None``: values as they are.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Sarfi et al. 2025 (SparseLoCo), which has chunks of 64 x 64 of a matrix, and of 4096 of a vector. Chunks
+    of the flat tensor, and classes of equal width, are our choice.
+    """
+
+    density: float = 1 / 64
+    chunk: int = 4096
+    bits: int | None = 2
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = True
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        density_option("chunked_topk", self.density)
+        whole_option("chunked_topk", "chunk", self.chunk, 1, 1 << 16)
+        if self.bits is not None:
+            whole_option("chunked_topk", "bits", self.bits, 1, 4)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """No state.
+
+        Raises:
+          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+        """
+        del seeds
+        indexable("chunked_topk", spec)
+        return CodecState()
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Indices in two tensors, then values, or codes and the means that they stand for."""
+        del step, count
+        flat = grad.reshape(-1)
+        if not len(flat):
+            return Payload((flat.clone(),)), state
+        chunk, chunks, keep = self._cut(len(flat))
+        rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
+        places = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
+        values = rows.gather(1, places).reshape(-1)
+        indices = _packed(places.reshape(-1), chunk)
+        parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
+        if sum(part.nbytes for part in parts) >= flat.nbytes:
+            whole = torch.zeros_like(rows).scatter_(
+                1, places, self._values(parts, len(values)).view_as(places)
+            )
+            return Payload((whole.view(-1)[: len(flat)].clone(),)), state
+        return Payload(parts), state
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
+        del state, step, count
+        parts = tuple(payload.tensors())
+        if len(parts) == 1:
+            total.add_(parts[0].view(total.shape), alpha=alpha)
+            return
+        chunk, chunks, keep = self._cut(total.numel())
+        places = _unpacked(parts, chunk, chunks * keep).view(chunks, keep)
+        places += torch.arange(0, chunks * chunk, chunk, device=places.device).view(-1, 1)
+        flat, values = places.view(-1), self._values(parts, chunks * keep)
+        values = torch.where(
+            flat < total.numel(), values, 0
+        )  # the rest is what the last chunk was filled up with
+        add_entries(total, values, flat.clamp_max(total.numel() - 1), alpha)
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica names entries of its own."""
+        del state
+        return False
+
+    def _cut(self, numel: int) -> tuple[int, int, int]:
+        """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""
+        chunk = min(self.chunk, numel)
+        return chunk, math.ceil(numel / chunk), kept(chunk, self.density)
+
+    def _values(self, parts: tuple[Tensor, ...], numel: int) -> Tensor:
+        if self.bits is None:
+            return parts[2]
+        _, _, codes, means = parts
+        return means[unpack(codes, self.bits, numel)[:numel].to(torch.int64)]
+
+
+def _magnitudes(tensor: Tensor) -> Tensor:
+    return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _index_bits(chunk: int) -> int:
+    return max(1, (chunk - 1).bit_length())
+
+
+def _packed(places: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Indices into chunks: their low bits, at most a byte of each, and the rest."""
+    bits = _index_bits(chunk)
+    low = pack((places & 0xFF).to(torch.uint8), min(bits, BYTE))
+    if bits <= BYTE:
+        return low, low.new_empty(0)
+    return low, pack((places >> BYTE).to(torch.uint8), bits - BYTE)
+
+
+def _unpacked(parts: tuple[Tensor, ...], chunk: int, numel: int) -> Tensor:
+    bits = _index_bits(chunk)
+    low, high = parts[:2]
+    places = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
+    if bits > BYTE:
+        places |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
+    return places
+
+
+def _coded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Packed codes of values, and the mean of each code's."""
+    classes = 1 << (bits - 1)
+    magnitudes = _magnitudes(values)
+    low, high = magnitudes.aminmax()
+    codes = values.signbit().to(torch.uint8) * classes
+    for number in range(1, classes):
+        codes += (magnitudes >= low + (high - low) * (number / classes)).to(torch.uint8)
+    means = []
+    for code in range(2 * classes):
+        members = codes == code
+        total = torch.where(members, magnitudes, 0).sum(dtype=torch.float64)
+        means.append(total / members.sum().clamp_min(1) * (-1 if code >= classes else 1))
+    return pack(codes, bits), torch.stack(means).to(values.dtype)
