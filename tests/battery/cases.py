@@ -53,6 +53,7 @@ class Case:
 
 SOONER = {
     "adacomm": {"schedule": "adacomm(sync_every=6, interval_s=0.1, block_momentum=0.3)"},
+    "demo": {"codec": "demo(chunk=16, keep=8)", "optimizer": "sign_sgd", "learning_rate": 1e-3},
     "diloco": {"schedule": "diloco(sync_every=6)"},
     "local_sgd": {"schedule": "local_sgd(sync_every=6)"},
     "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},

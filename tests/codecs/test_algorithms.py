@@ -14,6 +14,7 @@ from farflung.codecs import (
     DGC,
     QSGD,
     ChunkedTopK,
+    DeMo,
     Identity,
     Int8,
     RandomK,
@@ -66,6 +67,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "sign: bucket_size 0": lambda: Sign(0),
     "rounding 'up'": lambda: Int8("up"),  # type: ignore[arg-type]
     "numel -1": lambda: by_size(numel=-1),
+    "demo: decay 1 must be": lambda: DeMo(decay=1),
+    "demo: chunk 257 must be 1 to 256": lambda: DeMo(chunk=257),
+    "demo: keep 0 must be at least 1": lambda: DeMo(keep=0),
     "error_feedback: decay 0.0 must be above 0 and at most 1": lambda: error_feedback(decay=0.0),
     "chunked_topk: density 2 must be above 0": lambda: ChunkedTopK(density=2),
     "chunked_topk: chunk 0 must be 1 to 65536": lambda: ChunkedTopK(chunk=0),
@@ -458,3 +462,55 @@ def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent() -> None:
         wanted = grad + 0.5 * residual
         residual = wanted - codec.decode(state, payload, spec, step=step, count=1)
         torch.testing.assert_close(state.local["residual"], residual)
+
+
+# --- components ---------------------------------------------------------------------------------------------------
+
+
+def waves(size: int) -> Tensor:
+    """The orthonormal cosine transform by its definition, a component in each row."""
+    rows = [
+        [
+            math.sqrt((1 if k == 0 else 2) / size) * math.cos(math.pi * k * (2 * i + 1) / (2 * size))
+            for i in range(size)
+        ]
+        for k in range(size)
+    ]
+    return torch.tensor(rows)
+
+
+def test_one_component_of_a_block_is_sent_whole_and_alone() -> None:
+    codec = DeMo(0.9, chunk=8, keep=1)
+    matrix = torch.outer(waves(8)[3], waves(6)[2]).repeat(2, 2) * torch.tensor(
+        [[1.0], [-2.0]]
+    ).repeat_interleave(8, 0)
+    spec = TensorSpec((192,), parts=(Placed((16, 12), 0),))
+    payload, state = codec.encode(codec.init(spec, SEEDS), matrix.reshape(-1), step=0, count=1)
+    values, low, _ = payload.tensors()
+    torch.testing.assert_close(values, torch.tensor([1.0, 1.0, -2.0, -2.0]))
+    assert low.numel() == 6  # four indices of six bits, in a group of eight
+    decoded = codec.decode(state, payload, spec, step=0, count=1)
+    torch.testing.assert_close(decoded.view(16, 12), matrix)
+    assert float(state.local["momentum"].abs().max()) < 1e-6
+
+
+def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
+    codec, spec = (
+        DeMo(0.8, chunk=4, keep=3),
+        TensorSpec((60,), parts=(Placed((4, 2, 4), 0), Placed((28,), 32))),
+    )
+    state, momentum = codec.init(spec, SEEDS), torch.zeros(60)
+    assert state.shared["blocks"] == [[0, 4, 8, 4, 4], [32, 1, 28, 1, 4]]
+    for step in range(6):
+        grad = torch.randn(60, generator=generator(5, step))
+        payload, state = codec.encode(state, grad, step=step, count=1)
+        sent = codec.decode(state, payload, spec, step=step, count=1)
+        momentum = 0.8 * momentum + grad
+        blocks = momentum[:32].view(4, 2, 4).transpose(0, 1)
+        components = (waves(4) @ blocks @ waves(4).T).reshape(2, 16)
+        largest = torch.zeros_like(components)
+        largest.scatter_(1, components.abs().topk(3).indices, 1.0)
+        wanted = (waves(4).T @ (largest * components).view(2, 4, 4) @ waves(4)).transpose(0, 1)
+        torch.testing.assert_close(sent[:32].view(4, 2, 4), wanted)
+        momentum = momentum - sent
+        torch.testing.assert_close(state.local["momentum"], momentum)

@@ -43,7 +43,7 @@ def _possible(parts: dict[str, str]) -> bool:
     """Reducers of their own take no codec, and a codec with a memory is not cut in segments."""
     if parts["reducer"] not in WAYS:
         return parts["codec"] == "identity"
-    return parts["codec"] != "dgc" or parts["reducer"] in WAYS[:2]
+    return parts["codec"] not in ("demo", "dgc") or parts["reducer"] in WAYS[:2]
 
 
 def _rows() -> list[tuple[str | int, ...]]:

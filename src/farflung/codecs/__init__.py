@@ -9,6 +9,7 @@ from farflung.codecs.by_role import ByRole, by_role
 from farflung.codecs.by_size import BySize, by_size
 from farflung.codecs.chain import Chain, chain
 from farflung.codecs.chunked_topk import ChunkedTopK
+from farflung.codecs.demo import DeMo
 from farflung.codecs.dgc import DGC
 from farflung.codecs.error_feedback import ErrorFeedback, error_feedback
 from farflung.codecs.identity import Identity
@@ -30,6 +31,7 @@ __all__ = [
     "BySize",
     "Chain",
     "ChunkedTopK",
+    "DeMo",
     "ErrorFeedback",
     "Identity",
     "Int8",
@@ -51,6 +53,7 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "by_size": by_size,
     "chain": chain,
     "chunked_topk": ChunkedTopK,
+    "demo": DeMo,
     "dgc": DGC,
     "error_feedback": error_feedback,
     "identity": Identity,

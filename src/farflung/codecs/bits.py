@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fields", "from_fields", "pack", "packed_numel", "unpack"]
+__all__ = ["fields", "from_fields", "pack", "pack_wide", "packed_numel", "unpack", "unpack_wide"]
+
+BYTE = 8
 
 
 def packed_numel(numel: int, bits: int) -> int:
@@ -51,6 +53,30 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
         upper = (words << (unit // 2 - field)).bitwise_and_(low << unit // 2)
         words = (words & low).bitwise_or_(upper)
     return words.view(torch.uint8)[:numel]
+
+
+def pack_wide(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Numbers of more bits than a byte has: the low byte of each, and the rest packed.
+
+    Args:
+      values: int64, shape ``(n,)``, each below ``2**bits``.
+      bits: 1 to 16.
+
+    Returns:
+      Two tensors of uint8; the second is empty where a byte is enough.
+    """
+    low = pack((values & 0xFF).to(torch.uint8), min(bits, BYTE))
+    if bits <= BYTE:
+        return low, low.new_empty(0)
+    return low, pack((values >> BYTE).to(torch.uint8), bits - BYTE)
+
+
+def unpack_wide(low: Tensor, high: Tensor, bits: int, numel: int) -> Tensor:
+    """The ``numel`` numbers again, int64."""
+    values = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
+    if bits > BYTE:
+        values |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
+    return values
 
 
 def fields(values: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from farflung.codecs.bits import pack, unpack
+from farflung.codecs.bits import pack, pack_wide, unpack, unpack_wide
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
 from farflung.codecs.sparse import Sparse, add_entries
@@ -18,9 +18,6 @@ from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["ChunkedTopK"]
-
-BYTE = 8
-"""Bits of an index that travel unpacked; what it has beyond them is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class ChunkedTopK(Sparse):
         rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
         places = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
         values = rows.gather(1, places).reshape(-1)
-        indices = _packed(places.reshape(-1), chunk)
+        indices = pack_wide(places.reshape(-1), _index_bits(chunk))
         parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
         if sum(part.nbytes for part in parts) >= flat.nbytes:
             whole = torch.zeros_like(rows).scatter_(
@@ -103,7 +100,7 @@ class ChunkedTopK(Sparse):
             total.add_(parts[0].view(total.shape), alpha=alpha)
             return
         chunk, chunks, keep = self._cut(total.numel())
-        places = _unpacked(parts, chunk, chunks * keep).view(chunks, keep)
+        places = unpack_wide(parts[0], parts[1], _index_bits(chunk), chunks * keep).view(chunks, keep)
         places += torch.arange(0, chunks * chunk, chunk, device=places.device).view(-1, 1)
         flat, values = places.view(-1), self._values(parts, chunks * keep)
         values = torch.where(
@@ -134,24 +131,6 @@ def _magnitudes(tensor: Tensor) -> Tensor:
 
 def _index_bits(chunk: int) -> int:
     return max(1, (chunk - 1).bit_length())
-
-
-def _packed(places: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Indices into chunks: their low bits, at most a byte of each, and the rest."""
-    bits = _index_bits(chunk)
-    low = pack((places & 0xFF).to(torch.uint8), min(bits, BYTE))
-    if bits <= BYTE:
-        return low, low.new_empty(0)
-    return low, pack((places >> BYTE).to(torch.uint8), bits - BYTE)
-
-
-def _unpacked(parts: tuple[Tensor, ...], chunk: int, numel: int) -> Tensor:
-    bits = _index_bits(chunk)
-    low, high = parts[:2]
-    places = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
-    if bits > BYTE:
-        places |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
-    return places
 
 
 def _coded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:

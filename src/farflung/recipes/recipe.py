@@ -280,6 +280,11 @@ RECIPES: dict[str, Recipe] = {
             codec="error_feedback(chunked_topk(bits=2), decay=0.95)",
             schedule="diloco(sync_every=50, outer_rate=1.0, outer_momentum=0.0)",
         ),
+        Recipe(
+            "demo",
+            "DeMo: momentum stays, its fast components are sent; with sign_sgd (Peng et al. 2024)",
+            codec="demo",
+        ),
     )
 }
 """The presets, by name."""

@@ -1,0 +1,190 @@
+"""Momentum stays on its replica, and its fast components are sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.codecs.bits import pack_wide, unpack_wide
+from farflung.codecs.options import floating
+from farflung.codecs.sparse import Sparse
+from farflung.errors import ProtocolError
+from farflung.options import share_option, whole_option
+from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
+
+__all__ = ["DeMo"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeMo(Sparse):
+    r"""Adds gradients to a momentum, sends the largest of its cosine components, and takes them out of it.
+
+    .. math::
+        m \leftarrow \beta m + g, \qquad \text{send } q = \mathrm{DCT}^{-1}(\mathrm{top}_k(\mathrm{DCT}(m))), \qquad
+        m \leftarrow m - q
+
+    Each parameter is cut in blocks of up to ``chunk`` times ``chunk`` numbers, as large as divides it evenly, a vector
+    in runs of up to ``chunk``; whatever has more than two dimensions is a matrix of its first and all others. Of each
+    block the ``keep`` largest components of an orthonormal discrete cosine transform are sent, with indices into it.
+
+    The momentum is this codec's own, so leave the optimizer's at 0. The paper steps on the sign of what arrives:
+    ``--optimizer sign_sgd`` does, with a learning rate of the size of Adam's.
+
+    Not linear: replicas send unlike components, which are gathered. Biased; it keeps what it leaves out by itself. What
+    is not finite spoils its block, shows in what is decoded, and is forgotten. Where the payload would be no smaller
+    than the dense tensor, what it decodes to is sent.
+
+    Args:
+      decay: :math:`\beta`, at least 0 and below 1.
+      chunk: the side of a block, at most 256.
+      keep: k, components of each block.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: Peng, Quesnelle & Kingma 2024 (DeMo), Alg. 1, with the settings of their code as defaults. There the
+    momentum has the learning rate in it, and a component is averaged over those replicas that send it; here gradients
+    have none, and the mean is over all, so more signs are those of the many.
+    """
+
+    decay: float = 0.999
+    chunk: int = 64
+    keep: int = 32
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
+    per_hop: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        share_option("demo", "decay", self.decay)
+        whole_option("demo", "chunk", self.chunk, 1, 256)
+        whole_option("demo", "keep", self.keep, 1)
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """A momentum of zero, and where blocks are: start, rows and columns of a parameter, those of its blocks.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        del seeds
+        floating("demo", spec)
+        parts = spec.parts or (Placed((spec.numel,), 0),)
+        blocks = [self._blocks(part) for part in parts if part.numel]
+        return CodecState({"blocks": blocks}, {"momentum": torch.zeros(spec.shape, dtype=spec.dtype)})
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        """Components and their indices, of all blocks in order."""
+        momentum = state.local["momentum"].to(grad.device).mul(self.decay).add_(grad)
+        values, places = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
+        for where in _each(state):
+            components = where.transformed(momentum.view(-1))
+            largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            found = largest.topk(min(self.keep, where.size), dim=1, sorted=False).indices.sort(dim=1).values
+            values.append(components.gather(1, found).view(-1))
+            places.append(found.view(-1))
+        payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
+        sent = torch.zeros_like(momentum)
+        self.accumulate(state, payload, sent, step=step, count=count)
+        if payload.nbytes >= grad.nbytes:
+            payload = Payload((sent.view(-1),))
+        kept = momentum.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
+        return payload, CodecState(state.shared, {"momentum": kept})
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
+        del step, count
+        values, *rest = payload.tensors()
+        if not rest:
+            total.add_(values.view(total.shape), alpha=alpha)
+            return
+        places = unpack_wide(rest[0], rest[1], self._index_bits, len(values))
+        start = 0
+        for where in _each(state):
+            keep = min(self.keep, where.size)
+            stop = start + where.count * keep
+            found = places[start:stop].view(where.count, keep)
+            if found.device.type == "cpu" and int(found.max()) >= where.size:
+                raise ProtocolError(
+                    f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
+                )
+            components = values.new_zeros(where.count, where.size)
+            components.scatter_(1, found, values[start:stop].view(where.count, keep))
+            where.add(total.view(-1), components, alpha)
+            start = stop
+
+    def linear(self, state: CodecState) -> bool:
+        """Never: each replica sends components of its own."""
+        del state
+        return False
+
+    @property
+    def _index_bits(self) -> int:
+        return max(1, (self.chunk**2 - 1).bit_length())
+
+    def _blocks(self, part: Placed) -> list[int]:
+        rows = part.shape[0] if len(part.shape) > 1 else 1
+        columns = part.numel // rows
+        return [part.start, rows, columns, _divisor(rows, self.chunk), _divisor(columns, self.chunk)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Those of one parameter in a flat tensor."""
+
+    start: int
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in each."""
+        return self.height * self.width
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.rows * self.columns // self.size
+
+    def transformed(self, flat: Tensor) -> Tensor:
+        """Components of each block, shape ``(count, size)``."""
+        blocks = self._view(flat).transpose(1, 2)
+        down, across = _cosines(self.height, flat), _cosines(self.width, flat)
+        return (down @ blocks @ across.T).reshape(self.count, self.size)
+
+    def add(self, flat: Tensor, components: Tensor, alpha: float) -> None:
+        """Adds what components stand for to the parameter, in place."""
+        high, wide = self.rows // self.height, self.columns // self.width
+        down, across = _cosines(self.height, flat), _cosines(self.width, flat)
+        blocks = down.T @ components.to(flat.dtype).view(high, wide, self.height, self.width) @ across
+        self._view(flat).add_(blocks.transpose(1, 2), alpha=alpha)
+
+    def _view(self, flat: Tensor) -> Tensor:
+        part = flat[self.start : self.start + self.rows * self.columns]
+        return part.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
+
+
+def _each(state: CodecState) -> Iterator[_Blocks]:
+    for blocks in state.shared["blocks"]:
+        yield _Blocks(*blocks)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest one that is not above ``most``."""
+    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
+
+
+def _cosines(size: int, like: Tensor) -> Tensor:
+    """The orthonormal discrete cosine transform of second type, a component in each row."""
+    numbers = torch.arange(size, dtype=torch.float64)
+    waves = torch.cos(math.pi / size * torch.outer(numbers, numbers + 0.5)) * math.sqrt(2 / size)
+    waves[0] /= math.sqrt(2)
+    return waves.to(like.device, like.dtype)
