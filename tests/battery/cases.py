@@ -51,7 +51,7 @@ class Case:
         return {"evaluate_every": 0, "checkpoint_every": 0, **given}
 
 
-SOONER = {
+SOONER: dict[str, dict[str, Any]] = {
     "adacomm": {"schedule": "adacomm(sync_every=6, interval_s=0.1, block_momentum=0.3)"},
     "demo": {"codec": "demo(chunk=16, keep=8)", "optimizer": "sign_sgd", "learning_rate": 1e-3},
     "diloco": {"schedule": "diloco(sync_every=6)"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def test_fragments_follow_their_equations(delay: int, mix: float, keep: bool) ->
 
 def test_block_momentum_carries_on_the_way_that_all_went() -> None:
     run = Run("adacomm(4, block_momentum=0.5)", 2, settings={"steps": 99})
-    before, anchor, speed = Before(run), named(run.replicas[0])["w"], 0.0
+    before, anchor = Before(run), named(run.replicas[0])["w"]
+    speed = torch.zeros_like(anchor)
     for _ in range(3):
         run.steps(4)
         speed = 0.5 * speed + torch.stack([own["w"] for own in before.found]).mean(dim=0) - anchor
@@ -219,7 +221,7 @@ def test_state_that_is_reset_begins_anew(settings: dict[str, Any]) -> None:
 # --- AdaComm ------------------------------------------------------------------------------------------------------
 
 
-def periods(schedule: AdaComm, told: list[tuple[float, float, float | None]]) -> list[int]:
+def periods(schedule: AdaComm, told: Sequence[tuple[float, float, float | None]]) -> list[int]:
     """After each exchange, of which loss, seconds and learning rate are told."""
     state: State = schedule.init()
     found = []
@@ -270,7 +272,9 @@ def test_a_period_is_never_below_one_and_no_loss_changes_nothing() -> None:
 
 def test_all_replicas_choose_the_same_periods_by_one_clock() -> None:
     run = Run("adacomm(6, interval_s=1.0)", 3, seconds_per_sample=0.01, settings={"steps": 60}).whole()
-    starts = [[event["step"] for event in events if event["event"] == "exchange"] for events in run.events]
+    starts: list[list[Any]] = [
+        [event["step"] for event in events if event["event"] == "exchange"] for events in run.events
+    ]
     assert starts[0] == starts[1] == starts[2]
     blocks = [after - before for before, after in zip(starts[0], starts[0][1:], strict=False)]
     assert blocks[0] == 6

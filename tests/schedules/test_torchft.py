@@ -102,7 +102,7 @@ def theirs(
                 inner.step()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
-    found = in_threads(*(lambda rank=rank: train(rank) for rank in range(SIZE)))  # type: ignore[misc]
+    found = in_threads(*(lambda rank=rank: train(rank) for rank in range(SIZE)))
     for each in found:
         if isinstance(each, Exception):
             raise each
