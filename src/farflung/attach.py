@@ -316,7 +316,7 @@ class Handle:
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
-        where replicas differ by updates that are under way.
+        where replicas differ; with a pull they are the anchor instead.
         """
         self._updated(done=False)
         entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())

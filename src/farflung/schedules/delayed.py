@@ -59,8 +59,9 @@ class Delayed:
     part. With :math:`\lambda` the curvature of a quadratic, and a period of 1, they stay together while
     :math:`\eta\lambda` is below 1 without momentum, whatever the delay, and with momentum 0.9 below 0.22, 0.069, 0.037
     and 0.025 at delays of 5, 10, 15 and 20. Synchronous SGD allows 2, and 3.8 with that momentum. With the pull,
-    replicas stay together and their mean is stable up to 0.89 times what synchronous SGD allows, at any delay up to 100
-    and any momentum up to 0.99; blocks of several steps cost up to a quarter of that. The analysis is ours.
+    replicas stay together and their mean is stable up to 0.89 times what synchronous SGD allows, at delays up to 100
+    and momenta up to 0.99; with a longer period, narrow bands of rates below that resonate. The analysis is ours, and
+    for Adam there is none.
 
     With a delay of 0 and a period of 1 this is synchronous SGD up to rounding, with momentum too. With Adam it is
     not: the mean of the updates is not the update of the mean. Replicas with identical batches are one worker alone
