@@ -17,7 +17,18 @@ from benchmarks.common import Benchmark, Group, Measured, Trainings, main
 from benchmarks.common.trainings import TRAINED
 from benchmarks.common.trials import WORLD
 from benchmarks.scadles.injected import bytes_sent
-from benchmarks.scadles.limits import BASE, baseline, held, kept, limit, seconds, speed_up, weighted
+from benchmarks.scadles.limits import (
+    BASE,
+    MOST,
+    baseline,
+    held,
+    kept,
+    limit,
+    per_second,
+    seconds,
+    weighted,
+)
+from benchmarks.scadles.memory import OPTIMIZERS, memory
 from benchmarks.scadles.streamed import NETS, Point, Streamed
 from farflung.data.streams.rates import courses, drawn
 from farflung.seeding import derive
@@ -155,12 +166,34 @@ def share_of_limit(quick: bool) -> Mapping[str, Measured]:
     for law in LAWS:
         draws = [drawn(law, DEVICES, seed) for seed in range(2 if quick else DRAWS)]
         bounds = [limit(rates, NETS["residual"].step_s) for rates in draws]
-        found = [speed_up(rates, "residual") for rates in draws]
+        found = [
+            per_second(weighted(rates), rates, "residual") / per_second(baseline(rates), rates, "residual")
+            for rates in draws
+        ]
         shares[law] = statistics.median(own / bound for own, bound in zip(found, bounds, strict=True))
         limits[law] = [min(bounds), statistics.median(bounds), max(bounds)]
     worst = min(shares.values())
-    config = {"shares": shares, "limits": limits, "draws": DRAWS, "step_s": NETS["residual"].step_s}
+    config = {
+        "shares": shares,
+        "limits": limits,
+        "draws": DRAWS,
+        "step_s": NETS["residual"].step_s,
+        "samples_per_second": by_devices((4,) if quick else COUNTS),
+    }
     return {SHARE: Measured(worst, (worst, max(shares.values())), config, simulated=True)}
+
+
+COUNTS = (2, 4, 8, 16, 32, 64)
+
+
+def by_devices(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """What training takes in, with so many devices, of one draw of each law: ours, and the baseline."""
+    found = []
+    for law, count in itertools.product(LAWS, counts):
+        rates = drawn(law, count, 0)
+        ours, theirs = (per_second(parts, rates, "residual") for parts in (weighted(rates), baseline(rates)))
+        found.append({"law": law, "devices": count, "ours": round(ours), "baseline": round(theirs)})
+    return found
 
 
 KEPT = {
@@ -183,7 +216,17 @@ def buffers(law: str, quick: bool) -> Mapping[str, Measured]:
         there, wanted = held(weighted(law), net, DEVICES, steps), kept(rates, step_s, steps)
         less = held(weighted(law, "truncation"), net, DEVICES, min(steps, 50))
         errors.append(abs(there - wanted) / wanted)
-        config[net] = {"steps": steps, "persistence": there, "closed form": wanted, "truncation": less}
+        config[net] = {
+            "steps": steps,
+            "persistence": there,
+            "closed form": wanted,
+            "truncation": less,
+            "memory": [
+                memory(net, batch, name)
+                for batch in (BASE, round(statistics.median(rates)), MOST)
+                for name in OPTIMIZERS
+            ],
+        }
     name = f"buffer, persistence, {law}, against the closed form"
     return {name: Measured(max(errors), (min(errors), max(errors)), config, simulated=True)}
 
@@ -228,27 +271,32 @@ PAIRS = (0.5, 0.25, 0.1, 0.05)
 
 
 def injection(quick: bool) -> Mapping[str, Measured]:
-    """Ten devices of one label each, with and without rows of the others."""
-    usual = {"replicas": FEW, "partition": "labels(k=1)"}
+    """Ten devices of one label each, with and without rows of the others; and a net without batch norm."""
     law = weighted("S1'")
-    scores: dict[str, float] = {}
+    scores: dict[str, dict[str, float]] = {}
 
-    def score(name: str, training: Streamed) -> float:
-        _, points, _ = best(training, quick=quick)
-        scores[name] = max(smooth(points, "top5"))
-        scores[f"{name}, top-1"] = max(smooth(points, "top1"))
-        return scores[name]
+    def score(
+        name: str, sharing: str = "none", partition: str = "labels(k=1)", net: str = "residual"
+    ) -> None:
+        parts = {**law, "sharing": sharing} if sharing != "none" else law
+        own, points, _ = best(Streamed(parts, net, partition, FEW), quick=quick)
+        scores[name] = {
+            "top5": max(smooth(points, "top5")),
+            "top1": max(smooth(points, "top1")),
+            "learning_rate": own.learning_rate,
+        }
 
-    whole = score("i.i.d.", Streamed(law, replicas=FEW))
-    score("no injection", Streamed(law, **usual))  # type: ignore[arg-type]
+    score("i.i.d.", partition="iid")
+    score("no injection")
     for share in PAIRS if not quick else PAIRS[:1]:
-        parts = {**law, "sharing": f"injection(alpha={share}, beta={share})"}
-        score(f"({share}, {share})", Streamed(parts, **usual))  # type: ignore[arg-type]
+        score(f"({share}, {share})", f"injection(alpha={share}, beta={share})")
     if not quick:
-        parts = {**law, "sharing": "injection(alpha=0.5, beta=0.5, keep_batch=True)"}
-        score("(0.5, 0.5), batches kept", Streamed(parts, **usual))  # type: ignore[arg-type]
-    share_kept = scores["(0.5, 0.5)"] / whole
-    return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), {"scores": scores})}
+        score("(0.5, 0.5), batches kept", "injection(alpha=0.5, beta=0.5, keep_batch=True)")
+        score("plain net, i.i.d.", partition="iid", net="plain")
+        score("plain net, no injection", net="plain")
+    share_kept = scores["(0.5, 0.5)"]["top5"] / scores["i.i.d."]["top5"]
+    config = {"scores": scores, "samples": Streamed().samples, "reduced": REDUCED}
+    return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), config)}
 
 
 BYTES = "injection (.5,.5) bytes against the sum over senders and receivers"
