@@ -115,13 +115,13 @@ class Streamed:
     net: str = "residual"
     partition: str = "iid"
     replicas: int = 16
-    samples: int = 300_000
+    samples: int = 200_000
     batch_size: int = 64
     learning_rate: float = 0.1
     momentum: float = 0.9
     optimizer: str = "sgd"
     warm_up: int = 0
-    every: int = 15_000
+    every: int = 10_000
     seed: int = 0
 
     @property
