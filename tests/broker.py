@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,12 @@ class Broker:
     Args:
       folder: where a real one keeps what it has; empty.
       real: whether it is Kafka itself.
+      settings: of a real one, beside those that it needs.
     """
 
-    def __init__(self, folder: Path, *, real: bool) -> None:
+    def __init__(self, folder: Path, *, real: bool, settings: Mapping[str, object] | None = None) -> None:
         self.real = real
+        self._settings = settings or {}
         self._folder = folder
         self._paused = False
         if self.real:
@@ -120,6 +122,7 @@ class Broker:
             "group.initial.rebalance.delay.ms": "0",
             "broker.session.timeout.ms": "2000",
             "broker.heartbeat.interval.ms": "500",
+            **self._settings,
         }
         self._config.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         storage = str(Path(HOME) / "bin" / "kafka-storage.sh")
