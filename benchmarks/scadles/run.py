@@ -71,7 +71,7 @@ def smooth(points: Sequence[Point], of: str) -> list[float]:
 def best(training: Streamed, *, quick: bool) -> tuple[Streamed, list[Point], dict[str, Any]]:
     """With the learning rate whose best top-5 accuracy is highest in trainings a quarter as long.
 
-    It is searched from the paper's upwards and downwards by factors of 2, for as long as that is better.
+    It is searched from the net's upwards and downwards by factors of 2, for as long as that is better.
     """
     if quick:
         training = replace(training, samples=2 * BASE * training.replicas, every=BASE * training.replicas)
@@ -284,7 +284,11 @@ def changing(quick: bool) -> Mapping[str, Measured]:
 # --- injection, compression -------------------------------------------------------------------------------------
 
 KEPT_BY_INJECTION = "injection (.5,.5) on one-label devices, accuracy of everything-IID kept"
-PAIRS = (0.5, 0.25, 0.1, 0.05)
+
+
+def injecting(law: dict[str, str], options: str) -> dict[str, str]:
+    """The same with samples that are sent around."""
+    return {**law, "sharing": f"injection({options})"}
 
 
 def injection(quick: bool) -> Mapping[str, Measured]:
@@ -292,25 +296,30 @@ def injection(quick: bool) -> Mapping[str, Measured]:
     law = weighted("S1'")
     scores: dict[str, dict[str, float]] = {}
 
-    def score(
-        name: str, sharing: str = "none", partition: str = "labels(k=1)", net: str = "residual"
-    ) -> None:
-        parts = {**law, "sharing": sharing} if sharing != "none" else law
-        own, points, _ = best(Streamed(parts, net, partition, FEW), quick=quick)
+    def score(name: str, training: Streamed, *, search: bool = True) -> Streamed:
+        if search:
+            training, points, _ = best(training, quick=quick)
+        else:
+            points = training.points(TRAININGS.accuracy(training))
         scores[name] = {
             "top5": max(smooth(points, "top5")),
             "top1": max(smooth(points, "top1")),
-            "learning_rate": own.learning_rate,
+            "learning_rate": training.learning_rate,
         }
+        return training
 
-    score("i.i.d.", partition="iid")
-    score("no injection")
-    for share in PAIRS if not quick else PAIRS[:1]:
-        score(f"({share}, {share})", f"injection(alpha={share}, beta={share})")
+    one_label = Streamed(law, partition="labels(k=1)", replicas=FEW)
+    score("i.i.d.", replace(one_label, partition="iid"))
+    score("no injection", one_label)
+    half = score("(0.5, 0.5)", replace(one_label, parts=injecting(law, "alpha=0.5, beta=0.5")))
     if not quick:
-        score("(0.5, 0.5), batches kept", "injection(alpha=0.5, beta=0.5, keep_batch=True)")
-        score("plain net, i.i.d.", partition="iid", net="plain")
-        score("plain net, no injection", net="plain")
+        for share in (0.25, 0.1, 0.05):
+            parts = injecting(law, f"alpha={share}, beta={share}")
+            score(f"({share}, {share})", replace(half, parts=parts), search=False)
+        kept_batch = injecting(law, "alpha=0.5, beta=0.5, keep_batch=True")
+        score("(0.5, 0.5), batches kept", replace(half, parts=kept_batch), search=False)
+        mixed = score("plain net, i.i.d.", replace(one_label, net="plain", partition="iid"))
+        score("plain net, no injection", replace(mixed, partition="labels(k=1)"), search=False)
     share_kept = scores["(0.5, 0.5)"]["top5"] / scores["i.i.d."]["top5"]
     config = {"scores": scores, "samples": Streamed().samples, "reduced": REDUCED}
     return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), config)}

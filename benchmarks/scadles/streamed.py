@@ -32,8 +32,10 @@ T = TypeVar("T")
 TOP = 5
 FEW = 500
 """Test samples that say whether scoring is what it was."""
-FIRST_STEPS = 20
-"""Of a digest; everything happens in every step."""
+FIRST_STEPS, FEW_STEPS = 20, 2
+"""Of a digest; everything happens in every step. Few are enough where a training only chooses a learning rate."""
+SAMPLES = 200_000
+"""Of the trainings that count."""
 LATENCY_S, BANDWIDTH_BPS = 1e-4, 5e9
 """One way, our choice; and the paper's (section V)."""
 
@@ -45,7 +47,8 @@ class Net:
     Args:
       network: makes it; it sees pictures of half the width and height, each pixel the mean of four.
       step_s: what a step takes, exchange included: the paper's, of the network that this one stands for (Table II).
-      learning_rate: the paper's.
+      learning_rate: where the search for one begins, which is where that for the baseline ended; the paper's are 0.1
+        and 0.01, for 300 epochs.
       gamma: what the rate is multiplied by, the paper's.
       weight_decay: the paper's.
     """
@@ -58,8 +61,8 @@ class Net:
 
 
 NETS = {
-    "residual": Net(partial(resnet, 8, 10), 1.2, 0.1, 0.2, 1e-4),
-    "plain": Net(partial(vgg, (3, 16, 16), (32, None, 64, None, 128, None), 128, 10), 1.6, 0.01, 0.3, 5e-4),
+    "residual": Net(partial(resnet, 8, 10), 1.2, 0.4, 0.2, 1e-4),
+    "plain": Net(partial(vgg, (3, 16, 16), (32, None, 64, None, 128, None), 128, 10), 1.6, 0.08, 0.3, 5e-4),
 }
 """For ResNet152 and VGG19: those of ``cifar10/resnet8`` and ``cifar10/vgg``."""
 
@@ -115,7 +118,7 @@ class Streamed:
     net: str = "residual"
     partition: str = "iid"
     replicas: int = 16
-    samples: int = 200_000
+    samples: int = SAMPLES
     batch_size: int = 64
     learning_rate: float = 0.1
     momentum: float = 0.9
@@ -131,7 +134,7 @@ class Streamed:
 
     def first_steps(self) -> int:
         """All kinds of steps have come twice."""
-        return FIRST_STEPS
+        return FIRST_STEPS if self.samples >= SAMPLES else FEW_STEPS
 
     def digest(self, steps: int) -> str:
         """Of all replicas after the first steps, and with their score."""
