@@ -19,6 +19,8 @@ from typing import Any
 HOME = os.environ.get("KAFKA_HOME", "")
 READY_S = 60.0
 """How long a broker may take to answer, on a busy machine."""
+WAITING = 50_000
+"""Messages that a client keeps for a broker that is slower; it would refuse 100,000."""
 
 IMITATION = """\
 import sys
@@ -66,8 +68,9 @@ class Broker:
 
         producer = Producer({"bootstrap.servers": self.servers, "log_level": 0, "linger.ms": 0, **config})
         for value in values:
+            if len(producer) >= WAITING:
+                assert producer.flush(READY_S) == 0
             producer.produce(topic, value, partition=partition)
-            producer.poll(0)
         assert producer.flush(READY_S) == 0
 
     def stop(self) -> None:
