@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 
+from farflung.data.streams.messages import Cut
 from farflung.types import Batch, SampleIds
 
 __all__ = ["Held"]
@@ -19,7 +20,7 @@ class _Block:
     """Samples that came together; it is held until all of them are gone."""
 
     ids: list[int]
-    rows: Batch
+    cut: Cut
     nbytes: Sequence[int]
     there: bytearray
     """A one for each that is not gone."""
@@ -49,9 +50,9 @@ class Held:
         self.nbytes = 0
         """Of all that is held, as stored."""
 
-    def put(self, lane: int, ids: list[int], rows: Batch, nbytes: Sequence[int]) -> None:
+    def put(self, lane: int, ids: list[int], cut: Cut, nbytes: Sequence[int]) -> None:
         """Samples of a lane come; behind all that it holds."""
-        block = _Block(ids, rows, nbytes, bytearray(b"\1" * len(ids)), ids[-1])
+        block = _Block(ids, cut, nbytes, bytearray(b"\1" * len(ids)), ids[-1])
         self._lanes.setdefault(lane, []).append(block)
         self.nbytes += sum(nbytes)
 
@@ -62,12 +63,9 @@ class Held:
 
     def rows(self, ids: SampleIds) -> Batch:
         """Copies of samples that are held."""
-        pieces = [
-            Batch(block.rows.inputs[begin:end], block.rows.targets[begin:end])
-            for block, begin, end in self._pieces(ids.tolist())
-        ]
+        pieces = [block.cut(begin, end) for block, begin, end in self._pieces(ids.tolist())]
         if len(pieces) == 1:
-            return Batch(pieces[0].inputs.clone(), pieces[0].targets.clone())
+            return pieces[0]
         return Batch(torch.cat([one.inputs for one in pieces]), torch.cat([one.targets for one in pieces]))
 
     def forget(self, ids: SampleIds) -> None:

@@ -18,12 +18,16 @@ from farflung.options import text_option
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
 
-__all__ = ["ANSWER_S", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
+__all__ = ["ANSWER_S", "QUEUE", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
 
 Begin = Literal["earliest", "latest", "committed"]
 
 ANSWER_S = 10.0
 """How long a broker may take to answer what is asked at the start."""
+
+QUEUE = {"fetch.queue.backoff.ms": 20}
+"""How long the client fetches nothing once it has read far enough ahead; by itself it would for a second, which is longer
+than what it has read by then lasts."""
 
 
 @buffered
@@ -112,7 +116,7 @@ class KafkaSource:
         each = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         try:
-            self._consumer = Consumer({**client_settings(self._properties), **own})
+            self._consumer = Consumer({**QUEUE, **client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
             raise ConfigError(f"stream kafka: {reason(error)}") from None
         consumer = self._consumer

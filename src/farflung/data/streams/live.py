@@ -230,7 +230,7 @@ class LiveStream:
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            if self._goes_on():
+            if self._full_since is not None and self._goes_on():
                 self._changed.notify_all()
 
     def state_dict(self) -> State:
@@ -350,15 +350,15 @@ class LiveStream:
             room = None if self._again else self._buffer.room
             full = room == 0 or (self._full_since is not None and not self._goes_on())
             if full:
+                self._full_since = self._full_since or time.monotonic()
                 self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
         if not full:
             self._full_since, self._paused = None, False
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
             return
-        now = time.monotonic()
-        self._full_since = self._full_since or now
-        if now - self._full_since > PAUSE_S:
+        assert self._full_since is not None
+        if time.monotonic() - self._full_since > PAUSE_S:
             self._paused = True
             self._source.pause(True)
             self._take(self._source.read(0, 0.0))
@@ -406,10 +406,10 @@ class LiveStream:
         if taken.refused:
             good = [at for at in range(len(positions)) if at not in taken.refused]
             positions, made_s = _picked(positions, good), _picked(made_s, good)
-        if taken.rows is not None:
+        if taken.nbytes:
             ids = torch.frombuffer(array("q", positions), dtype=torch.int64) * STRIDE + partition
             listed, new = ids.tolist(), bisect_left(positions, first_new)
-            self._held.put(partition, listed, taken.rows, taken.nbytes)
+            self._held.put(partition, listed, taken.cut, taken.nbytes)
             self._again.difference_update(listed[:new])
             self._buffer.put(ids[new:])
             self._missing -= len(listed) - new

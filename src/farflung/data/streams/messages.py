@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from farflung.errors import ConfigError
 from farflung.spec import imported
 from farflung.types import Batch, TensorSpec
 
-__all__ = ["Decoder", "Messages", "as_messages", "messages_like"]
+__all__ = ["Cut", "Decoder", "Messages", "Taken", "as_messages", "messages_like"]
 
 Decoder: TypeAlias = Callable[[bytes], tuple[Tensor, Tensor]]
 """Gives inputs and targets of the one sample in a message; raises where there is none."""
@@ -45,16 +46,20 @@ def as_messages(rows: Batch) -> list[bytes]:
     return [head + b"".join(columns) for columns in zip(*parts, strict=True)]
 
 
+Cut: TypeAlias = Callable[[int, int], Batch]
+"""Copies of those of some samples from one number up to another."""
+
+
 class Taken(NamedTuple):
     """What some messages hold.
 
     Args:
-      rows: the samples of those that hold one, in order; ``None`` where none does.
+      cut: the samples of those that hold one, in order.
       nbytes: of each of these, as stored.
       refused: the number of every other message, and why it is none.
     """
 
-    rows: Batch | None
+    cut: Cut
     nbytes: list[int]
     refused: dict[int, Exception]
 
@@ -149,27 +154,29 @@ class _Plain:
         if list(map(len, values)).count(layout.nbytes) == len(values):
             table = _table(values, layout)
             if (table[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
-                return Taken(self._cut(table, layout), [layout.nbytes] * len(values), {})
+                return Taken(partial(self._cut, table, layout), [layout.nbytes] * len(values), {})
         return _one_by_one(self, values)
 
     nbytes = staticmethod(len)
 
     def rows(self, kept: Sequence[bytes]) -> Batch:
-        if len(self._known) == 1:
-            (layout,) = self._known.values()
-            return self._cut(_table(kept, layout), layout)
+        layouts = list(self._known.values())  # another thread may find one more meanwhile
+        if len(layouts) == 1:
+            (layout,) = layouts
+            return self._cut(_table(kept, layout), layout, 0, len(kept))
         layouts = [self._look(value)[1] for value in kept]
         parts = [
-            self._cut(_table([value], layout), layout) for value, layout in zip(kept, layouts, strict=True)
+            self._cut(_table([value], layout), layout, 0, 1)
+            for value, layout in zip(kept, layouts, strict=True)
         ]
         return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
 
-    def _cut(self, table: _Table, layout: _Layout) -> Batch:
-        def cut(begin: int, spec: TensorSpec) -> Tensor:
-            piece = torch.from_numpy(table[:, begin : begin + spec.nbytes].copy())
-            return piece.view(spec.dtype).reshape(len(table), *spec.shape)
+    def _cut(self, table: _Table, layout: _Layout, begin: int, end: int) -> Batch:
+        def tensor(at: int, spec: TensorSpec) -> Tensor:
+            piece = torch.from_numpy(table[begin:end, at : at + spec.nbytes].copy())
+            return piece.view(spec.dtype).view(end - begin, *spec.shape)
 
-        return Batch(cut(layout.inputs, self._specs.inputs), cut(layout.targets, self._specs.targets))
+        return Batch(tensor(layout.inputs, self._specs.inputs), tensor(layout.targets, self._specs.targets))
 
     def _look(self, value: bytes) -> tuple[bytes, _Layout]:
         head = value[: 8 + int.from_bytes(value[:8], "little")]
@@ -229,7 +236,11 @@ def _one_by_one(messages: Messages, values: list[bytes]) -> Taken:
             kept.append(messages.take(value))
         except Exception as error:
             refused[number] = error
-    return Taken(messages.rows(kept) if kept else None, list(map(messages.nbytes, kept)), refused)
+
+    def cut(begin: int, end: int) -> Batch:
+        return messages.rows(kept[begin:end])
+
+    return Taken(cut, list(map(messages.nbytes, kept)), refused)
 
 
 def _head(value: bytes) -> tuple[bytes, dict[str, int]]:
