@@ -26,8 +26,7 @@ ANSWER_S = 10.0
 """How long a broker may take to answer what is asked at the start."""
 
 QUEUE = {"fetch.queue.backoff.ms": 20}
-"""How long the client fetches nothing once it has read far enough ahead; by itself it would for a second, which is longer
-than what it has read by then lasts."""
+"""How long the client fetches nothing once it has read far ahead; a second otherwise, and what it has lasts less."""
 
 
 @buffered
