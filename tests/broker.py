@@ -62,6 +62,16 @@ class Broker:
         for future in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
             future.result(READY_S)
 
+    def enlarge(self, topic: str, partitions: int) -> None:
+        """Adds partitions to a topic, so that it has as many; the imitation cannot."""
+        from confluent_kafka.admin import AdminClient
+        from confluent_kafka.cimpl import NewPartitions
+
+        assert self.real
+        admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        for future in admin.create_partitions([NewPartitions(topic, partitions)]).values():
+            future.result(READY_S)
+
     def put(self, topic: str, partition: int, values: Iterable[bytes], **config: Any) -> None:
         """Sends messages, and waits until the broker has them."""
         from confluent_kafka import Producer
@@ -159,10 +169,13 @@ class Broker:
         from confluent_kafka.admin import AdminClient
 
         until = time.monotonic() + READY_S
+        # One client for all attempts: on a busy machine an answer may take longer than any of them.
+        own = {"bootstrap.servers": self.servers, "log_level": 0, "reconnect.backoff.max.ms": 500}
+        client = AdminClient(own)
         while True:
             assert self._process.poll() is None, "the broker has ended: see broker.log in its folder"
             with contextlib.suppress(KafkaException):
-                AdminClient({"bootstrap.servers": self.servers, "log_level": 0}).list_topics(timeout=1.0)
+                client.list_topics(timeout=5.0)
                 return
             assert time.monotonic() < until, f"no broker answers at {self.servers}"
 
