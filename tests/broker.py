@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,9 @@ READY_S = 60.0
 """How long a broker may take to answer, on a busy machine."""
 WAITING = 50_000
 """Messages that a client keeps for a broker that is slower; it would refuse 100,000."""
+
+TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+"""Before a command: where there is this tool, it ends with the tests, however they end."""
 
 IMITATION = """\
 import sys
@@ -156,7 +160,7 @@ class Broker:
             return process
         with (self._folder / "broker.log").open("a") as log:
             return subprocess.Popen(
-                [str(Path(HOME) / "bin" / "kafka-server-start.sh"), str(self._config)],
+                [*TIED, str(Path(HOME) / "bin" / "kafka-server-start.sh"), str(self._config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -170,8 +174,9 @@ class Broker:
 
         until = time.monotonic() + READY_S
         # One client for all attempts: on a busy machine an answer may take longer than any of them.
-        own = {"bootstrap.servers": self.servers, "log_level": 0, "reconnect.backoff.max.ms": 500}
-        client = AdminClient(own)
+        client = AdminClient(
+            {"bootstrap.servers": self.servers, "log_level": 0, "reconnect.backoff.max.ms": 500}
+        )
         while True:
             assert self._process.poll() is None, "the broker has ended: see broker.log in its folder"
             with contextlib.suppress(KafkaException):

@@ -21,7 +21,6 @@ from typing import IO, Any, Self
 
 from tests.pool import preloaded
 
-
 DEADLINE_S = 240.0
 """An upper bound for a process, on a busy machine; below that of a test, which would end the tests' own process."""
 
