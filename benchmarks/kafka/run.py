@@ -23,6 +23,7 @@ from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
 from benchmarks.kafka.producers import COUNTS, RATES, THREADS, effective
 from farflung.data import as_messages, kafka
+from farflung.data.streams.kafka import QUEUE
 from farflung.errors import LabError
 from farflung.types import Batch, Dataset, Decision, Feed
 from farflung.workloads import workload
@@ -117,7 +118,8 @@ def by_hand(servers: str, data: Dataset, value: bytes, batches: int) -> float:
     row = data.rows(torch.tensor([0]))
     inputs_at = value.index(row.inputs.numpy().tobytes())
     targets_at = value.rindex(row.targets.numpy().tobytes())
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "bare", "enable.auto.commit": False})
+    own = {"bootstrap.servers": servers, "group.id": "bare", "enable.auto.commit": False}
+    consumer = Consumer({**QUEUE, **own})
     consumer.assign([TopicPartition("samples", 0, 0)])
     begin = 0.0
     for _ in range(batches):
