@@ -39,7 +39,7 @@ DEVICES, FEW = 16, 10
 LAWS = ("S1", "S2", "S1'", "S2'")
 NAMES = {"residual": "residual net", "plain": "plain net"}
 BOUND = 128
-"""Of a batch, where samples come fast: a step takes as long for any batch, and with larger ones too few steps are made."""
+"""Of a batch, where samples come fast: a step takes as long for any, and with larger ones there are too few steps."""
 REDUCED = {"residual": "resnet8 on CIFAR-10 at 16 x 16", "plain": "vgg of 5 layers on CIFAR-10 at 16 x 16"}
 ALLOWED = 0.005
 """Below the baseline's best is as good as that."""
