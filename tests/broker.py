@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HOME = os.environ.get("KAFKA_HOME", "")
-READY_S = 60.0
+READY_S = 120.0
 """How long a broker may take to answer, on a busy machine."""
 WAITING = 50_000
 """Messages that a client keeps for a broker that is slower; it would refuse 100,000."""
