@@ -13,7 +13,7 @@ from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.workloads import workload
 
-__all__ = ["BASE", "MOST", "baseline", "held", "kept", "limit", "per_second", "seconds", "weighted"]
+__all__ = ["BASE", "LEAST", "MOST", "baseline", "held", "kept", "limit", "per_second", "seconds", "weighted"]
 
 BASE = 64
 """Samples of the baseline's batch on each device (section V)."""
@@ -27,9 +27,9 @@ def baseline(rates: Sequence[float] | str) -> dict[str, str]:
     return {"stream": f"rate({rates!r}, least={BASE})"}
 
 
-def weighted(rates: Sequence[float] | str, policy: str = "persistence", most: int = MOST) -> dict[str, str]:
+def weighted(rates: Sequence[float] | str, policy: str = "persistence") -> dict[str, str]:
     """Batches, weights and learning rate by what a second of each stream brings."""
-    stream = f"rate({rates!r}, window_s=1, least={LEAST}, most={most}, policy={policy!r}, weigh='by_rate')"
+    stream = f"rate({rates!r}, window_s=1, least={LEAST}, most={MOST}, policy={policy!r}, weigh='by_rate')"
     return {"stream": stream, "scaling": "linear"}
 
 

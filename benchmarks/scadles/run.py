@@ -19,6 +19,7 @@ from benchmarks.common.trials import WORLD
 from benchmarks.scadles.injected import bytes_sent
 from benchmarks.scadles.limits import (
     BASE,
+    LEAST,
     MOST,
     baseline,
     held,
@@ -53,14 +54,18 @@ TRAININGS: Trainings[Streamed, dict[str, Any]] = Trainings(
 )
 
 
-def everything(
-    law: str | Sequence[Any], *, most: int = MOST, density: float = 0.1, threshold: float = 0.3
-) -> dict[str, str]:
+def everything(law: str | Sequence[Any], *, density: float = 0.1, threshold: float = 0.3) -> dict[str, str]:
     """Weighted, truncated, and adaptively compressed."""
     return {
-        **weighted(law, "truncation", most),
+        **weighted(law, "truncation"),
         "reducer": f"adaptive_topk(density={density}, threshold={threshold})",
     }
+
+
+def bounded(law: str) -> dict[str, str]:
+    """The same with smaller batches, so that weights and learning rates go by them and not by the rates."""
+    stream = f"rate({law!r}, window_s=1, least={LEAST}, most={BOUND}, policy='truncation')"
+    return {**everything(law), "stream": stream}
 
 
 # --- trainings --------------------------------------------------------------------------------------------------
@@ -168,8 +173,7 @@ def weighted_alone(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
 
 def all_on(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
     """With truncation and compression; where samples come fast, with batches that are bounded."""
-    fast = law in LONGER
-    found = compared(net, law, everything(law, most=BOUND if fast else MOST), quick=quick)
+    found = compared(net, law, bounded(law) if law in LONGER else everything(law), quick=quick)
     if law == "S2":
         found["batches not bounded"] = compared(net, law, everything(law), quick=quick)
     name = f"everything on, {law}, {NAMES[net]}"
