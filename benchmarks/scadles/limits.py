@@ -33,13 +33,13 @@ def weighted(rates: Sequence[float] | str, policy: str = "persistence") -> dict[
     return {"stream": stream, "scaling": "linear"}
 
 
-def limit(rates: Sequence[float], step_s: float) -> float:
+def limit(rates: Sequence[float], step_s: float, most: int = MOST) -> float:
     """Samples per second of ScaDLES over the baseline's, if waiting and computing were all that takes time.
 
     The baseline waits for its batch on the slowest device, :math:`\\max(t, 64 / \\min S_i)`; ScaDLES takes a second's
-    samples in :math:`\\max(t, 1)`.
+    samples in :math:`\\max(t, 1)`, at most so many.
     """
-    batches = [min(max(round(rate), LEAST), MOST) for rate in rates]
+    batches = [min(max(round(rate), LEAST), most) for rate in rates]
     ours_s = max(step_s, *(batch / rate for batch, rate in zip(batches, rates, strict=True)))
     theirs_s = max(step_s, BASE / min(rates))
     return (sum(batches) / ours_s) / (BASE * len(rates) / theirs_s)
