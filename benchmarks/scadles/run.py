@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -319,17 +320,27 @@ def changing(quick: bool) -> Mapping[str, Measured]:
 
 # --- injection, compression -------------------------------------------------------------------------------------
 
+INJECTED = "S1'"
+"""The law of the rates where samples are sent around."""
 KEPT_BY_INJECTION = "injection (.5,.5) on one-label devices, accuracy of everything-IID kept"
 
 
-def injecting(law: dict[str, str], options: str) -> dict[str, str]:
-    """The same with samples that are sent around."""
-    return {**law, "sharing": f"injection({options})"}
+def injecting(training: Streamed, share: float, *, keep: bool = False) -> Streamed:
+    """The same with samples that are sent around, for as many steps; those that were received count in weights."""
+    stream = f"rate({INJECTED!r}, window_s=1, least={LEAST}, most={MOST})"
+    sharing = f"injection(alpha={share}, beta={share}, keep_batch={keep})"
+    senders = math.ceil(share * training.replicas)
+    times = 1.0 if keep else 1.0 + senders * share * (training.replicas - 1) / training.replicas
+    return replace(
+        training,
+        parts={**training.parts, "stream": stream, "sharing": sharing},
+        samples=round(times * training.samples),
+        every=round(times * training.every),
+    )
 
 
 def injection(quick: bool) -> Mapping[str, Measured]:
     """Ten devices of one label each, with and without rows of the others; and a net without batch norm."""
-    law = weighted("S1'")
     scores: dict[str, dict[str, float]] = {}
 
     def score(name: str, training: Streamed, *, search: bool = True) -> Streamed:
@@ -344,16 +355,15 @@ def injection(quick: bool) -> Mapping[str, Measured]:
         }
         return training
 
-    one_label = Streamed(law, partition="labels(k=1)", replicas=FEW)
+    one_label = Streamed(weighted(INJECTED), partition="labels(k=1)", replicas=FEW)
     score("i.i.d.", replace(one_label, partition="iid"))
     score("no injection", one_label)
-    half = score("(0.5, 0.5)", replace(one_label, parts=injecting(law, "alpha=0.5, beta=0.5")))
+    half = score("(0.5, 0.5)", injecting(one_label, 0.5))
     if not quick:
+        found = replace(one_label, learning_rate=half.learning_rate)
         for share in (0.25, 0.1, 0.05):
-            parts = injecting(law, f"alpha={share}, beta={share}")
-            score(f"({share}, {share})", replace(half, parts=parts), search=False)
-        kept_batch = injecting(law, "alpha=0.5, beta=0.5, keep_batch=True")
-        score("(0.5, 0.5), batches kept", replace(half, parts=kept_batch), search=False)
+            score(f"({share}, {share})", injecting(found, share), search=False)
+        score("(0.5, 0.5), batches kept", injecting(found, 0.5, keep=True), search=False)
         mixed = score("plain net, i.i.d.", replace(one_label, net="plain", partition="iid"))
         score("plain net, no injection", replace(mixed, partition="labels(k=1)"), search=False)
     share_kept = scores["(0.5, 0.5)"]["top5"] / scores["i.i.d."]["top5"]
