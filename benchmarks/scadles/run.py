@@ -78,16 +78,21 @@ def smooth(points: Sequence[Point], of: str) -> list[float]:
     return [statistics.median(scores[max(0, at - 1) : at + 2]) for at in range(len(scores))]
 
 
+def usual(parts: dict[str, str], net: str = "residual", **settings: Any) -> Streamed:
+    """Where the search for a learning rate begins."""
+    return Streamed(parts, net, learning_rate=NETS[net].learning_rate, **settings)
+
+
 def best(training: Streamed, *, quick: bool) -> tuple[Streamed, list[Point], dict[str, Any]]:
     """With the learning rate whose best top-5 accuracy is highest in trainings a quarter as long.
 
-    It is searched from the net's upwards and downwards by factors of 2, for as long as that is better.
+    It is searched from that of the training upwards and downwards by factors of 2, for as long as that is better.
     """
     if quick:
         training = replace(training, samples=2 * BASE * training.replicas, every=BASE * training.replicas)
         found = training.accuracy()
         return training, training.points(found), found
-    rate = NETS[training.net].learning_rate
+    rate = training.learning_rate
     scores: dict[float, float] = {}
     while True:
         due = [one for one in (rate, rate / 2, rate * 2) if one not in scores]
@@ -123,9 +128,9 @@ def reached(points: Sequence[Point], ends: Sequence[float], target: float) -> fl
 
 def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
     """Ours beside the baseline, whose arithmetic is the same whatever the rates: only its times differ."""
-    base, base_points, base_found = best(Streamed(baseline("S1"), net), quick=quick)
+    base, base_points, base_found = best(usual(baseline("S1"), net), quick=quick)
     longer = Streamed().samples * LONGER.get(law, 1)
-    own, points, found = best(Streamed(ours, net, samples=longer), quick=quick)
+    own, points, found = best(usual(ours, net, samples=longer), quick=quick)
     per_step = BASE * base.replicas
     waits = seconds(baseline(law), net, base.replicas, base_found["steps"])
     ends = [waits[point.samples // per_step - 1] for point in base_points]
@@ -178,7 +183,7 @@ LARGE = "plain", "S2"
 
 def large_batches(net: str, law: str) -> dict[str, dict[str, float]]:
     """What batches as large as the rates learn: with the paper's rule, and with what is said to help them."""
-    longer = Streamed(everything(law), net, samples=Streamed().samples * LONGER[law])
+    longer = usual(everything(law), net, samples=Streamed().samples * LONGER[law])
     ways = {
         "linear": longer,
         "linear, warm-up over a tenth": replace(longer, warm_up=longer.samples // 10),
@@ -297,8 +302,8 @@ def changing(quick: bool) -> Mapping[str, Measured]:
         [(EVERY_S * at, rates[(device + 5 * at) % DEVICES]) for at in range(hours)]
         for device in range(DEVICES)
     ]
-    base, base_points, base_found = best(Streamed(baseline("S1")), quick=quick)
-    own, points, found = best(Streamed(everything(given)), quick=quick)
+    base, base_points, base_found = best(usual(baseline("S1")), quick=quick)
+    own, points, found = best(usual(everything(given)), quick=quick)
     stream = {"stream": f"rate({given!r}, least={BASE})"}
     waits = seconds(stream, "residual", DEVICES, base_found["steps"])
     ends = [waits[point.samples // (BASE * DEVICES) - 1] for point in base_points]
@@ -355,16 +360,17 @@ def injection(quick: bool) -> Mapping[str, Measured]:
         }
         return training
 
-    one_label = Streamed(weighted(INJECTED), partition="labels(k=1)", replicas=FEW)
+    one_label = usual(weighted(INJECTED), partition="labels(k=1)", replicas=FEW)
     score("i.i.d.", replace(one_label, partition="iid"))
     score("no injection", one_label)
-    half = score("(0.5, 0.5)", injecting(one_label, 0.5))
+    slower = replace(one_label, learning_rate=one_label.learning_rate / 4)  # linear scaling by larger batches
+    half = score("(0.5, 0.5)", injecting(slower, 0.5))
     if not quick:
         found = replace(one_label, learning_rate=half.learning_rate)
         for share in (0.25, 0.1, 0.05):
             score(f"({share}, {share})", injecting(found, share), search=False)
         score("(0.5, 0.5), batches kept", injecting(found, 0.5, keep=True), search=False)
-        mixed = score("plain net, i.i.d.", replace(one_label, net="plain", partition="iid"))
+        mixed = score("plain net, i.i.d.", usual(weighted(INJECTED), "plain", partition="iid", replicas=FEW))
         score("plain net, no injection", replace(mixed, partition="labels(k=1)"), search=False)
     share_kept = scores["(0.5, 0.5)"]["top5"] / scores["i.i.d."]["top5"]
     config = {"scores": scores, "samples": Streamed().samples, "reduced": REDUCED}
