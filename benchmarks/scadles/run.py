@@ -126,41 +126,51 @@ def reached(points: Sequence[Point], ends: Sequence[float], target: float) -> fl
     return None
 
 
-def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
-    """Ours beside the baseline, whose arithmetic is the same whatever the rates: only its times differ."""
+def raced(
+    net: str, rates: str | Sequence[Any], ours: dict[str, str], *, times: int = 1, quick: bool
+) -> dict[str, Any]:
+    """Ours, on so many times the samples, beside the baseline.
+
+    The baseline's arithmetic is the same whatever the rates: only its times differ.
+    """
     base, base_points, base_found = best(usual(baseline("S1"), net), quick=quick)
-    longer = Streamed().samples * LONGER.get(law, 1)
-    own, points, found = best(usual(ours, net, samples=longer), quick=quick)
-    per_step = BASE * base.replicas
-    waits = seconds(baseline(law), net, base.replicas, base_found["steps"])
-    ends = [waits[point.samples // per_step - 1] for point in base_points]
+    own, points, found = best(usual(ours, net, samples=times * Streamed().samples), quick=quick)
+    waits = seconds(baseline(rates), net, base.replicas, base_found["steps"])
+    ends = [waits[point.samples // (BASE * base.replicas) - 1] for point in base_points]
     target = max(smooth(base_points, "top5")) - ALLOWED
     theirs_s, ours_s = (
         reached(base_points, ends, target),
-        reached(points, [p.seconds for p in points], target),
+        reached(points, [point.seconds for point in points], target),
     )
-    rates = [course.rates[0] for course in courses(law, own.replicas, derive(own.seed, "rates"))]
 
     def lost(of: str) -> float:
         return 100 * (max(smooth(base_points, of)) - max(smooth(points, of)))
 
     return {
-        "rates": rates,
         "step_s": NETS[net].step_s,
         "target_top5": target,
         "seconds": [theirs_s, ours_s],
         "times_faster": None if theirs_s is None or ours_s is None else theirs_s / ours_s,
-        "limit": limit(rates, NETS[net].step_s, BOUND if ours == bounded(law) else MOST),
         "learning_rates": [base.learning_rate, own.learning_rate],
         "lost_top5": lost("top5"),
         "lost_top1": lost("top1"),
         "samples": [base.samples, own.samples],
-        "parts": ours,
         "steps": [base_found["steps"], found["steps"]],
         "held_at_the_end": [base_found["held"], found["held"]],
         "sent": [base_found["sent"], found["sent"]],
         "reducer": found["reducer"],
         "reduced": REDUCED[net],
+    }
+
+
+def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
+    """By rates of a law, with the limit that they and step time set."""
+    rates = [course.rates[0] for course in courses(law, DEVICES, derive(0, "rates"))]
+    return {
+        **raced(net, law, ours, times=LONGER.get(law, 1), quick=quick),
+        "rates": rates,
+        "limit": limit(rates, NETS[net].step_s, BOUND if ours == bounded(law) else MOST),
+        "parts": ours,
     }
 
 
@@ -302,25 +312,9 @@ def changing(quick: bool) -> Mapping[str, Measured]:
         [(EVERY_S * at, rates[(device + 5 * at) % DEVICES]) for at in range(hours)]
         for device in range(DEVICES)
     ]
-    base, base_points, base_found = best(usual(baseline("S1")), quick=quick)
-    own, points, found = best(usual(everything(given)), quick=quick)
-    stream = {"stream": f"rate({given!r}, least={BASE})"}
-    waits = seconds(stream, "residual", DEVICES, base_found["steps"])
-    ends = [waits[point.samples // (BASE * DEVICES) - 1] for point in base_points]
-    target = max(smooth(base_points, "top5")) - ALLOWED
-    theirs_s, ours_s = (
-        reached(base_points, ends, target),
-        reached(points, [p.seconds for p in points], target),
-    )
-    config = {
-        "every_s": EVERY_S,
-        "rates": rates,
-        "seconds": [theirs_s, ours_s],
-        "learning_rates": [base.learning_rate, own.learning_rate],
-        "reducer": found["reducer"],
-    }
-    times = None if theirs_s is None or ours_s is None else theirs_s / ours_s
-    return {CHANGING: row(times, config, simulated=True)}
+    found = raced("residual", given, everything(given), quick=quick)
+    config = {**found, "every_s": EVERY_S, "rates": rates}
+    return {CHANGING: row(found["times_faster"], config, simulated=True)}
 
 
 # --- injection, compression -------------------------------------------------------------------------------------
