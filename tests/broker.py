@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 HOME = os.environ.get("KAFKA_HOME", "")
-READY_S = 60.0
+READY_S = 120.0
 """How long a broker may take to answer, on a busy machine."""
+WAITING = 50_000
+"""Messages that a client keeps for a broker that is slower; it would refuse 100,000."""
+
+TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+"""Before a command: where there is this tool, it ends with the tests, however they end."""
 
 IMITATION = """\
 import sys
@@ -36,10 +42,12 @@ class Broker:
     Args:
       folder: where a real one keeps what it has; empty.
       real: whether it is Kafka itself.
+      settings: of a real one, beside those that it needs.
     """
 
-    def __init__(self, folder: Path, *, real: bool) -> None:
+    def __init__(self, folder: Path, *, real: bool, settings: Mapping[str, object] | None = None) -> None:
         self.real = real
+        self._settings = settings or {}
         self._folder = folder
         self._paused = False
         if self.real:
@@ -60,14 +68,25 @@ class Broker:
         for future in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
             future.result(READY_S)
 
+    def enlarge(self, topic: str, partitions: int) -> None:
+        """Adds partitions to a topic, so that it has as many; the imitation cannot."""
+        from confluent_kafka.admin import AdminClient
+        from confluent_kafka.cimpl import NewPartitions
+
+        assert self.real
+        admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        for future in admin.create_partitions([NewPartitions(topic, partitions)]).values():
+            future.result(READY_S)
+
     def put(self, topic: str, partition: int, values: Iterable[bytes], **config: Any) -> None:
         """Sends messages, and waits until the broker has them."""
         from confluent_kafka import Producer
 
         producer = Producer({"bootstrap.servers": self.servers, "log_level": 0, "linger.ms": 0, **config})
         for value in values:
+            if len(producer) >= WAITING:
+                assert producer.flush(READY_S) == 0
             producer.produce(topic, value, partition=partition)
-            producer.poll(0)
         assert producer.flush(READY_S) == 0
 
     def stop(self) -> None:
@@ -120,6 +139,7 @@ class Broker:
             "group.initial.rebalance.delay.ms": "0",
             "broker.session.timeout.ms": "2000",
             "broker.heartbeat.interval.ms": "500",
+            **self._settings,
         }
         self._config.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         storage = str(Path(HOME) / "bin" / "kafka-storage.sh")
@@ -143,7 +163,7 @@ class Broker:
             return process
         with (self._folder / "broker.log").open("a") as log:
             return subprocess.Popen(
-                [str(Path(HOME) / "bin" / "kafka-server-start.sh"), str(self._config)],
+                [*TIED, str(Path(HOME) / "bin" / "kafka-server-start.sh"), str(self._config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -156,10 +176,14 @@ class Broker:
         from confluent_kafka.admin import AdminClient
 
         until = time.monotonic() + READY_S
+        # One client for all attempts: on a busy machine an answer may take longer than any of them.
+        client = AdminClient(
+            {"bootstrap.servers": self.servers, "log_level": 0, "reconnect.backoff.max.ms": 500}
+        )
         while True:
             assert self._process.poll() is None, "the broker has ended: see broker.log in its folder"
             with contextlib.suppress(KafkaException):
-                AdminClient({"bootstrap.servers": self.servers, "log_level": 0}).list_topics(timeout=1.0)
+                client.list_topics(timeout=5.0)
                 return
             assert time.monotonic() < until, f"no broker answers at {self.servers}"
 

@@ -16,13 +16,19 @@ from functools import partial
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from threading import Timer
 from typing import IO, Any, Self
 
 from tests.pool import preloaded
 
+DEADLINE_S = 240.0
+"""An upper bound for a process, on a busy machine; below that of a test, which would end the tests' own process."""
+
 
 class Fork:
     """A process that runs ``call``, whose result is its exit code; as a context it is ended with the block.
+
+    One that has not ended after :data:`DEADLINE_S` is killed, so nobody reads what it says forever.
 
     Args:
       call: a function of a module, or a ``functools.partial`` of one.
@@ -53,6 +59,9 @@ class Fork:
             os.close(theirs)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        self._late = Timer(DEADLINE_S, self._process.kill)
+        self._late.daemon = True
+        self._late.start()
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +81,8 @@ class Fork:
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Waits for its end; its exit code then."""
         self._process.join(timeout_s)
+        if self.returncode is not None:
+            self._late.cancel()
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:

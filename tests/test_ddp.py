@@ -13,9 +13,12 @@ from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS
 from tests.pool import Pool
 
+WHOLE = "released_adaptive_topk"
+"""Takes a gradient in one bucket, and the model here has two."""
+
 RECIPES: dict[str, dict[str, str]] = {
     **{codec: {"codec": codec} for codec in sorted(CODECS)},
-    **{reducer: {"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})},
+    **{reducer: {"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec", WHOLE})},
     "gradiveq(warm_up=0, sample_steps=2)": {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     "codec(qsgd(), phases='two')": {"codec": "qsgd", "reducer": "codec(phases='two')"},
     "codec(qsgd(), 'ring', phases='hops')": {
@@ -34,6 +37,11 @@ def test_the_hook_does_what_attach_does(pool: Pool, how: str) -> None:
     for result in results:
         assert result["hook"]["parameters"] == result["attach"]
         assert 0 < result["hook"]["bytes"] <= result["attach_bytes"]  # which votes beside it
+
+
+def test_what_wants_the_whole_gradient_is_refused_in_buckets(pool: Pool) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigError: {WHOLE}: votes on the whole gradient"):
+        pool.run(2, "tests.ddp_jobs.beside_attach", how=WHOLE, recipe={"reducer": WHOLE})
 
 
 def test_buckets_of_another_size_are_those_of_attach(pool: Pool) -> None:

@@ -21,7 +21,9 @@ import torch
 
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
+from benchmarks.kafka.producers import COUNTS, RATES, THREADS, effective
 from farflung.data import as_messages, kafka
+from farflung.data.streams.kafka import QUEUE
 from farflung.errors import LabError
 from farflung.types import Batch, Dataset, Decision, Feed
 from farflung.workloads import workload
@@ -33,6 +35,9 @@ BATCH = 64
 FULL_ROUNDS, QUICK_ROUNDS = 11, 1
 FULL_SAMPLES, QUICK_SAMPLES = 200_000, 20_000
 WORKERS, STEP_SAMPLES = 4, 4
+FROM = 16
+"""Producers, of the row about them."""
+NEEDS = "kafka: needs an installation of Kafka and Java: set KAFKA_HOME"
 Rates = list[float]
 
 
@@ -40,7 +45,7 @@ Rates = list[float]
 def brought_up() -> Iterator[Broker]:
     """A broker that goes with the block."""
     if not HOME:
-        raise LabError("kafka: needs an installation of Kafka and Java: set KAFKA_HOME")
+        raise LabError(NEEDS)
     with tempfile.TemporaryDirectory(prefix="farflung-kafka-") as folder:
         broker = Broker(Path(folder), real=True)
         try:
@@ -113,7 +118,8 @@ def by_hand(servers: str, data: Dataset, value: bytes, batches: int) -> float:
     row = data.rows(torch.tensor([0]))
     inputs_at = value.index(row.inputs.numpy().tobytes())
     targets_at = value.rindex(row.targets.numpy().tobytes())
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "bare", "enable.auto.commit": False})
+    own = {"bootstrap.servers": servers, "group.id": "bare", "enable.auto.commit": False}
+    consumer = Consumer({**QUEUE, **own})
     consumer.assign([TopicPartition("samples", 0, 0)])
     begin = 0.0
     for _ in range(batches):
@@ -131,6 +137,31 @@ def by_hand(servers: str, data: Dataset, value: bytes, batches: int) -> float:
 def _cut(table: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     piece = table[:, begin : begin + like.nbytes].clone(memory_format=torch.contiguous_format)
     return piece.view(like.dtype).reshape(len(table), *like.shape[1:])
+
+
+# --- producers ----------------------------------------------------------------------------------------------------
+
+REACHED = "rate reached where 16 and 32 producers are asked for 600 samples per second each"
+SECONDS = 5.0
+
+
+def measure_producers(quick: bool) -> Mapping[str, Measured]:
+    """The least of what is reached with as many threads of the broker as in the paper, a topic each."""
+    if not HOME:
+        raise LabError(NEEDS)
+    data, _ = workload("fashion-mnist/cnn", data="packaged").datasets()
+    counts, rates = ((2,), (600,)) if quick else (COUNTS, RATES)
+    table = effective(data, counts=counts, rates=rates, seconds=1.0 if quick else SECONDS)
+    judged = [
+        one["reached"] / one["asked"]
+        for one in table
+        if one["threads"] == list(THREADS[0])
+        and one["layout"] == "a topic each"
+        and one["asked"] == max(rates)
+        and (quick or one["producers"] >= FROM)
+    ]
+    config = {"seconds": SECONDS, "table": table}
+    return {REACHED: Measured(min(judged), (min(judged), max(judged)), config)}
 
 
 # --- nothing lost, nothing twice ----------------------------------------------------------------------------------
@@ -209,6 +240,7 @@ BENCHMARK = Benchmark(
     Path(__file__).parent,
     [
         Group((SPEED,), measure_speed, "measured", 3.0, SOURCES),
+        Group((REACHED,), measure_producers, "measured", 9.0, [*SOURCES, "src/farflung/data/*.py"]),
         Group((LOST,), measure_lost, "measured", 2.0, [*SOURCES, "src/farflung/replica/*.py"]),
     ],
 )

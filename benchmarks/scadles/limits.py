@@ -13,7 +13,7 @@ from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.workloads import workload
 
-__all__ = ["BASE", "baseline", "held", "kept", "limit", "seconds", "speed_up", "weighted"]
+__all__ = ["BASE", "LEAST", "MOST", "baseline", "held", "kept", "limit", "per_second", "seconds", "weighted"]
 
 BASE = 64
 """Samples of the baseline's batch on each device (section V)."""
@@ -33,30 +33,37 @@ def weighted(rates: Sequence[float] | str, policy: str = "persistence") -> dict[
     return {"stream": stream, "scaling": "linear"}
 
 
-def limit(rates: Sequence[float], step_s: float) -> float:
+def limit(rates: Sequence[float], step_s: float, most: int = MOST) -> float:
     """Samples per second of ScaDLES over the baseline's, if waiting and computing were all that takes time.
 
     The baseline waits for its batch on the slowest device, :math:`\\max(t, 64 / \\min S_i)`; ScaDLES takes a second's
-    samples in :math:`\\max(t, 1)`.
+    samples in :math:`\\max(t, 1)`, at most so many.
     """
-    batches = [min(max(round(rate), LEAST), MOST) for rate in rates]
+    batches = [min(max(round(rate), LEAST), most) for rate in rates]
     ours_s = max(step_s, *(batch / rate for batch, rate in zip(batches, rates, strict=True)))
     theirs_s = max(step_s, BASE / min(rates))
     return (sum(batches) / ours_s) / (BASE * len(rates) / theirs_s)
 
 
 def seconds(parts: dict[str, str], net: str, replicas: int, steps: int) -> list[float]:
-    """When each step ends in virtual time; what is trained is a quadratic, for times do not hang on it."""
+    """When each step ends in virtual time."""
+    return _steps(parts, net, replicas, steps)[0]
+
+
+def _steps(parts: dict[str, str], net: str, replicas: int, steps: int) -> tuple[list[float], list[int]]:
+    """Their ends and the samples of all replicas; what is trained is a quadratic, for times do not hang on it."""
     torch.set_num_threads(1)
     training = Training(steps=steps, batch_size=BASE, learning_rate=1e-6)
     world = VirtualWorld(replicas, device=device(NETS[net]), network=network(replicas))
 
-    async def train(replica: Replica) -> list[float]:
-        ends = []
+    async def train(replica: Replica) -> tuple[list[float], list[int]]:
+        ends, taken = [], []
         for _ in range(steps):
+            before = replica._samples
             await replica.step()
             ends.append(replica.runtime.now())
-        return ends
+            taken.append(replica._samples - before)
+        return ends, taken
 
     task = workload("synthetic/quadratic")
     return world.run([train(one) for one in replicas_in(world, task, training, parts)])[0]
@@ -85,14 +92,7 @@ def kept(rates: Sequence[float], step_s: float, steps: int) -> float:
     )
 
 
-def speed_up(rates: Sequence[float], net: str) -> float:
-    """Samples per second over the baseline's, in virtual time, behind the first step."""
-    batches = [min(max(round(rate), LEAST), MOST) for rate in rates]
-    ours, theirs = (
-        seconds(parts, net, len(rates), STEPS) for parts in (weighted(list(rates)), baseline(list(rates)))
-    )
-    per_s = [
-        count * (STEPS - 1) / (ends[-1] - ends[0])
-        for count, ends in ((sum(batches), ours), (BASE * len(rates), theirs))
-    ]
-    return per_s[0] / per_s[1]
+def per_second(parts: dict[str, str], rates: Sequence[float], net: str) -> float:
+    """Samples that training takes in each second of virtual time, behind the first step."""
+    ends, taken = _steps(parts, net, len(rates), STEPS)
+    return sum(taken[1:]) / (ends[-1] - ends[0])

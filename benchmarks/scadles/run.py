@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,19 @@ from benchmarks.common import Benchmark, Group, Measured, Trainings, main
 from benchmarks.common.trainings import TRAINED
 from benchmarks.common.trials import WORLD
 from benchmarks.scadles.injected import bytes_sent
-from benchmarks.scadles.limits import BASE, baseline, held, kept, limit, seconds, speed_up, weighted
+from benchmarks.scadles.limits import (
+    BASE,
+    LEAST,
+    MOST,
+    baseline,
+    held,
+    kept,
+    limit,
+    per_second,
+    seconds,
+    weighted,
+)
+from benchmarks.scadles.memory import OPTIMIZERS, memory
 from benchmarks.scadles.streamed import NETS, Point, Streamed
 from farflung.data.streams.rates import courses, drawn
 from farflung.seeding import derive
@@ -27,10 +40,13 @@ DEVICES, FEW = 16, 10
 """As many as the paper's; fewer where each has one label."""
 LAWS = ("S1", "S2", "S1'", "S2'")
 NAMES = {"residual": "residual net", "plain": "plain net"}
+BOUND = 128
+"""Of a batch, where samples come fast: a step takes as long for any, and with larger ones there are too few steps."""
+REDUCED = {"residual": "resnet8 on CIFAR-10 at 16 x 16", "plain": "vgg of 5 layers on CIFAR-10 at 16 x 16"}
 ALLOWED = 0.005
 """Below the baseline's best is as good as that."""
-RATES = (1.0, 0.5, 2.0)
-"""Learning rates that are tried, in those of the paper."""
+LONGER = {"S2": 2, "S2'": 2}
+"""Where samples come four times as fast, ours may train on so many times as many: its time still ends sooner."""
 TRAININGS: Trainings[Streamed, dict[str, Any]] = Trainings(
     FOLDER / "results" / "trainings.jsonl",
     Streamed,
@@ -47,6 +63,12 @@ def everything(law: str | Sequence[Any], *, density: float = 0.1, threshold: flo
     }
 
 
+def bounded(law: str) -> dict[str, str]:
+    """The same with smaller batches, so that weights and learning rates go by them and not by the rates."""
+    stream = f"rate({law!r}, window_s=1, least={LEAST}, most={BOUND}, policy='truncation')"
+    return {**everything(law), "stream": stream}
+
+
 # --- trainings --------------------------------------------------------------------------------------------------
 
 
@@ -56,18 +78,44 @@ def smooth(points: Sequence[Point], of: str) -> list[float]:
     return [statistics.median(scores[max(0, at - 1) : at + 2]) for at in range(len(scores))]
 
 
+def usual(parts: dict[str, str], net: str = "residual", **settings: Any) -> Streamed:
+    """Where the search for a learning rate begins."""
+    return Streamed(parts, net, learning_rate=NETS[net].learning_rate, **settings)
+
+
 def best(training: Streamed, *, quick: bool) -> tuple[Streamed, list[Point], dict[str, Any]]:
-    """Of some learning rates the one whose best top-5 accuracy is highest: its settings, evaluations and figures."""
+    """With the learning rate whose best top-5 accuracy is highest in trainings a quarter as long.
+
+    It is searched from that of the training upwards and downwards by factors of 2, for as long as that is better.
+    """
     if quick:
         training = replace(training, samples=2 * BASE * training.replicas, every=BASE * training.replicas)
         found = training.accuracy()
         return training, training.points(found), found
-    usual = NETS[training.net].learning_rate
-    tried = [replace(training, learning_rate=usual * factor) for factor in RATES]
-    outcomes = TRAININGS.accuracies(tried)
-    curves = [one.points(found) for one, found in zip(tried, outcomes, strict=True)]
-    winner = max(range(len(tried)), key=lambda at: max(smooth(curves[at], "top5")))
-    return tried[winner], curves[winner], outcomes[winner]
+    rate = training.learning_rate
+    scores: dict[float, float] = {}
+    while True:
+        due = [one for one in (rate, rate / 2, rate * 2) if one not in scores]
+        scores |= zip(due, shortly(training, due), strict=True)
+        winner = max((rate, rate / 2, rate * 2), key=scores.__getitem__)
+        if winner == rate:
+            break
+        rate = winner
+    chosen = replace(training, learning_rate=rate)
+    found = TRAININGS.accuracy(chosen)
+    return chosen, chosen.points(found), found
+
+
+def shortly(training: Streamed, rates: Sequence[float]) -> list[float]:
+    """The best top-5 accuracy at each rate, in a training a quarter as long."""
+    short = [
+        replace(training, learning_rate=rate, samples=training.samples // 4, warm_up=training.warm_up // 4)
+        for rate in rates
+    ]
+    return [
+        max(smooth(one.points(found), "top5"))
+        for one, found in zip(short, TRAININGS.accuracies(short), strict=True)
+    ]
 
 
 def reached(points: Sequence[Point], ends: Sequence[float], target: float) -> float | None:
@@ -78,39 +126,51 @@ def reached(points: Sequence[Point], ends: Sequence[float], target: float) -> fl
     return None
 
 
-def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
-    """Ours beside the baseline, whose arithmetic is the same whatever the rates: only its times differ."""
-    base, base_points, base_found = best(Streamed(baseline("S1"), net), quick=quick)
-    own, points, found = best(Streamed(ours, net), quick=quick)
-    per_step = BASE * base.replicas
-    waits = seconds(baseline(law), net, base.replicas, base_found["steps"])
-    ends = [waits[point.samples // per_step - 1] for point in base_points]
+def raced(
+    net: str, rates: str | Sequence[Any], ours: dict[str, str], *, times: int = 1, quick: bool
+) -> dict[str, Any]:
+    """Ours, on so many times the samples, beside the baseline.
+
+    The baseline's arithmetic is the same whatever the rates: only its times differ.
+    """
+    base, base_points, base_found = best(usual(baseline("S1"), net), quick=quick)
+    own, points, found = best(usual(ours, net, samples=times * Streamed().samples), quick=quick)
+    waits = seconds(baseline(rates), net, base.replicas, base_found["steps"])
+    ends = [waits[point.samples // (BASE * base.replicas) - 1] for point in base_points]
     target = max(smooth(base_points, "top5")) - ALLOWED
     theirs_s, ours_s = (
         reached(base_points, ends, target),
-        reached(points, [p.seconds for p in points], target),
+        reached(points, [point.seconds for point in points], target),
     )
-    rates = [course.rates[0] for course in courses(law, own.replicas, derive(own.seed, "rates"))]
 
     def lost(of: str) -> float:
         return 100 * (max(smooth(base_points, of)) - max(smooth(points, of)))
 
     return {
-        "rates": rates,
         "step_s": NETS[net].step_s,
         "target_top5": target,
         "seconds": [theirs_s, ours_s],
         "times_faster": None if theirs_s is None or ours_s is None else theirs_s / ours_s,
-        "limit": limit(rates, NETS[net].step_s),
         "learning_rates": [base.learning_rate, own.learning_rate],
         "lost_top5": lost("top5"),
         "lost_top1": lost("top1"),
-        "samples": own.samples,
+        "samples": [base.samples, own.samples],
         "steps": [base_found["steps"], found["steps"]],
         "held_at_the_end": [base_found["held"], found["held"]],
         "sent": [base_found["sent"], found["sent"]],
         "reducer": found["reducer"],
-        "reduced": f"{NETS[net].workload} on CIFAR-10",
+        "reduced": REDUCED[net],
+    }
+
+
+def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
+    """By rates of a law, with the limit that they and step time set."""
+    rates = [course.rates[0] for course in courses(law, DEVICES, derive(0, "rates"))]
+    return {
+        **raced(net, law, ours, times=LONGER.get(law, 1), quick=quick),
+        "rates": rates,
+        "limit": limit(rates, NETS[net].step_s, BOUND if ours == bounded(law) else MOST),
+        "parts": ours,
     }
 
 
@@ -127,9 +187,35 @@ def weighted_alone(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
     return {f"weighted aggregation, {law}, {NAMES[net]}": row(found["times_faster"], found, simulated=True)}
 
 
+LARGE = "plain", "S2"
+"""Where batches are largest, and the net that trains faster."""
+
+
+def large_batches(net: str, law: str) -> dict[str, dict[str, float]]:
+    """What batches as large as the rates learn: with the paper's rule, and with what is said to help them."""
+    longer = usual(everything(law), net, samples=Streamed().samples * LONGER[law])
+    ways = {
+        "linear": longer,
+        "linear, warm-up over a tenth": replace(longer, warm_up=longer.samples // 10),
+        "root": replace(longer, parts={**longer.parts, "scaling": "root"}),
+        "linear, LARS": replace(longer, optimizer="lars(trust=0.02)"),
+    }
+    found = {}
+    for name, training in ways.items():
+        own, points, _ = best(training, quick=False)
+        found[name] = {
+            "top5": max(smooth(points, "top5")),
+            "top1": max(smooth(points, "top1")),
+            "learning_rate": own.learning_rate,
+        }
+    return found
+
+
 def all_on(net: str, law: str, quick: bool) -> Mapping[str, Measured]:
-    """With truncation and compression."""
-    found = compared(net, law, everything(law), quick=quick)
+    """With truncation and compression; where samples come fast, with batches that are bounded."""
+    found = compared(net, law, bounded(law) if law in LONGER else everything(law), quick=quick)
+    if (net, law) == LARGE and not quick:
+        found["batches not bounded"] = large_batches(net, law)
     name = f"everything on, {law}, {NAMES[net]}"
     return {
         name: row(found["times_faster"], found, simulated=True),
@@ -149,12 +235,34 @@ def share_of_limit(quick: bool) -> Mapping[str, Measured]:
     for law in LAWS:
         draws = [drawn(law, DEVICES, seed) for seed in range(2 if quick else DRAWS)]
         bounds = [limit(rates, NETS["residual"].step_s) for rates in draws]
-        found = [speed_up(rates, "residual") for rates in draws]
+        found = [
+            per_second(weighted(rates), rates, "residual") / per_second(baseline(rates), rates, "residual")
+            for rates in draws
+        ]
         shares[law] = statistics.median(own / bound for own, bound in zip(found, bounds, strict=True))
         limits[law] = [min(bounds), statistics.median(bounds), max(bounds)]
     worst = min(shares.values())
-    config = {"shares": shares, "limits": limits, "draws": DRAWS, "step_s": NETS["residual"].step_s}
+    config = {
+        "shares": shares,
+        "limits": limits,
+        "draws": DRAWS,
+        "step_s": NETS["residual"].step_s,
+        "samples_per_second": by_devices((4,) if quick else COUNTS),
+    }
     return {SHARE: Measured(worst, (worst, max(shares.values())), config, simulated=True)}
+
+
+COUNTS = (2, 4, 8, 16, 32, 64)
+
+
+def by_devices(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """What training takes in, with so many devices, of one draw of each law: ours, and the baseline."""
+    found = []
+    for law, count in itertools.product(LAWS, counts):
+        rates = drawn(law, count, 0)
+        ours, theirs = (per_second(parts, rates, "residual") for parts in (weighted(rates), baseline(rates)))
+        found.append({"law": law, "devices": count, "ours": round(ours), "baseline": round(theirs)})
+    return found
 
 
 KEPT = {
@@ -177,7 +285,17 @@ def buffers(law: str, quick: bool) -> Mapping[str, Measured]:
         there, wanted = held(weighted(law), net, DEVICES, steps), kept(rates, step_s, steps)
         less = held(weighted(law, "truncation"), net, DEVICES, min(steps, 50))
         errors.append(abs(there - wanted) / wanted)
-        config[net] = {"steps": steps, "persistence": there, "closed form": wanted, "truncation": less}
+        config[net] = {
+            "steps": steps,
+            "persistence": there,
+            "closed form": wanted,
+            "truncation": less,
+            "memory": [
+                memory(net, batch, name)
+                for batch in (BASE, round(statistics.median(rates)), MOST)
+                for name in OPTIMIZERS
+            ],
+        }
     name = f"buffer, persistence, {law}, against the closed form"
     return {name: Measured(max(errors), (min(errors), max(errors)), config, simulated=True)}
 
@@ -194,55 +312,63 @@ def changing(quick: bool) -> Mapping[str, Measured]:
         [(EVERY_S * at, rates[(device + 5 * at) % DEVICES]) for at in range(hours)]
         for device in range(DEVICES)
     ]
-    base, base_points, base_found = best(Streamed(baseline("S1")), quick=quick)
-    own, points, found = best(Streamed(everything(given)), quick=quick)
-    stream = {"stream": f"rate({given!r}, least={BASE})"}
-    waits = seconds(stream, "residual", DEVICES, base_found["steps"])
-    ends = [waits[point.samples // (BASE * DEVICES) - 1] for point in base_points]
-    target = max(smooth(base_points, "top5")) - ALLOWED
-    theirs_s, ours_s = (
-        reached(base_points, ends, target),
-        reached(points, [p.seconds for p in points], target),
-    )
-    config = {
-        "every_s": EVERY_S,
-        "rates": rates,
-        "seconds": [theirs_s, ours_s],
-        "learning_rates": [base.learning_rate, own.learning_rate],
-        "reducer": found["reducer"],
-    }
-    times = None if theirs_s is None or ours_s is None else theirs_s / ours_s
-    return {CHANGING: row(times, config, simulated=True)}
+    found = raced("residual", given, everything(given), quick=quick)
+    config = {**found, "every_s": EVERY_S, "rates": rates}
+    return {CHANGING: row(found["times_faster"], config, simulated=True)}
 
 
 # --- injection, compression -------------------------------------------------------------------------------------
 
+INJECTED = "S1'"
+"""The law of the rates where samples are sent around."""
 KEPT_BY_INJECTION = "injection (.5,.5) on one-label devices, accuracy of everything-IID kept"
-PAIRS = (0.5, 0.25, 0.1, 0.05)
+
+
+def injecting(training: Streamed, share: float, *, keep: bool = False) -> Streamed:
+    """The same with samples that are sent around, for as many steps; those that were received count in weights."""
+    stream = f"rate({INJECTED!r}, window_s=1, least={LEAST}, most={MOST})"
+    sharing = f"injection(alpha={share}, beta={share}, keep_batch={keep})"
+    senders = math.ceil(share * training.replicas)
+    times = 1.0 if keep else 1.0 + senders * share * (training.replicas - 1) / training.replicas
+    return replace(
+        training,
+        parts={**training.parts, "stream": stream, "sharing": sharing},
+        samples=round(times * training.samples),
+        every=round(times * training.every),
+    )
 
 
 def injection(quick: bool) -> Mapping[str, Measured]:
-    """Ten devices of one label each, with and without rows of the others."""
-    usual = {"replicas": FEW, "partition": "labels(k=1)"}
-    law = weighted("S1'")
-    scores: dict[str, float] = {}
+    """Ten devices of one label each, with and without rows of the others; and a net without batch norm."""
+    scores: dict[str, dict[str, float]] = {}
 
-    def score(name: str, training: Streamed) -> float:
-        _, points, _ = best(training, quick=quick)
-        scores[name] = max(smooth(points, "top5"))
-        scores[f"{name}, top-1"] = max(smooth(points, "top1"))
-        return scores[name]
+    def score(name: str, training: Streamed, *, search: bool = True) -> Streamed:
+        if search:
+            training, points, _ = best(training, quick=quick)
+        else:
+            points = training.points(TRAININGS.accuracy(training))
+        scores[name] = {
+            "top5": max(smooth(points, "top5")),
+            "top1": max(smooth(points, "top1")),
+            "learning_rate": training.learning_rate,
+        }
+        return training
 
-    whole = score("i.i.d.", Streamed(law, replicas=FEW))
-    score("no injection", Streamed(law, **usual))  # type: ignore[arg-type]
-    for share in PAIRS if not quick else PAIRS[:1]:
-        parts = {**law, "sharing": f"injection(alpha={share}, beta={share})"}
-        score(f"({share}, {share})", Streamed(parts, **usual))  # type: ignore[arg-type]
+    one_label = usual(weighted(INJECTED), partition="labels(k=1)", replicas=FEW)
+    score("i.i.d.", replace(one_label, partition="iid"))
+    score("no injection", one_label)
+    slower = replace(one_label, learning_rate=one_label.learning_rate / 4)  # linear scaling by larger batches
+    half = score("(0.5, 0.5)", injecting(slower, 0.5))
     if not quick:
-        parts = {**law, "sharing": "injection(alpha=0.5, beta=0.5, keep_batch=True)"}
-        score("(0.5, 0.5), batches kept", Streamed(parts, **usual))  # type: ignore[arg-type]
-    share_kept = scores["(0.5, 0.5)"] / whole
-    return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), {"scores": scores})}
+        found = replace(one_label, learning_rate=half.learning_rate)
+        for share in (0.25, 0.1, 0.05):
+            score(f"({share}, {share})", injecting(found, share), search=False)
+        score("(0.5, 0.5), batches kept", injecting(found, 0.5, keep=True), search=False)
+        mixed = score("plain net, i.i.d.", usual(weighted(INJECTED), "plain", partition="iid", replicas=FEW))
+        score("plain net, no injection", replace(mixed, partition="labels(k=1)"), search=False)
+    share_kept = scores["(0.5, 0.5)"]["top5"] / scores["i.i.d."]["top5"]
+    config = {"scores": scores, "samples": Streamed().samples, "reduced": REDUCED}
+    return {KEPT_BY_INJECTION: Measured(share_kept, (share_kept, share_kept), config)}
 
 
 BYTES = "injection (.5,.5) bytes against the sum over senders and receivers"

@@ -119,11 +119,28 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
         (["--data", "elsewhere"], "elsewhere"),
         (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),
+        (["--stream", "rate(0)"], "stream rate(0): must be a number of samples per second above 0"),
+        (["--stream", "rate([5, -3])"], "stream rate(-3): must be a number of samples per second above 0"),
+        (["--stream", "rate()"], "stream 'rate()': "),
+        (["--stream", "kafka('', 'readings')"], "stream kafka: servers '' must be text"),
+        (["--stream", "kafka('a:1', 'readings', skip=-1)"], "stream: skip -1 must be at least 0"),
+        (["--stream", "kfka('a:1', 'readings')"], "unknown stream 'kfka'; known: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
     assert says in refused(capsys, "train", *args)
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_a_stream_that_brings_less_than_a_step_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    given = ["--workload", "synthetic/quadratic", "--workers", "1", "--out", str(tmp_path / "run")]
+    said = refused(capsys, command, *given, "--stream", "rate(4, window_s=1.0)")
+    assert (
+        "4 samples per second bring 4 in window_s=1, and a step takes at least 8: lengthen window_s" in said
+    )
 
 
 def test_a_fault_at_a_step_of_a_program_that_tells_of_none(

@@ -66,6 +66,11 @@ def test_it_goes_on_until_somebody_stops_it(tmp_path: Path) -> None:
         (["--servers", "a:1"], "--servers and --topic belong together"),
         (["--folder", "x", "--topic", "t"], "--servers and --topic belong together"),
         (["--folder", "x", "--rate", "S7"], "no such rates; there are S1"),
+        (["--folder", "x", "--rate", "0"], "stream rate(0): must be a number of samples per second above 0"),
+        (
+            ["--folder", "x", "--rate", "-1"],
+            "stream rate(-1): must be a number of samples per second above 0",
+        ),
         (["--folder", "x", "--rate", "[1, 2, 3]"], "3 rates for 2 replicas"),
         (["--folder", "x", "--rate", "trace absent.csv"], "absent.csv: cannot be read"),
         (["--folder", "x", "--seconds", "0"], "--seconds 0.0: must be a number of seconds above 0"),

@@ -14,10 +14,11 @@ from typing import IO, Any
 import pytest
 import torch
 
+from farflung import extras
 from farflung.cli.main import main
 from farflung.data import LiveStream, kafka
 from farflung.data.streams.kafka import KafkaSource
-from farflung.errors import BadInput, CheckpointError, ConfigError, DataError
+from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, MissingExtra
 from farflung.telemetry import read_events
 from tests.broker import HOME, Broker
 from tests.data.test_followed import step
@@ -187,6 +188,18 @@ def test_nobody_there_is_said_with_the_address(tmp_path: Path, monkeypatch: pyte
         kafka("127.0.0.1:1", "readings", properties=str(path)).open(feed(data=DATA))
 
 
+def test_a_client_that_is_not_installed_is_said_with_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda module: None)
+    with pytest.raises(MissingExtra, match=r"the stream kafka needs confluent_kafka: .*farflung\[kafka\]"):
+        kafka("127.0.0.1:1", "readings").open(feed(data=DATA))
+    to = ["--servers", "127.0.0.1:1", "--topic", "readings"]
+    assert main(["produce", "--workload", "synthetic/quadratic", *to]) == 2
+    said = capsys.readouterr().err
+    assert "publishing to Kafka needs confluent_kafka: pip install 'farflung[kafka]'" in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -276,6 +289,37 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
         assert sorted(steps) == list(range(STEPS))
         taken = [one for number in sorted(steps) for one in steps[number]]
         assert taken == [(rank, offset) for offset in range(BATCH * STEPS)]
+
+
+def test_a_run_that_cannot_go_on_ends_with_a_line(broker: Broker, tmp_path: Path) -> None:
+    broker.make("spoilt", 4)
+    for partition in range(WORKERS):
+        broker.put("spoilt", partition, [b"garbage"] * 3)
+    options = ["--workload", "synthetic/quadratic", "--workers", str(WORKERS), "--out", str(tmp_path / "run")]
+    stream = f"kafka({broker.servers!r}, 'spoilt', skip=2)"
+    with farflung("train", *options, "--stream", stream) as process:
+        _, err = process.finished()
+    assert process.returncode == 2
+    (said,) = (line for line in err if line.startswith("farflung: "))
+    assert "topic spoilt at " in said
+    assert "3 messages do not decode, the last at position 2 of partition " in said
+    assert said.endswith("raise skip, or give a decoder for them")
+    assert said == err[-1]
+
+
+def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) -> None:
+    if not broker.real:
+        pytest.skip("the imitation adds no partitions")
+    broker.make("grown", 1)
+    broker.put("grown", 0, VALUES[:8])
+    stream, samples = opened("grown", 0, 1)
+    assert step(stream, samples, 0) == [0, 1, 2, 3]
+    state = stream.state_dict()
+    broker.enlarge("grown", 2)
+    broker.put("grown", 1, VALUES[20:24])
+    again, samples = opened("grown", 0, 1, least=8)
+    again.seek(state)
+    assert sorted(step(again, samples, 1)) == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
 def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path: Path) -> None:

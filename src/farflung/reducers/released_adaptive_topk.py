@@ -92,7 +92,7 @@ class ReleasedAdaptiveTopK:
         if len(specs) > 1:
             raise ConfigError(
                 f"released_adaptive_topk: votes on the whole gradient, which has to be in one bucket, and there are "
-                f"{len(specs)}: raise bucket_nbytes"
+                f"{len(specs)}: raise bucket_nbytes, or take adaptive_topk where buckets are DistributedDataParallel's"
             )
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

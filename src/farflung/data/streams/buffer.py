@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,6 +152,8 @@ class Buffer:
             )
         self._batch_size, self._decide = feed.batch_size, feed.decide
         self._nbytes, self._fixed_rate, self._gone = nbytes, rate, gone
+        self.measures = rate is None and (self._window_s is not None or self._by_rate)
+        """Whether the rate has to be measured."""
         self._lanes, self._stride, self._ahead = lanes, stride, ahead
 
     def check_rate(self, rate: float) -> None:
@@ -213,7 +215,7 @@ class Buffer:
             if missing:
                 return missing, Arrivals(self._queue.ids)
         assert self._in_use is not None
-        return 0, replace(self._in_use, ids=self._shown())
+        return 0, Arrivals(self._shown(), None, self._in_use.count, self._in_use.weight, self._in_use.told)
 
     def commit(self, ids: SampleIds) -> None:
         """Takes samples out; of a stream that is truncated, with them what the step has chosen and left."""
@@ -245,7 +247,7 @@ class Buffer:
         """Settles what the step is made of, as far as it can be; how many samples are missing for it."""
         held, nbytes = len(self._queue), self._nbytes()
         per_second = self._fixed_rate or 0.0
-        if self._fixed_rate is None and (self._window_s is not None or self._by_rate):
+        if self.measures:
             if held < self._fewest:
                 return self._fewest - held
             per_second = self._rate_at(step, rate)
@@ -280,7 +282,7 @@ class Buffer:
     def _choose(self, step: int, low: int, high: int) -> None:
         """Says what is taken, and drops what is not kept."""
         if low == high and self._lanes == 1 and not self._drops:
-            self._chosen = step, [(int(self._queue.ids[0]), low)]
+            self._chosen = step, [(self._queue.first, low)]
             return
         made = self._decide("arrivals", step, lambda: self._choice(high))
         with deciding("arrivals", step):
@@ -378,7 +380,7 @@ class _Queue:
     """Ids in the order of their arrival. What has been shown stays as it is."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.int64)
+        self._kept = np.empty(0, np.int64)
         self._begin = self._end = 0
 
     def __len__(self) -> int:
@@ -386,18 +388,23 @@ class _Queue:
 
     @property
     def ids(self) -> Tensor:
-        return self._kept[self._begin : self._end]
+        return torch.from_numpy(self._kept[self._begin : self._end])
+
+    @property
+    def first(self) -> int:
+        return int(self._kept[self._begin])
 
     def starts_with(self, ids: Tensor) -> bool:
-        return torch.equal(self._kept[self._begin : min(self._end, self._begin + len(ids))], ids)
+        first = self._kept[self._begin : min(self._end, self._begin + len(ids))]
+        return first.tobytes() == ids.numpy().tobytes()
 
     def put(self, ids: Tensor) -> None:
         if self._end + len(ids) > len(self._kept):
-            held = self.ids
-            self._kept = torch.empty(2 * (len(held) + len(ids)), dtype=torch.int64)
+            held = self._kept[self._begin : self._end]
+            self._kept = np.empty(2 * (len(held) + len(ids)), np.int64)
             self._kept[: len(held)] = held
             self._begin, self._end = 0, len(held)
-        self._kept[self._end : self._end + len(ids)] = ids
+        self._kept[self._end : self._end + len(ids)] = ids.numpy()
         self._end += len(ids)
 
     def take(self, count: int) -> None:

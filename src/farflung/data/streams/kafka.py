@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args, overload
 
 from farflung.data.streams.buffer import Buffering, buffered
 from farflung.data.streams.live import LiveStream, Reach, Records
@@ -18,12 +18,15 @@ from farflung.options import text_option
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
 
-__all__ = ["ANSWER_S", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
+__all__ = ["ANSWER_S", "QUEUE", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
 
 Begin = Literal["earliest", "latest", "committed"]
 
 ANSWER_S = 10.0
 """How long a broker may take to answer what is asked at the start."""
+
+QUEUE = {"fetch.queue.backoff.ms": 20}
+"""How long the client fetches nothing once it has read far ahead; a second otherwise, and what it has lasts less."""
 
 
 @buffered
@@ -112,7 +115,7 @@ class KafkaSource:
         each = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         try:
-            self._consumer = Consumer({**client_settings(self._properties), **own})
+            self._consumer = Consumer({**QUEUE, **client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
             raise ConfigError(f"stream kafka: {reason(error)}") from None
         consumer = self._consumer
@@ -148,19 +151,21 @@ class KafkaSource:
         Raises:
           DataError: a position is not there any more, or the client has given up.
         """
+        from confluent_kafka import Message
+
         assert self._consumer is not None
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
         messages = [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]
-        errors = [error for one in messages if (error := one.error()) is not None]
-        for error in errors:
-            self._judge(error)
-        if errors:
+        if any(map(Message.error, messages)):
+            for one in messages:
+                if (error := one.error()) is not None:
+                    self._judge(error)
             messages = [one for one in messages if one.error() is None]
-        elif messages:
+        else:
             self.trouble = ""
-        found = {one.partition() for one in messages}
+        found = set(map(Message.partition, messages))
         if len(found) == 1:
             return [_records(messages)]
         return [_records([one for one in messages if one.partition() == partition]) for partition in found]
@@ -219,8 +224,29 @@ def _records(messages: list[Message]) -> Records:
         offsets,
         offsets[-1] + 1,
         [one.value() or b"" for one in messages],
-        [1e-3 * one.timestamp()[1] for one in messages],
+        _MadeS(messages),
     )
+
+
+class _MadeS(Sequence[float]):
+    """When messages were made, in seconds; most of them nobody asks."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, at: int) -> float: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> _MadeS: ...
+
+    def __getitem__(self, at: int | slice) -> float | _MadeS:
+        if isinstance(at, slice):
+            return _MadeS(self._messages[at])
+        return 1e-3 * self._messages[at].timestamp()[1]
 
 
 def client_settings(properties: Path | None) -> dict[str, str]:

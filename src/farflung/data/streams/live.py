@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from array import array
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from farflung.data.streams.buffer import Buffer, Buffering
-from farflung.data.streams.messages import Decoder, Messages, messages_like
+from farflung.data.streams.held import Held
+from farflung.data.streams.messages import Decoder, Messages, Taken, messages_like
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
 from farflung.options import number_option, whole_option
@@ -22,14 +25,18 @@ from farflung.types import Arrivals, Batch, Dataset, Feed, Json, SampleIds, Samp
 
 __all__ = ["STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
 
+T = TypeVar("T")
+
 STRIDE = 1 << 16
 """An id is the position of a message times this, and its partition."""
 BACKLOG = 1 << 16
 """Samples that may wait where nothing is said; the source keeps the others."""
-CHUNK = 4096
-"""Messages that are taken from a source at once, at most: the more, the less the threads wait for each other."""
+CHUNK = 1024
+"""Messages that are taken from a source at once, at most: more of them do not stay in a core's cache."""
 MEASURED = 1024
 """The last messages of a partition, by which its rate is measured."""
+TELL_S = 0.25
+"""A source hears no more often than this what was used."""
 PAUSE_S = 1.0
 """How long there is no room before the source pauses, since it takes a while to go on then."""
 WAIT_S = 0.1
@@ -47,14 +54,14 @@ class Records(NamedTuple):
       positions: of each.
       following: the position behind the last.
       values: the bytes of each.
-      made_s: when each was made, in seconds since the epoch.
+      made_s: when each was made, in seconds since the epoch; looked at where a rate is measured.
     """
 
     partition: int
     positions: list[int]
     following: int
     values: list[bytes]
-    made_s: list[float]
+    made_s: Sequence[float]
 
 
 class Reach(NamedTuple):
@@ -159,8 +166,7 @@ class LiveStream:
         self._opened = self._closed = False
         self._next: dict[int, int] = {}
         """Positions from which on nothing has been taken in; empty until it is known where to begin."""
-        self._kept: dict[int, Any] = {}
-        self._nbytes = 0
+        self._held = Held(STRIDE)
         self._again: set[int] = set()
         """Held when the checkpoint was made, and not read again yet."""
         self._skipped = 0
@@ -173,6 +179,7 @@ class LiveStream:
         self._error: FarflungError | None = None
         self._used: int | None = None
         """The step that used samples last, until the source was told."""
+        self._told_at = -TELL_S
 
     def open(self, feed: Feed) -> Samples:
         """The samples in messages.
@@ -188,11 +195,11 @@ class LiveStream:
             raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
         self._buffer.open(
             feed,
-            lambda: self._nbytes,
+            lambda: self._held.nbytes,
             lanes=len(self._reach),
             stride=STRIDE,
             ahead=_AHEAD,
-            gone=self._forget,
+            gone=self._held.forget,
         )
         return _Read(self, feed.data)
 
@@ -209,7 +216,8 @@ class LiveStream:
             missing, arrivals = self._buffer.poll(step, self._rate)
             if missing:
                 return self._wait(missing, arrivals)
-            return replace(arrivals, told={**arrivals.told, "skipped": self._skipped})
+            told = {**arrivals.told, "skipped": self._skipped}
+            return Arrivals(arrivals.ids, None, arrivals.count, arrivals.weight, told)
 
     def _wait(self, missing: int, arrivals: Arrivals) -> Arrivals:
         self._ready, self._missing = Pending(), missing
@@ -222,7 +230,7 @@ class LiveStream:
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            if self._goes_on():
+            if self._full_since is not None and self._goes_on():
                 self._changed.notify_all()
 
     def state_dict(self) -> State:
@@ -260,12 +268,10 @@ class LiveStream:
 
     def rows(self, ids: SampleIds) -> Batch:
         """Held samples; waits for those that are still to be read again."""
-        wanted = ids.tolist()
         with self._changed:
             if self._again:
-                self._wait_again(set(wanted))
-            kept = [self._kept[one] for one in wanted]
-        return self._messages.rows(kept)
+                self._wait_again(set(ids.tolist()))
+            return self._held.rows(ids)
 
     def _wait_again(self, wanted: set[int]) -> None:
         if self._thread is None:
@@ -344,15 +350,15 @@ class LiveStream:
             room = None if self._again else self._buffer.room
             full = room == 0 or (self._full_since is not None and not self._goes_on())
             if full:
+                self._full_since = self._full_since or time.monotonic()
                 self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
         if not full:
             self._full_since, self._paused = None, False
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
             return
-        now = time.monotonic()
-        self._full_since = self._full_since or now
-        if now - self._full_since > PAUSE_S:
+        assert self._full_since is not None
+        if time.monotonic() - self._full_since > PAUSE_S:
             self._paused = True
             self._source.pause(True)
             self._take(self._source.read(0, 0.0))
@@ -363,14 +369,11 @@ class LiveStream:
         return room is None or room > much or (room > 0 and self._ready is not None)
 
     def _take(self, came: Sequence[Records]) -> None:
-        fresh: list[int] = []
+        samples = [self._samples(records) for records in came]
         ready = None
         with self._changed:
-            for records in came:
-                fresh += self._take_in(records)
-            if fresh:
-                self._buffer.put(torch.tensor(fresh))
-                self._missing -= len(fresh)
+            for records, taken in samples:
+                self._take_in(records, taken)
             if came:
                 self._silent_since = time.monotonic()
                 self._changed.notify_all()
@@ -379,34 +382,40 @@ class LiveStream:
         if ready is not None:
             ready.set(None)
 
-    def _take_in(self, records: Records) -> list[int]:
-        """Keeps messages; the ids of those that have come for the first time."""
+    def _samples(self, records: Records) -> tuple[Records, Taken]:
+        """Messages that have come for the first time or were held, and the samples in them."""
         partition, positions, following, values, made_s = records
+        first_new = self._next[partition]
+        if positions[0] < first_new:
+            wanted = [
+                at
+                for at, position in enumerate(positions)
+                if position >= first_new or position * STRIDE + partition in self._again
+            ]
+            values = _picked(values, wanted)
+            records = Records(
+                partition, _picked(positions, wanted), following, values, _picked(made_s, wanted)
+            )
+        return records, self._messages.take_all(values)
+
+    def _take_in(self, records: Records, taken: Taken) -> None:
+        partition, positions, following, _, made_s = records
         first_new, self._next[partition] = self._next[partition], max(self._next[partition], following)
-        ids = [position * STRIDE + partition for position in positions]
-        if positions[0] >= first_new and (kept := self._messages.take_all(values)) is not None:
-            self._kept.update(zip(ids, kept, strict=True))
-            self._nbytes += sum(map(self._messages.nbytes, kept))
-            self._made_s[partition].extend(made_s)
-            return ids
-        fresh = []
-        for one, position, value, made in zip(ids, positions, values, made_s, strict=True):
-            new = position >= first_new
-            if not new and one not in self._again:
-                continue
-            try:
-                self._kept[one] = self._messages.take(value)
-            except Exception as error:
-                self._skip_one(partition, position, error)
-                continue
-            self._nbytes += self._messages.nbytes(self._kept[one])
-            if new:
-                fresh.append(one)
-                self._made_s[partition].append(made)
-            else:
-                self._again.discard(one)
-        self._check_found(partition, positions[-1])
-        return fresh
+        for at, error in taken.refused.items():
+            self._skip_one(partition, positions[at], error)
+        if taken.refused:
+            good = [at for at in range(len(positions)) if at not in taken.refused]
+            positions, made_s = _picked(positions, good), _picked(made_s, good)
+        if taken.nbytes:
+            ids = torch.frombuffer(array("q", positions), dtype=torch.int64) * STRIDE + partition
+            listed, new = ids.tolist(), bisect_left(positions, first_new)
+            self._held.put(partition, listed, taken.cut, taken.nbytes)
+            self._again.difference_update(listed[:new])
+            self._buffer.put(ids[new:])
+            self._missing -= len(listed) - new
+            if self._buffer.measures:
+                self._made_s[partition].extend(made_s[new:][-MEASURED:])
+        self._check_found(partition, following)
 
     def _skip_one(self, partition: int, position: int, error: Exception) -> None:
         self._skipped += 1
@@ -416,26 +425,27 @@ class LiveStream:
                 f"partition {partition} ({error}): raise skip, or give a decoder for them"
             ) from None
 
-    def _check_found(self, partition: int, read: int) -> None:
+    def _check_found(self, partition: int, following: int) -> None:
         """Whether what was held is still there, up to where a partition has been read."""
         for one in self._again:
             position = one // STRIDE
-            if one % STRIDE == partition and position <= read:
+            if one % STRIDE == partition and position < following:
                 raise DataError(
                     f"{self._source.name}: the sample at position {position} of partition {partition} was held when "
                     "the checkpoint was made, and is deleted there"
                 )
 
     def _tell_source(self) -> None:
+        now = time.monotonic()
         with self._changed:
-            step, self._used = self._used, None
-            if step is None:
+            step, early = self._used, now - self._told_at < TELL_S and not self._closed
+            if step is None or early or self._again:
                 return
-            positions, held = dict(self._next), self._buffer.ids
+            self._used, self._told_at = None, now
+            positions = dict(self._next)
             for partition in positions:
-                here = held[held % STRIDE == partition]
-                if len(here):
-                    positions[partition] = int(here.min()) // STRIDE
+                if (oldest := self._held.oldest(partition)) is not None:
+                    positions[partition] = oldest // STRIDE
         self._source.used(positions, step)
 
     def _watch(self) -> None:
@@ -463,11 +473,7 @@ class LiveStream:
         if ready is not None:
             ready.fail(error)
 
-    # --- what is kept -------------------------------------------------------------------------------------------
-
-    def _forget(self, ids: SampleIds) -> None:
-        kept = [self._kept.pop(one) for one in ids.tolist() if one in self._kept]
-        self._nbytes -= sum(map(self._messages.nbytes, kept))
+    # --- its rate ----------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
         """Samples per second, by when the last of each partition were made."""
@@ -477,6 +483,10 @@ class LiveStream:
         recent = [one for one in made_s if one >= made_s[-1] - self._span_s]
         covered_s = recent[-1] - recent[0]
         return (len(recent) - 1) / covered_s if covered_s > 0 else len(recent) / self._span_s
+
+
+def _picked(values: Sequence[T], places: list[int]) -> list[T]:
+    return [values[at] for at in places]
 
 
 class _Read:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -17,7 +18,7 @@ from farflung.errors import ConfigError
 from farflung.spec import imported
 from farflung.types import Batch, TensorSpec
 
-__all__ = ["Decoder", "Messages", "as_messages", "messages_like"]
+__all__ = ["Cut", "Decoder", "Messages", "Taken", "as_messages", "messages_like"]
 
 Decoder: TypeAlias = Callable[[bytes], tuple[Tensor, Tensor]]
 """Gives inputs and targets of the one sample in a message; raises where there is none."""
@@ -45,6 +46,24 @@ def as_messages(rows: Batch) -> list[bytes]:
     return [head + b"".join(columns) for columns in zip(*parts, strict=True)]
 
 
+Cut: TypeAlias = Callable[[int, int], Batch]
+"""Copies of those of some samples from one number up to another."""
+
+
+class Taken(NamedTuple):
+    """What some messages hold.
+
+    Args:
+      cut: the samples of those that hold one, in order.
+      nbytes: of each of these, as stored.
+      refused: the number of every other message, and why it is none.
+    """
+
+    cut: Cut
+    nbytes: list[int]
+    refused: dict[int, Exception]
+
+
 class Messages(Protocol):
     """How messages become rows."""
 
@@ -56,8 +75,8 @@ class Messages(Protocol):
         """
         ...
 
-    def take_all(self, values: list[bytes]) -> list[Any] | None:
-        """The same of several, if they can be seen to be samples at a glance."""
+    def take_all(self, values: list[bytes]) -> Taken:
+        """The samples of several."""
         ...
 
     def nbytes(self, kept: Any) -> int:
@@ -130,30 +149,34 @@ class _Plain:
             self._last = self._look(value)
         return value
 
-    def take_all(self, values: list[bytes]) -> list[bytes] | None:
+    def take_all(self, values: list[bytes]) -> Taken:
         head, layout = self._last
-        alike = set(map(len, values)) == {layout.nbytes} and all(
-            map(methodcaller("startswith", head), values)
-        )
-        return values if alike else None
+        if list(map(len, values)).count(layout.nbytes) == len(values):
+            table = _table(values, layout)
+            if (table[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
+                return Taken(partial(self._cut, table, layout), [layout.nbytes] * len(values), {})
+        return _one_by_one(self, values)
 
     nbytes = staticmethod(len)
 
     def rows(self, kept: Sequence[bytes]) -> Batch:
         layouts = list(self._known.values())  # another thread may find one more meanwhile
         if len(layouts) == 1:
-            return self._stacked(kept, layouts[0])
-        parts = [self._stacked([value], self._look(value)[1]) for value in kept]
+            (layout,) = layouts
+            return self._cut(_table(kept, layout), layout, 0, len(kept))
+        layouts = [self._look(value)[1] for value in kept]
+        parts = [
+            self._cut(_table([value], layout), layout, 0, 1)
+            for value, layout in zip(kept, layouts, strict=True)
+        ]
         return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
 
-    def _stacked(self, values: Sequence[bytes], layout: _Layout) -> Batch:
-        whole = torch.frombuffer(bytearray().join(values), dtype=torch.uint8).view(len(values), layout.nbytes)
+    def _cut(self, table: _Table, layout: _Layout, begin: int, end: int) -> Batch:
+        def tensor(at: int, spec: TensorSpec) -> Tensor:
+            piece = torch.from_numpy(table[begin:end, at : at + spec.nbytes].copy())
+            return piece.view(spec.dtype).view(end - begin, *spec.shape)
 
-        def cut(begin: int, spec: TensorSpec) -> Tensor:
-            piece = whole[:, begin : begin + spec.nbytes].clone(memory_format=torch.contiguous_format)
-            return piece.view(spec.dtype).reshape(len(values), *spec.shape)
-
-        return Batch(cut(layout.inputs, self._specs.inputs), cut(layout.targets, self._specs.targets))
+        return Batch(tensor(layout.inputs, self._specs.inputs), tensor(layout.targets, self._specs.targets))
 
     def _look(self, value: bytes) -> tuple[bytes, _Layout]:
         head = value[: 8 + int.from_bytes(value[:8], "little")]
@@ -185,8 +208,8 @@ class _Decoded:
         self._specs.check(inputs, targets)
         return inputs, targets
 
-    def take_all(self, values: list[bytes]) -> None:
-        """They have to be looked at one by one."""
+    def take_all(self, values: list[bytes]) -> Taken:
+        return _one_by_one(self, values)
 
     def nbytes(self, kept: tuple[Tensor, Tensor]) -> int:
         return kept[0].nbytes + kept[1].nbytes
@@ -195,6 +218,29 @@ class _Decoded:
         return Batch(
             torch.stack([inputs for inputs, _ in kept]), torch.stack([targets for _, targets in kept])
         )
+
+
+_Table: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+"""Messages of one length, the bytes of each in a row."""
+
+
+def _table(values: Sequence[bytes], layout: _Layout) -> _Table:
+    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), layout.nbytes)
+
+
+def _one_by_one(messages: Messages, values: list[bytes]) -> Taken:
+    kept: list[Any] = []
+    refused: dict[int, Exception] = {}
+    for number, value in enumerate(values):
+        try:
+            kept.append(messages.take(value))
+        except Exception as error:
+            refused[number] = error
+
+    def cut(begin: int, end: int) -> Batch:
+        return messages.rows(kept[begin:end])
+
+    return Taken(cut, list(map(messages.nbytes, kept)), refused)
 
 
 def _head(value: bytes) -> tuple[bytes, dict[str, int]]:

@@ -233,7 +233,8 @@ class KafkaOutlet:
         if make and missing:
             client = {key: settings[key] for key in settings if key not in _PRODUCERS_OWN}
             wanted = [NewTopic(name, count) for name, count in missing.items()]
-            for made in AdminClient(client).create_topics(wanted, operation_timeout=ANSWER_S).values():
+            admin = AdminClient(client)  # what it has begun ends with it
+            for made in admin.create_topics(wanted, operation_timeout=ANSWER_S).values():
                 made.result(2 * ANSWER_S)
         for name, count in partitions.items():
             found = self._producer.list_topics(name, timeout=ANSWER_S).topics[name]
