@@ -132,7 +132,7 @@ def timeline(schedule: Schedule, buckets: Sequence[Bucket], costs: Costs, steps:
                 stats = replace(stats, elapsed_s=now, step_s=work_s, exchange_s=took)
             state = schedule.observe(state, stats)
         ends.append(now)
-    lane.decoded(len(lane.moves) - 1)
+    lane.decode_all()
     return Timeline(tuple(ends), tuple(lane.moves))
 
 
@@ -164,6 +164,11 @@ class _Lane:
         while self._decoded <= number:
             self._decode()
         return self.moves[number]
+
+    def decode_all(self) -> None:
+        """Whatever has been told of."""
+        while self._decoded < len(self.moves):
+            self._decode()
 
     def _decode(self) -> None:
         move = self.moves[self._decoded]
