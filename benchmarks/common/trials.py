@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -13,16 +13,17 @@ from benchmarks.common.first_steps import combined, digest, first_steps
 from benchmarks.common.trainings import TRAINED, Trainings
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
-from farflung.data import Subset
+from farflung.data import PARTITIONS, Partition, Subset
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Dataset, Workload
 from farflung.workloads import workload
 
-__all__ = ["TRIED", "WORLD", "Trial", "Trials"]
+__all__ = ["RATES", "TRIED", "WORLD", "Trial", "Trials"]
 
 WORLD = [
     "src/farflung/codecs/*.py",
@@ -45,6 +46,8 @@ WORLD = [
 """What the time of a run in either world depends on, besides its own settings."""
 TRIED = [*TRAINED, "benchmarks/common/trials.py", "benchmarks/common/worlds.py"]
 """What a trial depends on, besides its own settings."""
+RATES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+"""Of learning, around that of a :class:`Trial`."""
 FEW = 500
 """Test samples that say whether scoring is what it was."""
 
@@ -65,6 +68,7 @@ class Trial:
       momentum: of SGD.
       weight_decay: of SGD.
       seed: of everything.
+      partition: how the training set is split; ``None``: all draw from the whole.
     """
 
     parts: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +80,7 @@ class Trial:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     seed: int = 0
+    partition: str | None = None
 
     @property
     def title(self) -> str:
@@ -105,16 +110,25 @@ class Trial:
 
     def accuracy(self) -> float:
         """On the test set at the end, in percent; of the mean parameters where they differ."""
+        return self.curve({self.steps})[-1][1]
 
-        async def train(replica: Replica) -> float:
-            await self._train(replica, self.steps)
-            await replica.flush()
-            return 100 * (await replica.evaluate()).metric
+    def curve(self, due: Collection[int]) -> list[tuple[int, float]]:
+        """Numbers of steps that were due, and test accuracies after them in percent; the last at the end of the run."""
+
+        async def train(replica: Replica) -> list[tuple[int, float]]:
+            found, done = [], 0
+            for steps in sorted(due):
+                await self._train(replica, steps, since=done)
+                if steps == self.steps:
+                    await replica.flush()
+                found.append((steps, 100 * (await replica.evaluate()).metric))
+                done = steps
+            return found
 
         return self._in_virtual_time(train)[0]
 
-    async def _train(self, replica: Replica, steps: int) -> None:
-        for step in range(steps):
+    async def _train(self, replica: Replica, steps: int, *, since: int = 0) -> None:
+        for step in range(since, steps):
             for settings in replica.optimizer.param_groups:
                 settings["lr"] = self.learning_rate * (1 - step / self.steps)
             await replica.step()
@@ -134,7 +148,13 @@ class Trial:
             seed=self.seed,
         )
         world = VirtualWorld(self.replicas)
-        return world.run([train(replica) for replica in replicas_in(world, task, training, self.parts)])
+        shares = None
+        if self.partition is not None:
+            how: Partition = build("partition", self.partition, PARTITIONS)
+            shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
+        return world.run(
+            [train(one) for one in replicas_in(world, task, training, self.parts, shares=shares)]
+        )
 
 
 class _Prepared:
@@ -170,22 +190,28 @@ class Trials:
     def __init__(self, trainings: Trainings[Trial, float], *, quick: bool) -> None:
         self._trainings, self._quick = trainings, quick
 
-    def accuracy(self, trial: Trial) -> float:
-        """Of one training, in percent."""
+    def accuracies(self, trials: Sequence[Trial]) -> list[float]:
+        """Of several trainings, in percent."""
         if self._quick:
-            quick = replace(trial, workload="synthetic/quadratic", replicas=2, steps=2, batch_size=8)
-            return quick.accuracy()
-        return self._trainings.accuracy(trial)
+            tiny: dict[str, Any] = {"workload": "synthetic/quadratic", "replicas": 2, "steps": 2, "batch_size": 8}
+            return [replace(trial, **tiny).accuracy() for trial in trials]
+        return self._trainings.accuracies(trials)
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
         """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.
 
-        Rates are tried from the first on, until one is worse than the one before.
+        Rates, which rise, are tried from that of the trial on, upwards and downwards, for as long as that is better; of
+        two that are as good, as where both diverge, the smaller is taken.
         """
-        rate, *others = rates[:1] if self._quick else rates
-        for other in others:
-            tried = [replace(trial, learning_rate=one, seed=seeds[0]) for one in (rate, other)]
-            if self.accuracy(tried[1]) < self.accuracy(tried[0]):
+        at = rates.index(trial.learning_rate)
+        while not self._quick:
+            near = [place for place in (at - 1, at, at + 1) if 0 <= place < len(rates)]
+            found = self.accuracies(
+                [replace(trial, learning_rate=rates[place], seed=seeds[0]) for place in near]
+            )
+            better = near[found.index(max(found))]
+            if better == at:
                 break
-            rate = other
-        return [self.accuracy(replace(trial, learning_rate=rate, seed=seed)) for seed in seeds], rate
+            at = better
+        rate = rates[at]
+        return self.accuracies([replace(trial, learning_rate=rate, seed=seed) for seed in seeds]), rate

@@ -215,7 +215,7 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         return {}
     found, chosen = {}, {}
     for name, parts in METHODS.items():
-        trial = Trial(parts, "cifar10/resnet8", NODES, 8, STEPS)
+        trial = Trial(parts, "cifar10/resnet8", NODES, 8, STEPS, RATES[0])
         seeds = SEEDS if name in JUDGED else SEEDS[:1]
         found[name], chosen[name] = trials.best(trial, RATES, seeds)
     lost = {

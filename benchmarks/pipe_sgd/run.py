@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, coding_of, main
 from benchmarks.common.shaped import paced_step_s
-from benchmarks.common.trials import TRIED, WORLD
+from benchmarks.common.trials import RATES, TRIED, WORLD
 from farflung.comm import cost_s
 from farflung.network import Link, NetworkProfile, Site, network_profile
 from farflung.seeding import generator
@@ -204,20 +204,22 @@ REMEDIES = {
     "warm-up, prediction": "pipelined(width=2, warmup=100, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
-RATES, SEEDS = (0.02, 0.01, 0.005, 0.002), (0,)
+SEEDS = (0, 1)
 TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
     """Points lost to synchronous SGD by the best remedy, at the same steps, and by all."""
     trials = Trials(TRAININGS, quick=quick)
-    reference, rate = trials.best(Trial({"schedule": "synchronous"}), RATES, SEEDS)
-    rates = {"synchronous": rate}
-    lost = {}
-    for name, schedule in REMEDIES.items():
-        found, rates[name] = trials.best(Trial({"schedule": schedule}), RATES, SEEDS)
-        lost[name] = [ours - theirs for ours, theirs in zip(reference, found, strict=True)]
-    least = min(lost, key=lambda name: statistics.fmean(lost[name]))
+    of_all, rates = {}, {}
+    for name, schedule in {"synchronous": "synchronous", **REMEDIES}.items():
+        of_all[name], rates[name] = trials.best(Trial({"schedule": schedule}), RATES, SEEDS[:1])
+    best = max(REMEDIES, key=lambda name: of_all[name])
+    reference, ours = (
+        trials.best(Trial({"schedule": schedule}), RATES, SEEDS)[0]
+        for schedule in ("synchronous", REMEDIES[best])
+    )
+    lost = [one - other for one, other in zip(reference, ours, strict=True)]
     config = {
         "workload": Trial().workload,
         "reduced": "a small VGG for the source's ResNet-50",
@@ -226,10 +228,10 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         "seeds": list(SEEDS),
         "rates": list(RATES),
         "best_rate": rates,
-        "synchronous": reference,
-        "lost": lost,
+        "accuracy": {**of_all, "synchronous": reference, best: ours},
+        "remedy": best,
     }
-    return {ACCURACY: Measured(statistics.fmean(lost[least]), (min(lost[least]), max(lost[least])), config)}
+    return {ACCURACY: Measured(statistics.fmean(lost), (min(lost), max(lost)), config)}
 
 
 BENCHMARK = Benchmark(

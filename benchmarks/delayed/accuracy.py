@@ -1,0 +1,120 @@
+"""What delay, period and sparsity cost in accuracy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common import Measured, Trainings, Trial, Trials
+from benchmarks.common.trials import RATES, TRIED
+from benchmarks.delayed.times import HIDDEN
+
+__all__ = [
+    "DELAYS",
+    "LAGS",
+    "REGIONS_LOST",
+    "SEEDS",
+    "TRAININGS",
+    "Accuracies",
+    "compensated",
+    "compensation",
+    "lag",
+    "lagging",
+    "regions",
+]
+
+LAGS = (4, 8, 12, 16, 20)
+DELAYS = (5, 10, 15, 20)
+BESIDE_SWAP = (5, 20)
+"""Delays at which the swap is trained too."""
+SEEDS = (0, 1)
+"""Of the least and the greatest delay, and of what they are compared with; elsewhere it is the first."""
+TRAININGS: Trainings[Trial, float] = Trainings(
+    Path(__file__).parent / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1
+)
+
+
+class Accuracies:
+    """The best accuracy of each recipe over the learning rates.
+
+    Args:
+      quick: a few steps of something small.
+      trial: what all trainings have in common.
+      seeds: of each; rates are searched with the first.
+    """
+
+    def __init__(self, quick: bool, trial: Trial | None = None, seeds: Sequence[int] = SEEDS[:1]) -> None:
+        self._trials, self._seeds = Trials(TRAININGS, quick=quick), seeds
+        self._trial = trial or Trial()
+        self.rates: dict[str, float] = {}
+        self.found: dict[str, list[float]] = {}
+
+    def of(self, name: str, **parts: str) -> list[float]:
+        """Of each seed, in percent."""
+        trial = replace(self._trial, parts=parts)
+        self.found[name], self.rates[name] = self._trials.best(trial, RATES, self._seeds)
+        return self.found[name]
+
+    def difference(self, one: str, other: str) -> Measured:
+        """Points by which one is better than the other."""
+        points = [a - b for a, b in zip(self.found[one], self.found[other], strict=True)]
+        config = {
+            "workload": self._trial.workload,
+            "reduced": "a small VGG for ResNet-18 and ResNet-50",
+            "replicas": self._trial.replicas,
+            "steps": self._trial.steps,
+            "seeds": list(self._seeds),
+            "rates": list(RATES),
+            "best_rate": dict(self.rates),
+            "accuracy": dict(self.found),
+        }
+        return Measured(statistics.fmean(points), (min(points), max(points)), config)
+
+
+def compensated(delay: int) -> tuple[str, str]:
+    """The rows of a delay."""
+    return f"accuracy lost at D={delay}, compensated", f"compensation gain at D={delay}"
+
+
+def compensation(delay: int, quick: bool) -> Mapping[str, Measured]:
+    """Delayed updates against no delay, and against stale means alone."""
+    judged = delay in BESIDE_SWAP
+    found = Accuracies(quick, seeds=SEEDS if judged else SEEDS[:1])
+    found.of("D=0", schedule="delayed(delay=0)")
+    found.of("ours", schedule=f"delayed(delay={delay})")
+    if judged:
+        found.of("swap", schedule=f"delayed(delay={delay}, pull='swap')")
+    found.of("stale", schedule=f"pipelined(width={delay + 1})")
+    lost, gain = compensated(delay)
+    return {lost: found.difference("D=0", "ours"), gain: found.difference("ours", "stale")}
+
+
+def lagging(number: int) -> tuple[str, str]:
+    """The rows of a delay alone and a period alone."""
+    return f"accuracy lost at delay t={number}", f"accuracy lost at period d={number}"
+
+
+def lag(number: int, quick: bool) -> Mapping[str, Measured]:
+    """A delay alone and a period alone against synchronous SGD."""
+    found = Accuracies(quick)
+    found.of("synchronous", schedule="synchronous")
+    found.of("delay", schedule=f"delayed(delay={number})")
+    found.of("period", schedule=f"delayed(delay=0, period={number})")
+    by_delay, by_period = lagging(number)
+    return {
+        by_delay: found.difference("synchronous", "delay"),
+        by_period: found.difference("synchronous", "period"),
+    }
+
+
+REGIONS_LOST = "four regions, accuracy lost"
+
+
+def regions(quick: bool) -> Mapping[str, Measured]:
+    """The schedule that hides the four regions' latency against synchronous SGD."""
+    found = Accuracies(quick)
+    found.of("synchronous", schedule="synchronous")
+    found.of("ours", **HIDDEN)
+    return {REGIONS_LOST: found.difference("synchronous", "ours")}

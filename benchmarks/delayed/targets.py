@@ -1,0 +1,138 @@
+"""When delayed updates are as accurate as synchronous SGD: the steps that takes, times the seconds of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from benchmarks.common import Measured, Simulated, Trainings, Trial, Trials, coding_of
+from benchmarks.common.trials import RATES, TRIED
+from benchmarks.delayed.accuracy import TRAININGS
+from benchmarks.delayed.times import DEVICE, NBYTES, REGIONS, SCALE, STEP_S
+from farflung.network import network_profile
+
+__all__ = ["NETWORKS", "target_row", "to_target"]
+
+Curve: TypeAlias = list[tuple[int, float]]
+"""Steps, and test accuracy after them in percent."""
+NETWORKS = (REGIONS, "shanghai-boston")
+NODES = 4
+WITHIN = 1.0
+"""Points below synchronous SGD's best."""
+METHODS = {
+    "synchronous": {"schedule": "synchronous"},
+    "ours": {"schedule": "delayed(delay=20, period=2)", "codec": "error_feedback(chunked_topk)"},
+}
+"""Ours has a delay that covers the latency, and a period and a codec that make up for the bandwidth."""
+LENGTHS = {"synchronous": (700, 1000), "ours": (2000, 4000, 6000)}
+"""Steps of trainings, in each of which learning rates fall to 0; the one that is there first counts."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A trial that is evaluated on its way, from half of its steps on, where accuracies come near to their best.
+
+    Args:
+      parts, steps, learning_rate: see :class:`benchmarks.common.Trial`.
+    """
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    steps: int = 1000
+    learning_rate: float = 0.02
+
+    @property
+    def _trial(self) -> Trial:
+        return Trial(self.parts, steps=self.steps, learning_rate=self.learning_rate)
+
+    @property
+    def title(self) -> str:
+        """What differs between them."""
+        return f"{self.steps} steps of {self._trial.title}"
+
+    def first_steps(self) -> int:
+        """As many as the trial's."""
+        return self._trial.first_steps()
+
+    def digest(self, steps: int) -> str:
+        """The trial's."""
+        return self._trial.digest(steps)
+
+    def accuracy(self) -> Curve:
+        """Every twentieth of the steps."""
+        return self._trial.curve([self.steps * part // 20 for part in range(10, 21)])
+
+
+CURVES: Trainings[Watched, Curve] = Trainings(
+    Path(__file__).parent / "results" / "curves.jsonl", Watched, TRIED, minutes=0.1
+)
+
+
+def target_row(network: str) -> str:
+    """Its name in ``expected.toml``."""
+    return f"time to within 1 point of synchronous SGD's best, {network}"
+
+
+def _seconds(network: str, parts: Mapping[str, str], *, steps: int) -> float:
+    """Of a step in virtual time; bytes and bandwidths are divided, and coding takes as long as of all bytes."""
+    links = network_profile(network).for_nodes(NODES)
+    links = links.scaled(bandwidth=1 / SCALE, why=f"of a gradient {SCALE} times smaller")
+    run = Simulated(parts, links, STEP_S, NBYTES // SCALE, coding_of(DEVICE, reduced=SCALE))
+    return run.period_s(steps, after=steps // 2)
+
+
+def to_target(quick: bool) -> Mapping[str, Measured]:
+    """Seconds of synchronous SGD until it is within a point of its best, over those of delayed updates."""
+    step_s = {
+        network: {
+            name: _seconds(network, parts, steps=4 if quick or name == "synchronous" else 80)
+            for name, parts in METHODS.items()
+        }
+        for network in NETWORKS
+    }
+    if quick:
+        return {}
+    curves, rates = _curves()
+    target = max(score for _, score in curves["synchronous"][max(LENGTHS["synchronous"])]) - WITHIN
+    there = {
+        name: {steps: _reached(one, target) for steps, one in found.items()} for name, found in curves.items()
+    }
+    rows = {}
+    for network, step in step_s.items():
+        times = {
+            name: step[name] * min(filter(None, steps.values()), default=math.inf)
+            for name, steps in there.items()
+        }
+        faster = times["synchronous"] / times["ours"]
+        config = {
+            "workload": Trial().workload,
+            "step_s": STEP_S,
+            "gradient_bytes": NBYTES,
+            "parts": METHODS,
+            "best_rate": rates,
+            "target": target,
+            "curves": curves,
+            "steps_to_target": there,
+            "seconds_of_a_step": step,
+            "seconds": times,
+            "reduced": f"times are of a gradient {NBYTES} bytes long, accuracies of a small VGG",
+        }
+        rows[target_row(network)] = Measured(faster, (faster, faster), config, simulated=True)
+    return rows
+
+
+def _curves() -> tuple[dict[str, dict[int, Curve]], dict[str, float]]:
+    """Of each method by the steps of the whole training, with the learning rate that is best after 1,000."""
+    trials, curves, rates = Trials(TRAININGS, quick=False), {}, {}
+    for name, parts in METHODS.items():
+        _, rates[name] = trials.best(Trial(parts), RATES, (0,))
+        watched = [Watched(parts, steps, rates[name]) for steps in LENGTHS[name]]
+        curves[name] = dict(zip(LENGTHS[name], CURVES.accuracies(watched), strict=True))
+    return curves, rates
+
+
+def _reached(curve: Curve, target: float) -> int | None:
+    """Steps until accuracy is there."""
+    return next((steps for steps, score in curve if score >= target), None)
