@@ -193,7 +193,12 @@ class Trials:
     def accuracies(self, trials: Sequence[Trial]) -> list[float]:
         """Of several trainings, in percent."""
         if self._quick:
-            tiny: dict[str, Any] = {"workload": "synthetic/quadratic", "replicas": 2, "steps": 2, "batch_size": 8}
+            tiny: dict[str, Any] = {
+                "workload": "synthetic/quadratic",
+                "replicas": 2,
+                "steps": 2,
+                "batch_size": 8,
+            }
             return [replace(trial, **tiny).accuracy() for trial in trials]
         return self._trainings.accuracies(trials)
 

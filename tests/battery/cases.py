@@ -91,17 +91,25 @@ _OTHERS = (
     Case("pipelined, predicted", {"schedule": "pipelined(width=3, predict=True)", "workers": 3}, "4g"),
     Case("pipelined, corrected", {"schedule": "pipelined(width=2, warmup=3, correction=0.1)"}, "4g"),
     Case("delayed_gradient", {"schedule": "delayed_gradient(delay=3, period=2)", "workers": 3}, "4g"),
-    Case("delayed, period", {"schedule": "delayed(delay=3, period=2)", "workers": 4}, "four-regions"),
-    Case("delayed, residuals", {"schedule": "delayed(delay=2)", "codec": RESIDUALS}),
-    Case("delayed, adam", {"schedule": "delayed(delay=2)", "optimizer": "adam", "learning_rate": 1e-3}, "4g"),
+    Case(
+        "delayed, period",
+        {"schedule": "delayed(delay=3, period=2, pull='swap')", "workers": 4},
+        "four-regions",
+    ),
+    Case("delayed, residuals", {"schedule": "delayed(delay=2, pull='swap')", "codec": RESIDUALS}),
+    Case(
+        "delayed, adam",
+        {"schedule": "delayed(delay=2, pull='swap')", "optimizer": "adam", "learning_rate": 1e-3},
+        "4g",
+    ),
     Case(
         "delayed, pulled",
-        {"schedule": "delayed(delay=5, period=2, pull='auto')", "codec": RESIDUALS, "workers": 3},
+        {"schedule": "delayed(delay=5, period=2)", "codec": RESIDUALS, "workers": 3},
         "four-regions",
     ),
     Case(
         "delayed, pulled, adam",
-        {"schedule": "delayed(delay='auto', pull='auto')", "optimizer": "adam", "learning_rate": 1e-3},
+        {"schedule": "delayed(delay='auto')", "optimizer": "adam", "learning_rate": 1e-3},
         "4g",
     ),
     Case("topk, residuals", {"codec": RESIDUALS}),
@@ -115,7 +123,11 @@ _OTHERS = (
         "powersgd, pipelined",
         {"reducer": "powersgd", "schedule": "pipelined(width=2)", "collective": "ring", "workers": 3},
     ),
-    Case("powersgd, delayed", {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)"}, "4g"),
+    Case(
+        "powersgd, delayed",
+        {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2, pull='swap')"},
+        "4g",
+    ),
     Case(
         "gradiveq, around a ring",
         {"reducer": WINDOWS.format("matrices=True"), "collective": "ring", "workers": 3},
@@ -127,7 +139,7 @@ _OTHERS = (
         "gradiveq, residuals",
         {
             "reducer": WINDOWS.format("spread=True,error_feedback=True"),
-            "schedule": "delayed(delay=2)",
+            "schedule": "delayed(delay=2, pull='swap')",
             "workers": 3,
         },
     ),
@@ -136,7 +148,7 @@ _OTHERS = (
         "quadratic, own shares",
         {
             "workload": "synthetic/quadratic",
-            "schedule": "delayed(delay=2, period=3)",
+            "schedule": "delayed(delay=2, period=3, pull='swap')",
             "partition": "labels(k=3)",
             "workers": 4,
         },

@@ -227,7 +227,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "delayed",
-            "delayed updates: own ones at once, swapped for the mean once that can be there (Zhu et al. 2019)",
+            "delayed updates: own ones at once, the mean once that can be there (Zhu et al. 2019)",
             schedule="delayed(delay='auto')",
         ),
         Recipe(

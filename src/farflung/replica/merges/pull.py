@@ -20,17 +20,18 @@ __all__ = ["Pulling", "share_of_a_step"]
 def share_of_a_step(momentum: float, delay: int, period: int = 1) -> float:
     r"""The share :math:`\rho` of the way to the anchor that is gone in a step.
 
-    .. math:: \rho = \min\left(\frac{1 - \mu}{2}, \frac{1}{D + K - 1}\right), \qquad \rho = 1 \text{ at } D = 0
+    .. math:: \rho = \min\left(1 - \mu, \frac{1}{D + K + 1}\right), \qquad \rho = 1 \text{ at } D = 0
 
-    Replicas stay together below the first, and their mean below the second, about up to the learning rate of
-    synchronous SGD: see :class:`farflung.schedules.Delayed`. The rule is ours.
+    Replicas stay together below the first, and their mean below the second, nearly up to the learning rate of
+    synchronous SGD: see :class:`farflung.schedules.Delayed`. The less they differ, the better they learn, so it is as
+    large as that allows. The rule is ours.
 
     Args:
       momentum: :math:`\mu`, at least 0 and below 1; for Adam its first beta.
       delay: D, steps between the start of an exchange and its use.
-      period: K, steps in a block, whose first update is D + K - 1 steps old when its mean is there.
+      period: K, steps in a block.
     """
-    return min((1 - momentum) / 2, 1 / (delay + period - 1)) if delay else 1.0
+    return min(1 - momentum, 1 / (delay + period + 1)) if delay else 1.0
 
 
 class Pulling(Merger):
