@@ -46,7 +46,7 @@ WORLD = [
 """What the time of a run in either world depends on, besides its own settings."""
 TRIED = [*TRAINED, "benchmarks/common/trials.py", "benchmarks/common/worlds.py"]
 """What a trial depends on, besides its own settings."""
-RATES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+RATES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 """Of learning, around that of a :class:`Trial`."""
 FEW = 500
 """Test samples that say whether scoring is what it was."""

@@ -29,6 +29,7 @@ LAGS = (4, 8, 12, 16, 20)
 DELAYS = (5, 10, 15, 20)
 BESIDE_SWAP = (5, 20)
 """Delays at which the swap is trained too."""
+REDUCED = {"cifar10/vgg": "a small VGG for ResNet-18 and ResNet-50"}
 SEEDS = (0, 1)
 """Of the least and the greatest delay, and of what they are compared with; elsewhere it is the first."""
 TRAININGS: Trainings[Trial, float] = Trainings(
@@ -62,7 +63,7 @@ class Accuracies:
         points = [a - b for a, b in zip(self.found[one], self.found[other], strict=True)]
         config = {
             "workload": self._trial.workload,
-            "reduced": "a small VGG for ResNet-18 and ResNet-50",
+            "reduced": REDUCED.get(self._trial.workload, ""),
             "replicas": self._trial.replicas,
             "steps": self._trial.steps,
             "seeds": list(self._seeds),

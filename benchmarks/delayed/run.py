@@ -21,7 +21,7 @@ from benchmarks.delayed.accuracy import (
     lagging,
     regions,
 )
-from benchmarks.delayed.lengths import LENGTHS, length_row, lengths
+from benchmarks.delayed.lengths import ROWS, length_row, lengths
 from benchmarks.delayed.targets import NETWORKS, target_row, to_target
 from benchmarks.delayed.times import (
     IN_REGIONS,
@@ -56,7 +56,7 @@ BENCHMARK = Benchmark(
         ),
         *(Group(lagging(number), partial(lag, number), "trainings", 0.0, TRIED) for number in LAGS),
         Group((REGIONS_LOST,), regions, "trainings", 0.0, TRIED),
-        *(Group((length_row(steps),), partial(lengths, steps), "trainings", 0.0, TRIED) for steps in LENGTHS),
+        *(Group((length_row(steps),), partial(lengths, steps), "trainings", 0.0, TRIED) for steps in ROWS),
         Group(tuple(target_row(network) for network in NETWORKS), to_target, "trainings", 0.5, TRIED),
     ],
     TRAININGS,
