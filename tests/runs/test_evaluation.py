@@ -82,7 +82,7 @@ def test_the_winner_is_whoever_trains_faster() -> None:
     rows = {}
     for counted in (False, True):
         compared = compare(
-            ("synchronous", "synchronous(schedule=delayed(delay=3))"), ("4g",), evaluate_every=1,
+            ("synchronous", "synchronous(schedule=delayed(delay=3, pull='swap'))"), ("4g",), evaluate_every=1,
             count_evaluation=counted, **given,
         )  # fmt: skip
         rows[counted] = [row.duration_s for row in compared.rows]
