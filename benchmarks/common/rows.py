@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Expected", "Stored", "Verdict", "load_expected", "source_hash", "verdict", "versions"]
+__all__ = ["Expected", "Stored", "Verdict", "all_but", "load_expected", "source_hash", "verdict", "versions"]
 
 ROOT = Path(__file__).resolve().parents[2]
 Verdict: TypeAlias = Literal["ahead", "equal", "short", "stale", "missing"]
@@ -91,6 +91,20 @@ def source_hash(patterns: Iterable[str]) -> str:
         text = file.read_text(encoding="utf-8")
         whole.update((_code(text) if file.suffix == ".py" else text).encode())
     return whole.hexdigest()[:16]
+
+
+def all_but(folder: str, *used: str) -> list[str]:
+    """Patterns that leave out the modules of a folder that a measurement does not run.
+
+    Args:
+      folder: relative to the repository.
+      used: the modules that stay.
+    """
+    names = sorted(file.stem for file in (ROOT / folder).glob("*.py"))
+    missing = set(used) - set(names)
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))} in {folder}")
+    return [f"!{folder}/{name}.py" for name in names if name not in used]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, Trainings, main
+from benchmarks.common.rows import all_but
 from benchmarks.common.trainings import TRAINED
 from benchmarks.common.trials import WORLD
 from benchmarks.scadles.injected import bytes_sent
@@ -47,10 +48,12 @@ ALLOWED = 0.005
 """Below the baseline's best is as good as that."""
 LONGER = {"S2": 2, "S2'": 2}
 """Where samples come four times as fast, ours may train on so many times as many: its time still ends sooner."""
+OTHERS = all_but("src/farflung/schedules", "fixed", "synchronous")
+"""All steps here are synchronous."""
 TRAININGS: Trainings[Streamed, dict[str, Any]] = Trainings(
     FOLDER / "results" / "trainings.jsonl",
     Streamed,
-    [*TRAINED, "benchmarks/common/worlds.py", "benchmarks/scadles/streamed.py"],
+    [*TRAINED, *OTHERS, "benchmarks/common/worlds.py", "benchmarks/scadles/streamed.py"],
     minutes=0.5,
 )
 
@@ -414,22 +417,28 @@ def monotone(quick: bool) -> Mapping[str, Measured]:
     return {CNC: Measured(share, (share, share), {"cnc": table, "samples": samples})}
 
 
-MINE = ["src/farflung/data/streams/*.py", "src/farflung/data/sharing/*.py", "src/farflung/rates/*.py"]
+MINE = [
+    *WORLD,
+    *OTHERS,
+    "src/farflung/data/streams/*.py",
+    "src/farflung/data/sharing/*.py",
+    "src/farflung/rates/*.py",
+]
 BENCHMARK = Benchmark(
     FOLDER,
     [
-        Group((SHARE,), share_of_limit, "simulated", 6.0, [*WORLD, *MINE]),
+        Group((SHARE,), share_of_limit, "simulated", 6.0, MINE),
         *(
             Group(
                 (f"buffer, persistence, {law}, against the closed form",),
                 functools.partial(buffers, law),
                 "simulated",
                 4.0,
-                [*WORLD, *MINE],
+                MINE,
             )
             for law in LAWS
         ),
-        Group((BYTES,), injected_bytes, "simulated", 0.5, [*WORLD, *MINE]),
+        Group((BYTES,), injected_bytes, "simulated", 0.5, MINE),
         *(
             Group(
                 (f"weighted aggregation, {law}, {NAMES[net]}",),

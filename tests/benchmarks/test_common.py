@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.common import Benchmark, Expected, Group, Kept, Measured, Stored, main, source_hash, verdict
 from benchmarks.common import rows as rows_module
+from benchmarks.common.rows import all_but
 from benchmarks.common.workers import environment
 from farflung.errors import LabError
 
@@ -73,6 +74,12 @@ def test_a_hash_knows_code_and_no_comments(tree: Path) -> None:
     (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
     assert source_hash(["*.py"]) != before
     assert source_hash(["two.py"]) == source_hash(["*.py", "!one.py"]) != source_hash(["one.py"])
+
+
+def test_what_is_not_run_is_left_out_by_name(tree: Path) -> None:
+    assert all_but(".", "two") == ["!./one.py"]
+    with pytest.raises(ValueError, match=r"no three in \."):
+        all_but(".", "two", "three")
 
 
 # --- kept -------------------------------------------------------------------------------------------------------
