@@ -10,6 +10,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ import farflung
 import farflung.recipes
 from farflung.attach import Handle
 from farflung.runtime import Seat
+from farflung.schedules import SCHEDULES, Delayed
+from farflung.types import SharedStats, State
 from tests.pool import digest, leave_group
 
 STEPS = 6
@@ -279,6 +282,14 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
     return "nothing was noticed"
 
 
+class Observed(Delayed):
+    """Its delay is another one once it is told of the step at which one replica skips its update."""
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        """As if an exchange took two steps from there on."""
+        return super().observe(state, replace(stats, step_s=1.0, exchange_s=2.0 if stats.step >= 3 else 0.0))
+
+
 def delayed(
     rank: int, size: int, store: dist.Store, *, how: str, loop: str, cut: int = 0, first: str = "attach"
 ) -> dict[str, Any]:
@@ -289,7 +300,8 @@ def delayed(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     recipe = farflung.recipes.recipe("synchronous").but(schedule=how)
     found: dict[str, Any] = {}
-    handle = farflung.attach(model, optimizer, recipe, store=store)
+    with mock.patch.dict(SCHEDULES, observed=Observed):
+        handle = farflung.attach(model, optimizer, recipe, store=store)
     if cut:
         for x, y in itertools.islice(batches(rank), cut):
             one_step(model, optimizer, x, y)

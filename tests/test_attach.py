@@ -80,7 +80,7 @@ DELAYED = [
     "delayed(2)",
     "delayed(3, 2)",
     "delayed('auto')",
-    "delayed(2, pull='auto')",
+    "delayed(2, pull='swap')",
     "streaming_diloco(4, fragments=2)",
 ]
 LATE = [
@@ -88,6 +88,14 @@ LATE = [
     *itertools.product(DELAYED, ["plain", "accumulated", "two_backwards", "caught", "scaled_alone"]),
     *itertools.product(["local_sgd(4, 'averaged')"], ["plain", "accumulated", "caught", "scaled_alone"]),
 ]
+
+
+def test_replicas_plan_alike_where_one_of_them_skips_its_step(pool: Pool) -> None:
+    """It waits with what has arrived until its parameters may change, but knows what the others know."""
+    ends = pool.run(2, "tests.attach_jobs.delayed", how="observed(0)", loop="scaled_alone")
+    assert ends[0]["own"] != ends[1]["own"]
+    assert ends[0]["averaged"] == ends[1]["averaged"]
+    assert ends[0]["end"] == ends[1]["end"]
 
 
 @pytest.mark.parametrize(("how", "loop"), LATE)
@@ -108,7 +116,7 @@ def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -
         "synchronous",
         "pipelined(3)",
         "delayed(3, 2)",
-        "delayed(3, 2, pull='auto')",
+        "delayed(3, 2, pull='swap')",
         "diloco(2)",
         "streaming_diloco(3, fragments=1, delay=1)",
     ],
@@ -203,7 +211,7 @@ def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: st
         assert one["never"]
 
 
-@pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)", "delayed(2, pull='auto')"])
+@pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)", "delayed(2, pull='swap')"])
 def test_late_results_leave_unused_parameters_alone_too(pool: Pool, how: str) -> None:
     one, other = pool.run(2, "tests.attach_jobs.unused", how=how)
     assert one["end"] == other["end"]
@@ -250,7 +258,7 @@ def test_who_averages_alone_is_told_what_for(pool: Pool) -> None:
     assert "deadline_s" in alone
 
 
-@pytest.mark.parametrize("how", ["synchronous", "delayed(2)", "delayed(2, pull='auto')"])
+@pytest.mark.parametrize("how", ["synchronous", "delayed(2)", "delayed(2, pull='swap')"])
 def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
     for said in pool.run(2, "tests.attach_jobs.nonfinite", what="stop", how=how):
         assert "non-finite gradient at step 2 on rank 1" in said["said"]

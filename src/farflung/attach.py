@@ -421,8 +421,9 @@ class Handle:
     def _pass_begins(self) -> None:
         self._check_all_known()
         if self._open:
-            # No step since the last backward. This one needs the parameters as they are, so results wait.
+            # No step since the last backward. This one needs the parameters as they are, so results wait to be merged.
             self._exchanges.close(updated=False)
+            self._runtime.drive(self._exchanges.take())
         self._open = True
         self._exchanges.begin(self.step, Vote(0.0, self._weight))
         self._buckets.arm(self._exchanges.ready)

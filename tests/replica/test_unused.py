@@ -19,7 +19,7 @@ PARTS = [
     {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     {"schedule": "pipelined(2)"},
     {"schedule": "delayed(2)"},
-    {"schedule": "delayed(2, pull='auto')"},
+    {"schedule": "delayed(2, pull='swap')"},
 ]
 
 

@@ -25,7 +25,7 @@ SCHEDULES = [
     "synchronous",
     "pipelined(width=2, predict=True)",
     "delayed(delay=3, period=2)",
-    "delayed(delay=3, pull='auto')",
+    "delayed(delay=3, pull='swap')",
     "delayed_gradient(delay=2)",
 ]
 

@@ -32,6 +32,7 @@ REFUSED = {
     "delayed(delay=1.5)": "delay 1.5 must be a whole number",
     "delayed(period=0)": "period 0 must be at least 1",
     "delayed(most=0)": "most 0 must be at least 1",
+    "delayed(warmup=-1)": "warmup -1 must be at least 0",
     "delayed(pull='hard')": "pull 'hard' must be 'swap', 'auto' or a share",
     "delayed(pull=0)": "pull 0 must be above 0 and at most 1",
     "delayed(pull=1.5)": "pull 1.5 must be above 0 and at most 1",
@@ -94,7 +95,7 @@ def test_attach_says_what_it_carries() -> None:
         return carries(recipe("synchronous").but(**members))
 
     assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
-    assert said(schedule="delayed(5, pull='auto')") == "yes"
+    assert said(schedule="delayed(5, pull='swap')") == "yes"
     assert "forward pass" in said(schedule="pipelined(predict=True)")
     assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
@@ -139,11 +140,11 @@ def spoilt(schedule: str, policy: str) -> Run:
 
 LATE = {
     "pipelined(3)": 5,
+    "delayed(4, pull='swap')": 5,
+    "delayed(4, 2, pull='swap')": 5,
+    "delayed(3, 4, pull='swap')": 7,
     "delayed(4)": 5,
     "delayed(4, 2)": 5,
-    "delayed(3, 4)": 7,
-    "delayed(4, pull='auto')": 5,
-    "delayed(4, 2, pull='auto')": 5,
     "delayed_gradient(3, 4)": 7,
     "local_sgd(4)": 7,
     "diloco(3, optimizer_state='averaged')": 5,

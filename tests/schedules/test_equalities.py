@@ -37,6 +37,18 @@ def test_a_warm_up_is_synchronous_bit_for_bit() -> None:
     assert not same_bits(one.steps(1).weights(), Run("synchronous").steps(12).weights())
 
 
+@pytest.mark.parametrize("pull", ["auto", "swap"])
+@pytest.mark.parametrize("settings", SGD.values(), ids=SGD)
+def test_a_warm_up_before_delays_is_synchronous(pull: str, settings: dict[str, Any]) -> None:
+    one = Run(f"delayed(4, 3, pull='{pull}', warmup=13)", 3, settings=settings).steps(13)
+    other = Run("synchronous", 3, settings=settings).steps(13)
+    for rank in range(3):
+        assert distance(one.weights(rank), other.weights(rank)) < 1e-6
+    one.steps(2)
+    assert one.replicas[0]._exchanges.in_flight > 0
+    assert distance(one.weights(0), one.weights(1)) > 1e-3
+
+
 @pytest.mark.parametrize("settings", [*SGD.values(), ADAM], ids=[*SGD, "adam"])
 @pytest.mark.parametrize("period", [1, 4])
 def test_without_a_delay_a_pull_is_a_swap_bit_for_bit(period: int, settings: dict[str, Any]) -> None:
@@ -150,13 +162,14 @@ def test_raw_gradients_stay_apart_after_a_drop_of_the_rate() -> None:
     "schedule",
     [
         "pipelined(4)",
+        "delayed(5, pull='swap')",
+        "delayed(5, 3, pull='swap')",
         "delayed(5)",
         "delayed(5, 3)",
-        "delayed(5, pull='auto')",
-        "delayed(5, 3, pull='auto')",
-        "delayed('auto', pull='auto')",
-        "delayed_gradient(5, 3)",
+        "delayed(5, 3, warmup=7)",
         "delayed('auto')",
+        "delayed_gradient(5, 3)",
+        "delayed('auto', pull='swap')",
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])

@@ -35,7 +35,7 @@ FAMILIES = {
     "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
     # The backend's own collectives have no virtual counterpart and add in an order of their own.
     "collective": sorted(set(COLLECTIVES) - {"native"}),
-    "schedule": [*sorted(set(SCHEDULES) - set(IN_BLOCKS)), *IN_BLOCKS.values(), "delayed(3, pull='auto')"],
+    "schedule": [*sorted(set(SCHEDULES) - set(IN_BLOCKS)), *IN_BLOCKS.values(), "delayed(3, pull='swap')"],
 }
 
 
@@ -146,7 +146,7 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
     [
         {"schedule": "synchronous"},
         {"schedule": "delayed(delay=2)"},
-        {"schedule": "delayed(delay=2, pull='auto')"},
+        {"schedule": "delayed(delay=2, pull='swap')"},
         {"schedule": "pipelined(width=2)"},
         SCADLES,
         {**SCADLES, "schedule": "pipelined(width=2)"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -125,7 +125,11 @@ class Exchanges:
         self._averaged = False
         self._behind = False
         """Whether all replicas have moved alike since those merges last looked that let each step for itself."""
+        self._taken: list[list[tuple[Flight, Reduced, Tally]]] = []
+        """What has arrived and been told, by step, and waits to be merged."""
         self._optimizer: torch.optim.Optimizer | None = None
+        self._rate: float | None = None
+        """The learning rate when the step began."""
         self._settled = Settled()
         self._times = Times(runtime.now)
         self.sent_nbytes = 0
@@ -142,7 +146,7 @@ class Exchanges:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
         if self._averaged:
             return False
-        pending = bool(self._in_flight) or any(self._votes.values())
+        pending = bool(self._in_flight or self._taken) or any(self._votes.values())
         return any(merger.apart(pending=pending) for merger in self._mergers.values())
 
     @property
@@ -229,6 +233,8 @@ class Exchanges:
         if self._behind and not any(t.merge.moves == "gradient" for t in self._planned) and not self.apart:
             self._catch_up()
         self._step, self._vote, self._leads = step, vote, True
+        if self._optimizer is not None:
+            self._rate = float(self._optimizer.param_groups[0]["lr"])
         for votes in self._votes.values():
             votes.append(vote)
         for name, value in vote.numbers.items():
@@ -302,7 +308,11 @@ class Exchanges:
         return self._settled
 
     def close(self, *, updated: bool) -> None:
-        """The first half of :meth:`finish`, which leaves the parameters alone; what is due may be merged later."""
+        """The first half of :meth:`finish`, which leaves the parameters alone.
+
+        The next step may begin after it only once :meth:`take` is through; what is due is merged by the next
+        :meth:`finish`.
+        """
         for merger in self._mergers.values():
             merger.updated(done=updated)
         for transfer in self._planned:
@@ -310,6 +320,16 @@ class Exchanges:
                 self._launch(transfer)
         self._planned = []
         self._weigh()
+
+    async def take(self) -> None:
+        """Waits for updates that are due, and leaves them to be merged later.
+
+        So the schedule knows what it knows on replicas that have merged them, and plans the same.
+        """
+        for _, flights in groupby(self._due("update"), key=lambda flight: flight.step):
+            arrived = [await self._arrived(flight) for flight in flights]
+            self._taken.append(arrived)
+            await self._tell(*arrived[0])
 
     def _weigh(self) -> None:
         held = sum(merger.nbytes for merger in self._mergers.values())
@@ -528,17 +548,26 @@ class Exchanges:
     async def _merge(self, moved: str) -> bool:
         """Whether the last step that was due has brought something."""
         merged = False
+        if moved == "update":
+            taken, self._taken = self._taken, []
+            for arrived in taken:
+                merged = await self._put_all(arrived)
         for _, flights in groupby(self._due(moved), key=lambda flight: flight.step):
             arrived = [await self._arrived(flight) for flight in flights]
-            skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
-            merged = False
-            for flight, reduced, tally in arrived:
-                good = not (skipped or (tally.nonfinite and reduced.weight == 0))
-                merged |= good
-                self._put(flight, reduced.mean if good else None)
-                if good:
-                    await self._average_moments(flight)
+            merged = await self._put_all(arrived)
             await self._tell(*arrived[0])
+        return merged
+
+    async def _put_all(self, arrived: Sequence[tuple[Flight, Reduced, Tally]]) -> bool:
+        """Merges one step's exchanges; whether they have brought something."""
+        skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
+        merged = False
+        for flight, reduced, tally in arrived:
+            good = not (skipped or (tally.nonfinite and reduced.weight == 0))
+            merged |= good
+            self._put(flight, reduced.mean if good else None)
+            if good:
+                await self._average_moments(flight)
         return merged
 
     async def _arrived(self, flight: Flight) -> tuple[Flight, Reduced, Tally]:
@@ -581,8 +610,7 @@ class Exchanges:
         sums = tally.sums if flight.leads else {}
         for name, value in sums.items():
             self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
-        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=rate)
+        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._rate)
         if flight.times is not None:
             with self._times.waiting():
                 decision = await flight.times

@@ -78,6 +78,7 @@ class Delayed:
       period: K, steps in a block.
       most: the largest delay that ``"auto"`` may choose.
       pull: ``"auto"``: the pull, with :math:`\rho` as above; :math:`\rho` itself, above 0 and at most 1; or ``"swap"``.
+      warmup: steps at the start whose results are due at once: synchronous SGD up to rounding.
 
     Raises:
       ConfigError: an option out of its range.
@@ -92,6 +93,7 @@ class Delayed:
     period: int = 1
     most: int = 64
     pull: float | str = "auto"
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         if self.delay != "auto":
@@ -100,6 +102,7 @@ class Delayed:
             whole_option("delayed", "delay", self.delay, 0)
         whole_option("delayed", "period", self.period, 1)
         whole_option("delayed", "most", self.most, 1)
+        whole_option("delayed", "warmup", self.warmup, 0)
         if self.pull not in ("swap", "auto"):
             if isinstance(self.pull, str):
                 raise ConfigError(f"delayed: pull {self.pull!r} must be 'swap', 'auto' or a share")
@@ -119,10 +122,12 @@ class Delayed:
         return {"delay": 0 if isinstance(self.delay, str) else self.delay, "not_before": 0}
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """At the end of a block, one transfer for each bucket."""
-        if (step + 1) % self.period:
-            return []
-        due = max(step + state["delay"], state["not_before"])
+        """At the end of a block, one transfer for each bucket; in the warm-up at every step, due at once."""
+        due = step
+        if step >= self.warmup:
+            if (step + 1) % self.period:
+                return []
+            due = max(step + state["delay"], state["not_before"])
         return [Transfer(part, due, self._merge) for part in parts]
 
     def asks(self, state: State, step: int) -> bool:
