@@ -27,8 +27,10 @@ __all__ = [
 
 LAGS = (4, 8, 12, 16, 20)
 DELAYS = (5, 10, 15, 20)
-BESIDE_SWAP = (5, 20)
-"""Delays at which the swap is trained too."""
+WARM_UP = Trial().steps // 10
+"""Steps that are synchronous."""
+BESIDE_OTHERS = (5, 20)
+"""Delays at which the swap, and the pull without a warm-up, are trained too."""
 REDUCED = {"cifar10/vgg": "a small VGG for ResNet-18 and ResNet-50"}
 SEEDS = (0, 1)
 """Of the least and the greatest delay, and of what they are compared with; elsewhere it is the first."""
@@ -81,11 +83,12 @@ def compensated(delay: int) -> tuple[str, str]:
 
 def compensation(delay: int, quick: bool) -> Mapping[str, Measured]:
     """Delayed updates against no delay, and against stale means alone."""
-    judged = delay in BESIDE_SWAP
+    judged = delay in BESIDE_OTHERS
     found = Accuracies(quick, seeds=SEEDS if judged else SEEDS[:1])
     found.of("D=0", schedule="delayed(delay=0)")
-    found.of("ours", schedule=f"delayed(delay={delay})")
+    found.of("ours", schedule=f"delayed(delay={delay}, warmup={WARM_UP})")
     if judged:
+        found.of("without a warm-up", schedule=f"delayed(delay={delay})")
         found.of("swap", schedule=f"delayed(delay={delay}, pull='swap')")
     found.of("stale", schedule=f"pipelined(width={delay + 1})")
     lost, gain = compensated(delay)
@@ -101,7 +104,7 @@ def lag(number: int, quick: bool) -> Mapping[str, Measured]:
     """A delay alone and a period alone against synchronous SGD."""
     found = Accuracies(quick)
     found.of("synchronous", schedule="synchronous")
-    found.of("delay", schedule=f"delayed(delay={number})")
+    found.of("delay", schedule=f"delayed(delay={number}, warmup={WARM_UP})")
     found.of("period", schedule=f"delayed(delay=0, period={number})")
     by_delay, by_period = lagging(number)
     return {
@@ -117,5 +120,5 @@ def regions(quick: bool) -> Mapping[str, Measured]:
     """The schedule that hides the four regions' latency against synchronous SGD."""
     found = Accuracies(quick)
     found.of("synchronous", schedule="synchronous")
-    found.of("ours", **HIDDEN)
+    found.of("ours", schedule=f"delayed(delay=20, period=8, warmup={WARM_UP})", codec=HIDDEN["codec"])
     return {REGIONS_LOST: found.difference("synchronous", "ours")}
