@@ -54,11 +54,10 @@ class Accuracies:
         self.rates: dict[str, float] = {}
         self.found: dict[str, list[float]] = {}
 
-    def of(self, name: str, **parts: str) -> list[float]:
-        """Of each seed, in percent."""
+    def of(self, name: str, **parts: str) -> None:
+        """Notes that of each seed, in percent, and the rate."""
         trial = replace(self._trial, parts=parts)
         self.found[name], self.rates[name] = self._trials.best(trial, RATES, self._seeds)
-        return self.found[name]
 
     def difference(self, one: str, other: str) -> Measured:
         """Points by which one is better than the other."""
