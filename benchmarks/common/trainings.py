@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rich.console import Console
@@ -97,7 +98,7 @@ _OWN = ("accuracy", "sources", "first_steps", "digests")
 
 
 class Trainings(Generic[T, R]):
-    """A file of JSON lines, one for each training.
+    """A file of JSON lines, one for each training; several processes may add to it.
 
     A stored training holds for the code as it is if nothing has changed since it was found to hold, or else if its
     first steps still end in the same digest. Equal digests are a proof on any machine. Unlike ones prove that the
@@ -114,7 +115,6 @@ class Trainings(Generic[T, R]):
     def __init__(self, path: Path, kind: Callable[..., T], sources: Sequence[str], *, minutes: float) -> None:
         self.sources, self.minutes = sources, minutes
         self._path, self._kind = path, kind
-        self._writing = Lock()
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def stored(self) -> list[T]:
@@ -197,14 +197,25 @@ class Trainings(Generic[T, R]):
     def _store(self, new: _Line) -> None:
         """In the place of the line with the same settings."""
         training = self._training(new)
-        with self._writing:
+        self._path.parent.mkdir(exist_ok=True)
+        with _alone_in(self._path.parent):
             lines = self._lines()
             place = next((i for i, line in enumerate(lines) if self._training(line) == training), len(lines))
             lines[place : place + 1] = [new]
-            self._path.parent.mkdir(exist_ok=True)
             part = self._path.with_suffix(".part")
             part.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
             part.replace(self._path)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Among the processes and threads that write there."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _end_when_interrupted() -> None:
