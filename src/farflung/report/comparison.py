@@ -14,7 +14,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.report.pictures import BLUE, ROUND, VERMILLION, picture
-from farflung.report.summary import PARTS_OF_TIME, duration_words, score_words
+from farflung.report.summary import PARTS_OF_TIME, SELDOM, duration_words, score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -163,7 +163,7 @@ def _figure(course: Course, name: str) -> float:
 
 def _part(course: Course, part: str) -> float:
     split = course.summary.get("time_s")
-    value = split.get(part) if isinstance(split, dict) else None
+    value = {**SELDOM, **split}.get(part) if isinstance(split, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{course.recipe} on {course.network}: its summary has no number {part} in time_s")
     return value
