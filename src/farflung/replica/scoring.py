@@ -79,8 +79,8 @@ def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) 
     gradient = tap.gradient(losses)
     if gradient is None or len(gradient) != len(batch):
         raise ConfigError(
-            f"workload {workload.name}: scored_by='gradient_bound' needs a loss of what the model's forward returns, one "
-            "row per sample: choose scored_by='loss'"
+            f"workload {workload.name}: scored_by='gradient_bound' needs a loss of what the model's forward returns, a "
+            "row for each sample: choose scored_by='loss'"
         )
     norms: Tensor = torch.linalg.vector_norm(gradient.reshape(len(batch), -1), dim=1)
     return norms.float().cpu()
