@@ -145,7 +145,7 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 final_accuracy_range=(min(finals), max(finals)),
                 bytes_sent_per_replica=fmean(_figure(course, "bytes_sent_per_replica") for course in group),
                 duration_s=fmean(_figure(course, "duration_s") for course in group),
-                time_s={part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME},
+                time_s=_split(group),
                 coding_s=fmean(
                     _figure(course, "coding_s") if "coding_s" in course.summary else 0.0 for course in group
                 ),
@@ -159,6 +159,11 @@ def _figure(course: Course, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{course.recipe} on {course.network}: its summary has no number {name}")
     return value
+
+
+def _split(group: Sequence[Course]) -> dict[str, float]:
+    means = {part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME}
+    return {part: mean for part, mean in means.items() if mean or part not in SELDOM}
 
 
 def _part(course: Course, part: str) -> float:
