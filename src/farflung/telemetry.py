@@ -19,7 +19,9 @@ Event: TypeAlias = "dict[str, Json]"
 Sink: TypeAlias = "Callable[[Event], None]"
 """Where events go."""
 
-TIMES = frozenset({"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "t", "time_s"})
+TIMES = frozenset(
+    {"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "scoring_s", "t", "time_s"}
+)
 """The fields of events that depend on the run's clock: seconds, and what a stream held by then; no others do."""
 BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica"})
 """The fields that hold bytes sent; where a collective is chosen by the network, so are they."""

@@ -77,7 +77,7 @@ class Epochs(Uniform):
         drawn = self._at(self._cursor + view.rank * each, each, view.pool)
         last = begin + (each + view.batch_size) * view.size > view.pool and each < view.batch_size
         self._cursor += view.pool - begin if last else each * view.size
-        return Draw(drawn, None)
+        return Draw(drawn)
 
 
 def halves(side: int = 8) -> farflung.TorchWorkload:

@@ -133,6 +133,8 @@ class Exchanges:
         self._settled = Settled()
         self._times = Times(runtime.now)
         self.sent_nbytes = 0
+        self.arrived_s = 0.0
+        """When the last exchange was there that has been merged, on the run's clock."""
         self.most_nbytes = 0
         """The most that merges and copies for exchanges under way have taken up."""
 
@@ -592,6 +594,9 @@ class Exchanges:
         self._in_flight.remove(flight)
         self.sent_nbytes += flight.channel.sent_nbytes
         self._times.exchanged(flight)
+        self.arrived_s = max(
+            self.arrived_s, self._runtime.now() if flight.ended_s is None else flight.ended_s
+        )
         if self._on_arrival is not None:
             self._on_arrival(flight)
         last = all(other.step != flight.step for other in self._in_flight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
 from farflung.replica.placement import HOST, batch_on, state_on, wait_for
+from farflung.replica.scoring import Scoring, scores_of
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
@@ -54,7 +56,9 @@ from farflung.types import (
     Sampler,
     Samples,
     Schedule,
+    Scores,
     Sharing,
+    Spare,
     State,
     Stream,
     Tells,
@@ -83,6 +87,11 @@ class Parts:
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
 
+    @property
+    def hold_shares(self) -> bool:
+        """Whether each replica needs samples of its own to pick from."""
+        return isinstance(self.sampler, Scores)
+
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
@@ -92,21 +101,24 @@ class _Drawn:
       ids: which.
       weights: of each, for importance; ``None``: all weigh 1.
       weight: of the step in the mean; ``None``: by the number of samples.
-      told: what telemetry says of the stream.
+      told: what telemetry says of the stream and the sampler.
+      pool: what they were picked from; see :class:`farflung.types.PoolView`.
     """
 
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
     told: Mapping[str, Json]
+    pool: int | SampleIds
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": dict(self.told)}
+        told = dict(self.told)
+        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"])
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
 
 
 def _never() -> bool:
@@ -153,6 +165,9 @@ class Replica:
     _test: Dataset = field(init=False)
     _source: Samples = field(init=False)
     _drawn: _Drawn | None = field(init=False, default=None)
+    _share_of_mean: float = field(init=False, default=1.0)
+    """Samples that this replica draws from over the mean of all replicas."""
+    _scoring: Scoring | None = field(init=False, default=None)
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
     _exchanges: Exchanges = field(init=False)
@@ -184,8 +199,14 @@ class Replica:
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
+            self._share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = Subset(self._train, self.share)
         parts = self.parts
+        if parts.hold_shares and self.share is None:
+            raise ConfigError(
+                f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
+                "(--partition iid)"
+            )
         self._even = parts.stream.everything and not parts.sharing.data_leaves_device
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
@@ -218,6 +239,10 @@ class Replica:
             steps=self.training.steps,
         )
         self._exchanges.goes_with(self.optimizer)
+        if isinstance(parts.sampler, Scores):
+            self._scoring = Scoring(
+                self.runtime, parts.sampler, self.score, overlaps=not self._exchanges.at_once
+            )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
@@ -294,7 +319,9 @@ class Replica:
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far."""
         duration, spent = self.runtime.now() - self._begin, self.time_s
-        known = spent.compute + spent.exposed_communication + spent.data_wait + spent.evaluation
+        known = math.fsum(
+            (spent.compute, spent.exposed_communication, spent.data_wait, spent.scoring, spent.evaluation)
+        )
         return Leg(self._from_step, duration, replace(spent, other=duration - known))
 
     async def step(self) -> Settled:
@@ -315,6 +342,8 @@ class Replica:
                 self._exchanges.ready,
             )
         computed = now()
+        spare = await self._score_meanwhile()
+        scored = now()
         apply = await self._exchanges.settle()
         merged = now()
         if apply:
@@ -326,13 +355,18 @@ class Replica:
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         told = self.commit()
-        exposed = (merged - computed) + (now() - updated)
+        exposed = (merged - scored) + (now() - updated)
+        if self._scoring is not None and spare is not None:
+            wait_s = self._exchanges.arrived_s - computed
+            self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
         if self._even:
             self._samples += len(batch) * self.runtime.comm.size
         self._count(settled)
-        split = TimeSplit((computed - fetched) + (updated - merged), exposed, fetched - begin)
-        arrived: dict[str, Json] = {} if self._even else {"batch": len(batch), **told}
-        self._record(vote, settled, split, begin, arrived)
+        split = TimeSplit(
+            (computed - fetched) + (updated - merged), exposed, fetched - begin, scoring=scored - computed
+        )
+        drawn: dict[str, Json] = {} if self._even else {"batch": len(batch)}
+        self._record(vote, settled, split, begin, {**drawn, **told})
         self.step_done += 1
         return settled
 
@@ -401,14 +435,28 @@ class Replica:
         while arrivals.ready is not None:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), self.step_done)
-        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
         wanted = self.training.batch_size if arrivals.count is None else arrivals.count
         sharing = self.parts.sharing
         size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
-        pool = len(self._train) if stream.everything else arrivals.ids[:size]
-        draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
-        told = {"held": len(arrivals.ids), **arrivals.told}
-        return _Drawn(draw.ids, draw.weights, arrivals.weight, told)
+        pool = len(self._train) if stream.everything else arrivals.ids
+        draw = self.parts.sampler.next(self._view(pool, size))
+        held: dict[str, Json] = {} if self._even else {"held": len(arrivals.ids), **arrivals.told}
+        weight = draw.weight if arrivals.weight is None else arrivals.weight
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+
+    def _view(self, pool: int | SampleIds, count: int) -> PoolView:
+        comm = self.runtime.comm
+        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
+        return PoolView(self.step_done, rank, members, count, pool, self._share_of_mean)
+
+    async def _score_meanwhile(self) -> Spare | None:
+        """Scores samples, where the sampler wants that; none that the step has used up."""
+        if self._scoring is None:
+            return None
+        assert self._drawn is not None
+        pool, used = self._drawn.pool, self._drawn.ids
+        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
+        return await self._scoring.meanwhile(self._view(left, len(used)))
 
     async def _shared(self, rows: Batch) -> Batch:
         """The step's rows after a round of the sharing."""
@@ -421,10 +469,11 @@ class Replica:
         return shared
 
     def commit(self) -> Mapping[str, Json]:
-        """The gradient of the step's samples is given: they are used. What telemetry says of the stream."""
+        """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
         assert self._drawn is not None
         drawn, self._drawn = self._drawn, None
-        self.parts.stream.commit(drawn.ids, step=self.step_done)
+        used = drawn.ids if self._scoring is None else drawn.ids.unique()
+        self.parts.stream.commit(used, step=self.step_done)
         return drawn.told
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
@@ -434,6 +483,17 @@ class Replica:
         losses = self.workload.loss(self.model, batch_on(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, self.vote(float(loss.detach()), len(batch))
+
+    def score(self, ids: SampleIds) -> Tensor:
+        """What the sampler judges samples by, under the model as it is."""
+        assert isinstance(self.parts.sampler, Scores)
+        RandomState(
+            derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank), self.device
+        ).install()
+        batch = self._source.prepare(self._source.rows(ids), train=False)
+        return scores_of(
+            self.workload, self.model, batch_on(batch, self.device), self.parts.sampler.scored_by
+        )
 
     def vote(self, loss: float, samples: int) -> Vote:
         """What to tell the others about a step on so many samples."""
@@ -626,6 +686,7 @@ class Replica:
         total.compute += split.compute
         total.exposed_communication += split.exposed_communication
         total.data_wait += split.data_wait
+        total.scoring += split.scoring
         end = self.runtime.now()
         self.telemetry.emit(
             "step",
@@ -642,6 +703,7 @@ class Replica:
             compute_s=split.compute,
             exposed_s=split.exposed_communication,
             data_s=split.data_wait,
+            **({} if self._scoring is None else {"scoring_s": split.scoring}),
             **({} if self._rate is None else {"learning_rate": self._rate}),
         )
 

@@ -20,6 +20,8 @@ class TimeSplit:
     evaluation: float = 0.0
     """Evaluations and checkpoints; 0 in virtual time, unless they are counted there."""
     other: float = 0.0
+    scoring: float = 0.0
+    """Of samples, while exchanges were under way."""
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry."""
@@ -28,6 +30,7 @@ class TimeSplit:
             "exposed_communication": self.exposed_communication,
             "data_wait": self.data_wait,
             "evaluation": self.evaluation,
+            **({"scoring": self.scoring} if self.scoring else {}),
             "other": self.other,
         }
 

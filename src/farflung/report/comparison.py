@@ -14,7 +14,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.report.pictures import BLUE, ROUND, VERMILLION, picture
-from farflung.report.summary import PARTS_OF_TIME, duration_words, score_words
+from farflung.report.summary import PARTS_OF_TIME, SELDOM, duration_words, score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -145,7 +145,7 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 final_accuracy_range=(min(finals), max(finals)),
                 bytes_sent_per_replica=fmean(_figure(course, "bytes_sent_per_replica") for course in group),
                 duration_s=fmean(_figure(course, "duration_s") for course in group),
-                time_s={part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME},
+                time_s=_split(group),
                 coding_s=fmean(
                     _figure(course, "coding_s") if "coding_s" in course.summary else 0.0 for course in group
                 ),
@@ -161,9 +161,14 @@ def _figure(course: Course, name: str) -> float:
     return value
 
 
+def _split(group: Sequence[Course]) -> dict[str, float]:
+    means = {part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME}
+    return {part: mean for part, mean in means.items() if mean or part not in SELDOM}
+
+
 def _part(course: Course, part: str) -> float:
     split = course.summary.get("time_s")
-    value = split.get(part) if isinstance(split, dict) else None
+    value = {**SELDOM, **split}.get(part) if isinstance(split, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{course.recipe} on {course.network}: its summary has no number {part} in time_s")
     return value

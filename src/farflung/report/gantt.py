@@ -60,12 +60,18 @@ def _draw(figure: Figure, events: Mapping[int, list[Event]], simulated: bool) ->
         handles=[
             Patch(color=BLUE, label="computes, with the step's number"),
             Patch(color=VERMILLION, label="waits for an exchange"),
+            *([Patch(color=COLOURS["scoring"], label="scores samples")] if _scores(events) else []),
             *([Patch(color=GREEN, label="evaluates or saves")] if _aside(events) else []),
             Patch(facecolor=SHADES[0], label="exchange under way, numbered by the step it started at"),
         ],
         loc="outside lower center",
         ncols=4,
     )
+
+
+def _scores(events: Mapping[int, list[Event]]) -> bool:
+    """Whether samples were scored."""
+    return any("scoring_s" in event for told in events.values() for event in told)
 
 
 def _aside(events: Mapping[int, list[Event]]) -> bool:
@@ -90,7 +96,10 @@ def _draw_steps(axes: Axes, y: float, told: Iterable[Event]) -> None:
         axes.barh(
             y, compute, left=begin, height=0.3, color=COLOURS["compute"], edgecolor="white", linewidth=0.6
         )
-        axes.barh(y, waited, left=begin + compute, height=0.3, color=COLOURS["exposed_communication"])
+        scoring = _seconds({"scoring_s": 0.0, **event}, "scoring_s")
+        axes.barh(y, scoring, left=begin + compute, height=0.3, color=COLOURS["scoring"])
+        waits = begin + compute + scoring
+        axes.barh(y, waited, left=waits, height=0.3, color=COLOURS["exposed_communication"])
         axes.text(
             begin + compute / 2, y, str(event["step"]), ha="center", va="center", color="white",
             fontsize=8, clip_on=True,

@@ -15,7 +15,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.files import write_whole, writing
-from farflung.report.summary import PARTS_OF_TIME, score_words
+from farflung.report.summary import PARTS_OF_TIME, SELDOM, score_words
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -33,10 +33,11 @@ COLOURS = {
     "compute": BLUE,
     "exposed_communication": VERMILLION,
     "data_wait": YELLOW,
+    "scoring": PURPLE,
     "evaluation": GREEN,
     "other": GREY,
 }
-ON_DARK = {BLUE, VERMILLION, GREEN}
+ON_DARK = {BLUE, VERMILLION, GREEN, PURPLE}
 
 STYLE: dict[str, object] = {
     "agg.path.chunksize": 10_000,  # long noisy lines are more than Agg takes at once
@@ -183,6 +184,7 @@ def _read(rank: int, events: Iterable[Event]) -> _Replica:
             session.split["compute"] += _number(rank, event, "compute_s")
             session.split["exposed_communication"] += _number(rank, event, "exposed_s")
             session.split["data_wait"] += _number(rank, event, "data_s")
+            session.split["scoring"] += _number(rank, {"scoring_s": 0.0, **event}, "scoring_s")
         elif kind == "checkpoint":
             session.split["evaluation"] += _number(rank, event, "duration_s")
         elif kind == "evaluation":
@@ -194,7 +196,7 @@ def _read(rank: int, events: Iterable[Event]) -> _Replica:
             split = (leg if isinstance(leg, dict) else event).get("time_s")
             if not isinstance(split, dict):
                 raise DataError(f"rank {rank}: no time_s in an event (end); the events are damaged")
-            session.split = {name: _number(rank, split, name) for name in PARTS_OF_TIME}
+            session.split = {name: _number(rank, {**SELDOM, **split}, name) for name in PARTS_OF_TIME}
             session.ended = True
         session.last = max(session.last, t)
     session.close(replica)
@@ -290,6 +292,8 @@ def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: st
     start = np.zeros(len(seconds))
     for part, words in PARTS_OF_TIME.items():
         width = np.array([split[part] for split in seconds.values()])
+        if part in SELDOM and not width.any():
+            continue
         colour = COLOURS[part]
         axes.barh(ranks, width, left=start, height=0.78, color=colour, label=words)
         if len(seconds) <= NAMED_RANKS:

@@ -13,17 +13,19 @@ from farflung.types import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["PARTS_OF_TIME", "duration_words", "score_words", "summary_table"]
+__all__ = ["PARTS_OF_TIME", "SELDOM", "duration_words", "score_words", "summary_table"]
 
 PARTS_OF_TIME = {
     "compute": "compute",
     "exposed_communication": "exposed communication",
     "data_wait": "data wait",
+    "scoring": "scoring of samples",
     "evaluation": "evaluation, checkpoints",
     "other": "other",
 }
 """The parts that a replica's time is split into, and what people call them."""
-
+SELDOM: Mapping[str, Json] = {"scoring": 0.0}
+"""Those that a run leaves out which had none of them."""
 
 _LONGEST_S = 1e13
 """Of what can be written in hours and days."""
@@ -84,9 +86,11 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     split = summary.get("time_s")
     if not isinstance(split, dict):
         raise DataError("the summary of the run has no time_s: it is damaged or of another kind")
-    seconds = {name: _number(split, name) for name in PARTS_OF_TIME}
+    seconds = {name: _number({**SELDOM, **split}, name) for name in PARTS_OF_TIME}
     total = sum(seconds.values())
     for name, words in PARTS_OF_TIME.items():
+        if name in SELDOM and not seconds[name]:
+            continue
         share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
         table.add_row(f"  {words}{clock}", f"{duration_words(seconds[name])}  {share}")
     if "coding_s" in summary:

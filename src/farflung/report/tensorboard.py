@@ -25,6 +25,7 @@ OF_STEPS = {
     "compute_s": "seconds/compute",
     "exposed_s": "seconds/exposed_communication",
     "data_s": "seconds/data_wait",
+    "scoring_s": "seconds/scoring",
 }
 """The curve that a field of ``step`` events belongs to."""
 OF_EVALUATIONS = {"accuracy": "test/score", "loss": "test/loss", "duration_s": "seconds/evaluation"}

@@ -57,7 +57,8 @@ class RunConfig:
       workers: replicas on this machine; 2 when not given.
       data: where data comes from: auto, packaged or full, for workloads that offer the choice; auto when not given.
       partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
-        labels(k=1), dirichlet(alpha=0.5), by-order. shared when not given.
+        labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid where a part of the recipe picks
+        from each replica's own samples.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       task: what ``workload`` has made.
@@ -159,15 +160,17 @@ class RunConfig:
         own: dict[str, Any] = {
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
+        how = _resolved_recipe(said)
+        apart = how.parts(training.seed).hold_shares
         return {
             "workload": text_of(what, WORKLOADS)
             if isinstance(what, str) or callable(what)
             else f"<{task.name}>",
-            "recipe": _resolved_recipe(said),
+            "recipe": how,
             "training": replace(training, **own),
             "workers": int(said.get("workers", 2)),
             "data": data,
-            "partition": said.get("partition", "shared"),
+            "partition": said.get("partition", "iid" if apart else "shared"),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "task": task,

@@ -32,10 +32,10 @@ class Uniform:
     def next(self, view: PoolView) -> Draw:
         """This replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
-            return Draw(view.pool[: view.batch_size], None)
+            return Draw(view.pool[: view.batch_size])
         first = self._cursor + view.rank * view.batch_size
         self._cursor += view.size * view.batch_size
-        return Draw(self._at(first, view.batch_size, view.pool), None)
+        return Draw(self._at(first, view.batch_size, view.pool))
 
     def state_dict(self) -> State:
         """The cursor."""

@@ -1,10 +1,10 @@
-"""Data: samples, workloads, streams, samplers, sharing."""
+"""Data: samples, workloads, streams, sharing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ __all__ = [
     "Arrivals",
     "Batch",
     "Dataset",
-    "Draw",
     "DrawsFewer",
     "Feed",
-    "PoolView",
-    "Sampler",
     "Samples",
     "Sharing",
     "Stream",
@@ -192,41 +189,6 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Delivers no more; ends threads and connections. Also without :meth:`open`, and more than once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """What a sampler may pick from at one step."""
-
-    step: int
-    rank: int
-    size: int
-    batch_size: int
-    pool: int | SampleIds
-    """The number of samples when all of them are at hand, else the ids that are."""
-
-
-class Draw(NamedTuple):
-    """A batch: which samples, and each one's importance weight; ``None`` where all weigh 1."""
-
-    ids: SampleIds
-    weights: Tensor | None
-
-
-class Sampler(Protocol):
-    """Picks a batch and its importance weights; deterministic given state and seed."""
-
-    def next(self, view: PoolView) -> Draw:
-        """The batch of this replica for one step."""
-        ...
-
-    def state_dict(self) -> State:
-        """Cursor, caches and scores, as of the last :meth:`next`."""
-        ...
-
-    def load_state_dict(self, state: State) -> None:
-        """Continues from a state; the number of replicas may differ from when it was saved."""
         ...
 
 

@@ -1,0 +1,123 @@
+"""Samplers: which samples a replica takes, and which of them it scores in its waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from farflung.types.tensors import Json, SampleIds, State
+from farflung.types.world import Decision
+
+__all__ = ["Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
+
+ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
+"""What a sample is judged by: its loss, or the norm of its loss's gradient with respect to the model's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """What a sampler may pick from at one step.
+
+    Args:
+      step: the step.
+      rank: this replica among those that draw from the same samples.
+      size: how many these are.
+      batch_size: how many samples to pick.
+      pool: the number of samples when all of them are at hand, else the ids that are, oldest first.
+      share: samples that the replica holds over the mean of all replicas; 1 where all draw from the same.
+    """
+
+    step: int
+    rank: int
+    size: int
+    batch_size: int
+    pool: int | SampleIds
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A batch.
+
+    Args:
+      ids: which samples.
+      weights: each one's importance weight, float32; ``None`` where all weigh 1.
+      weight: of the step in the mean, in batches; ``None``: by the number of samples.
+      told: what telemetry says of it.
+    """
+
+    ids: SampleIds
+    weights: Tensor | None = None
+    weight: float | None = None
+    told: Mapping[str, Json] = field(default_factory=dict)
+
+
+class Sampler(Protocol):
+    """Picks a batch and its importance weights; deterministic given state and seed."""
+
+    def next(self, view: PoolView) -> Draw:
+        """The batch of this replica for one step."""
+        ...
+
+    def state_dict(self) -> State:
+        """Cursor, caches and scores, as of the last :meth:`next`."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from a state; the number of replicas may differ from when it was saved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """What a step has left for scoring, by one replica's own clock.
+
+    Args:
+      compute_s: seconds of its forward and backward pass.
+      wait_s: seconds from the end of its backward pass until its exchanges were through; 0 where they were before.
+      scoring_s: seconds of scoring.
+      scored: samples.
+      overlaps: whether exchanges go on beside computing, so that the wait says nothing about how much may be scored.
+    """
+
+    compute_s: float
+    wait_s: float
+    scoring_s: float
+    scored: int
+    overlaps: bool
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """A sampler that has samples scored while a replica waits for its exchanges.
+
+    Such a sampler picks from the samples that one replica holds, so replicas hold shares of the training set; where
+    none are asked for, equal random ones.
+    """
+
+    @property
+    def scored_by(self) -> ScoredBy:
+        """What samples are judged by."""
+        ...
+
+    def due(
+        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> Sequence[SampleIds]:
+        """What to score in a step's wait, chunk by chunk.
+
+        Args:
+          view: of the step.
+          decide: :meth:`farflung.types.Runtime.decide_own`; whatever is chosen by time goes through it.
+        """
+        ...
+
+    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
+        """The scores of one chunk, float32, by the model as it was before the step's update."""
+        ...
+
+    def observe(self, spare: Spare) -> None:
+        """What the step had to spare; once a step, after its update."""
+        ...

@@ -1,0 +1,244 @@
+"""Samples scored in the wait for exchanges: what a score is, that it leaves no trace, and when it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung.comm import LinkModel
+from farflung.config import Training
+from farflung.errors import ConfigError
+from farflung.recipes import recipe
+from farflung.replica import Replica
+from farflung.replica.scoring import scores_of
+from farflung.runs import make_replica
+from farflung.runtime import VirtualWorld
+from farflung.sampling import Uniform
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Batch, Decision, Draw, Json, PoolView, SampleIds, Spare
+from farflung.workloads import Quadratic
+from tests.helpers import same_bits
+
+
+class Scored(Uniform):
+    """Uniform sampling that has some samples scored all the same.
+
+    Args:
+      seed: of the order.
+      chunks: how many samples each.
+      by: what they are scored by.
+    """
+
+    def __init__(self, seed: int, chunks: Sequence[int] = (3, 2), by: Any = "loss") -> None:
+        super().__init__(seed)
+        self.scored_by, self._chunks = by, chunks
+        self.seen: list[tuple[int, list[int], Tensor]] = []
+        self.spares: list[Spare] = []
+
+    def due(
+        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> list[SampleIds]:
+        assert isinstance(view.pool, int)
+        return [torch.arange(count) for count in self._chunks]
+
+    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
+        self.seen.append((step, ids.tolist(), scores))
+
+    def observe(self, spare: Spare) -> None:
+        self.spares.append(spare)
+
+
+class Net(nn.Module):
+    """Has all that a score must leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.drop(self.norm(self.first(inputs))))
+        return outputs
+
+
+class Classes:
+    """A workload of three classes."""
+
+    name = "own/classes"
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
+
+
+def some(count: int = 5) -> Batch:
+    torch.manual_seed(3)
+    return Batch(torch.randn(count, 4), torch.randint(3, (count,)))
+
+
+# --- what a score is --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["loss", "gradient_bound"])
+def test_a_score_leaves_no_trace(by: Any) -> None:
+    net, batch = Net(), some()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    random = torch.get_rng_state()
+    scores = scores_of(Classes(), net, batch, by)  # type: ignore[arg-type]
+    assert scores.dtype == torch.float32
+    assert scores.shape == (5,)
+    assert not scores.requires_grad
+    assert same_bits(torch.get_rng_state(), random)
+    assert all(same_bits(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_scores_are_losses_and_norms_of_their_gradients_by_the_output() -> None:
+    net, batch = Net(), some()
+    net.eval()
+    outputs = net(batch.inputs).detach()
+    losses = nn.functional.cross_entropy(outputs, batch.targets, reduction="none")
+    norms = (outputs.softmax(dim=1) - nn.functional.one_hot(batch.targets, 3)).norm(dim=1)
+    net.train()
+    torch.testing.assert_close(scores_of(Classes(), net, batch, "loss"), losses)  # type: ignore[arg-type]
+    torch.testing.assert_close(scores_of(Classes(), net, batch, "gradient_bound"), norms)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_per_sample_is_refused() -> None:
+    class Mean(Classes):
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            return super().loss(model, batch).mean()
+
+    with pytest.raises(ConfigError, match=r"own/classes: its loss of 5 samples has shape \(\)"):
+        scores_of(Mean(), Net(), some(), "loss")  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_of_the_output_has_no_bound() -> None:
+    class Weights(Classes):
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            del model
+            return batch.inputs.sum(dim=1)
+
+    with pytest.raises(ConfigError, match="choose scored_by='loss'"):
+        scores_of(Weights(), Net(), some(), "gradient_bound")  # type: ignore[arg-type]
+
+
+# --- when it is taken -------------------------------------------------------------------------------------------
+
+LATENCY_S, SAMPLE_S, BATCH = 1.0, 0.125, 4
+"""An exchange of two replicas takes one latency."""
+
+
+def run(
+    sampler: Callable[[int], Any],
+    *,
+    schedule: str = "synchronous",
+    steps: int = 3,
+    latency_s: float = LATENCY_S,
+) -> tuple[list[Replica], list[list[Event]]]:
+    world = VirtualWorld(2, LinkModel(latency_s), SAMPLE_S)
+    events: list[list[Event]] = [[], []]
+    replicas = [
+        make_replica(
+            runtime,
+            Quadratic(dim=6, samples=64),
+            recipe("synchronous").but(schedule=schedule, sampler=sampler),
+            Training(steps, BATCH, 0.05, seed=3),
+            Telemetry(rank, events[rank].append),
+            shares=[torch.arange(0, 40), torch.arange(40, 64)],
+        )
+        for rank, runtime in enumerate(world.runtimes)
+    ]
+    world.run([replica.run() for replica in replicas])
+    return replicas, events
+
+
+def steps_of(events: list[Event], key: str) -> list[Any]:
+    return [event[key] for event in events if event["event"] == "step"]
+
+
+def test_scores_are_taken_while_the_exchange_is_under_way() -> None:
+    (first, _), events = run(Scored)
+    computing = 3 * BATCH * SAMPLE_S
+    assert steps_of(events[0], "duration_s") == [pytest.approx(computing + LATENCY_S)] * 3
+    assert steps_of(events[0], "scoring_s") == [pytest.approx(5 * SAMPLE_S)] * 3
+    assert steps_of(events[0], "exposed_s") == [pytest.approx(LATENCY_S - 5 * SAMPLE_S)] * 3
+    sampler = first.parts.sampler
+    assert isinstance(sampler, Scored)
+    assert [(step, ids) for step, ids, _ in sampler.seen] == [
+        (step, ids) for step in range(3) for ids in ([0, 1, 2], [0, 1])
+    ]
+    for spare in sampler.spares:
+        seconds = (spare.compute_s, spare.wait_s, spare.scoring_s)
+        assert seconds == pytest.approx((computing, LATENCY_S, 5 * SAMPLE_S))
+        assert (spare.scored, spare.overlaps) == (5, False)
+
+
+def test_what_takes_longer_than_the_exchange_is_waited_for_and_seen() -> None:
+    (first, _), events = run(lambda seed: Scored(seed, [16]))
+    computing = 3 * BATCH * SAMPLE_S
+    assert steps_of(events[0], "duration_s") == [pytest.approx(computing + 16 * SAMPLE_S)] * 3
+    assert steps_of(events[0], "exposed_s") == [pytest.approx(0)] * 3
+    assert isinstance(first.parts.sampler, Scored)
+    assert [spare.wait_s for spare in first.parts.sampler.spares] == [pytest.approx(LATENCY_S)] * 3
+    end = events[0][-1]
+    assert end["time_s"]["scoring"] == pytest.approx(3 * 16 * SAMPLE_S)  # type: ignore[index,call-overload]
+
+
+def test_exchanges_beside_computing_say_so() -> None:
+    (first, _), _ = run(Scored, schedule="pipelined(width=2)")
+    assert isinstance(first.parts.sampler, Scored)
+    assert all(spare.overlaps for spare in first.parts.sampler.spares)
+
+
+def test_scores_are_those_of_the_model_before_the_update_and_change_no_bit() -> None:
+    scored, _ = run(Scored)
+    plain, events = run(Uniform)
+    for one, other in zip(scored, plain, strict=True):
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            assert same_bits(a, b)
+    assert all("scoring_s" not in event for event in events[0])
+    assert isinstance(scored[0].parts.sampler, Scored)
+    fresh, _ = run(Scored, steps=1)
+    assert isinstance(fresh[0].parts.sampler, Scored)
+    at_start = fresh[0].parts.sampler.seen[0][2]
+    assert same_bits(scored[0].parts.sampler.seen[0][2], at_start)
+
+
+def test_a_sampler_that_scores_needs_a_share() -> None:
+    world = VirtualWorld(1)
+    with pytest.raises(ConfigError, match="--partition iid"):
+        make_replica(
+            world.runtimes[0],
+            Quadratic(dim=6, samples=64),
+            recipe("synchronous").but(sampler=Scored),
+            Training(2, BATCH, 0.05),
+        )
+
+
+class Weighed(Uniform):
+    """Steps that weigh by the replica's share, with something to tell."""
+
+    def next(self, view: PoolView) -> Draw:
+        return Draw(super().next(view).ids, weight=view.share, told={"said": view.step})
+
+
+def test_a_draw_weighs_and_tells() -> None:
+    replicas, events = run(Weighed, steps=1)
+    assert steps_of(events[0], "said") == [0]
+    task, shares = Quadratic(dim=6, samples=64), (torch.arange(40), torch.arange(40, 64))
+    plain, training = recipe("synchronous"), Training(1, BATCH, 0.05, seed=3)
+    model = make_replica(VirtualWorld(1).runtimes[0], task, plain, training).model
+    (parameter,) = model.parameters()
+    gradient = torch.zeros_like(parameter)
+    for rank, (share, weight) in enumerate(zip(shares, (40 / 32, 24 / 32), strict=True)):
+        ids = plain.parts(3, rank).sampler.next(PoolView(0, 0, 1, BATCH, len(share))).ids
+        model.zero_grad()
+        task.loss(model, task.datasets()[0].take(share[ids], train=True)).mean().backward()
+        assert parameter.grad is not None
+        gradient += weight * parameter.grad / 2
+    (moved,) = replicas[0].model.parameters()
+    torch.testing.assert_close(moved.detach(), parameter.detach() - 0.05 * gradient)
