@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,21 +14,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.replica import load_tree, save_tree
-from farflung.sampling import SAMPLERS, Uniform
-from farflung.types import Draw, PoolView, Sampler, State
+from farflung.sampling import SAMPLERS, GroupedImportance, Uniform
+from farflung.types import Decision, Draw, Json, PoolView, Sampler, Scores, Spare, State
 from tests.helpers import same_bits, same_tree
 
-ROWS: dict[str, Callable[[int], Sampler]] = {
-    "uniform": Uniform,
+
+@dataclass(frozen=True)
+class Row:
+    """One sampler to try: adding a sampler is adding a row.
+
+    Args:
+      make: from a seed that is equal on all replicas.
+      fewest: samples that it can pick from.
+    """
+
+    make: Callable[[int], Sampler]
+    fewest: int = 1
+
+
+ROWS: dict[str, Row] = {
+    "grouped_importance": Row(GroupedImportance, fewest=8),
+    "grouped_importance (by time)": Row(partial(GroupedImportance, groups="bacc", chunk=3, every=2)),
+    "grouped_importance (exact)": Row(partial(GroupedImportance, groups=1, chosen=1, estimator="exact")),
+    "grouped_importance (that may be uniform)": Row(
+        partial(GroupedImportance, groups=5, switch=True, scored_by="gradient_bound"), fewest=5
+    ),
+    "uniform": Row(Uniform),
 }
-"""Adding a sampler is adding a row: how to make one from a seed that is equal on all replicas."""
+"""Keys are names in SAMPLERS, with a word in brackets where one name has several rows."""
 
 POOL = 50
 
 
 @pytest.fixture(params=ROWS)
-def make(request: pytest.FixtureRequest) -> Callable[[int], Sampler]:
+def row(request: pytest.FixtureRequest) -> Row:
     return ROWS[request.param]
+
+
+@pytest.fixture
+def make(row: Row) -> Callable[[int], Sampler]:
+    return row.make
 
 
 def view(step: int, rank: int = 0, size: int = 2, batch_size: int = 8, pool: int = POOL) -> PoolView:
@@ -34,7 +61,25 @@ def view(step: int, rank: int = 0, size: int = 2, batch_size: int = 8, pool: int
 
 
 def draws(sampler: Sampler, steps: range, rank: int = 0) -> list[Draw]:
-    return [sampler.next(view(step, rank)) for step in steps]
+    taken = []
+    for step in steps:
+        taken.append(sampler.next(view(step, rank)))
+        if isinstance(sampler, Scores):
+            score(sampler, view(step, rank))
+    return taken
+
+
+def score(sampler: Scores, seen: PoolView) -> None:
+    """What a replica does in the wait of a step: a sample's score falls with its number, and as steps go by."""
+
+    def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
+        return Decision(name, step, local(), rank=seen.rank)
+
+    count = 0
+    for ids in sampler.due(seen, decide):
+        sampler.scored(ids, 3.0 / (1 + ids + seen.step), seen.step)
+        count += len(ids)
+    sampler.observe(Spare(1.0, 0.5 + seen.step % 3, 0.1 * count, count, overlaps=False))
 
 
 def same_draws(one: list[Draw], other: list[Draw]) -> bool:
@@ -47,7 +92,7 @@ def same_draws(one: list[Draw], other: list[Draw]) -> bool:
 
 
 def test_the_table_has_every_sampler() -> None:
-    assert set(ROWS) == set(SAMPLERS)
+    assert {name.partition(" ")[0] for name in ROWS} == set(SAMPLERS)
 
 
 def test_a_batch_is_ids_of_the_pool_and_their_weights(make: Callable[[int], Sampler]) -> None:
@@ -89,9 +134,10 @@ def test_it_resumes_where_it_was_saved(make: Callable[[int], Sampler], done: int
     assert same_draws(draws(resumed, range(done, done + 10)), wanted)
 
 
-def test_a_pool_of_one_sample_serves(make: Callable[[int], Sampler]) -> None:
-    draw = make(3).next(view(0, rank=1, size=3, pool=1))
-    assert draw.ids.unique().tolist() == [0]
+def test_as_few_samples_as_it_takes_serve(row: Row) -> None:
+    draw = row.make(3).next(view(0, rank=1, size=3, pool=row.fewest))
+    assert draw.ids.shape == (8,)
+    assert set(draw.ids.tolist()) <= set(range(row.fewest))
 
 
 # --- uniform ----------------------------------------------------------------------------------------------------

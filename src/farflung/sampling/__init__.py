@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
+from farflung.sampling.bacc import Bacc
+from farflung.sampling.grouped_importance import GroupedImportance
 from farflung.sampling.uniform import Uniform
 from farflung.types import Sampler
 
-__all__ = ["SAMPLERS", "Uniform"]
+__all__ = ["SAMPLERS", "Bacc", "GroupedImportance", "Uniform"]
 
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
+    "grouped_importance": GroupedImportance,
     "uniform": Uniform,
 }
 """All of them by name; each is made from its seed."""

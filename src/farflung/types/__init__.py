@@ -29,7 +29,7 @@ from farflung.types.exchange import (
     Seeds,
     StateSlot,
 )
-from farflung.types.sampling import Draw, PoolView, Sampler, ScoredBy, Scores, Spare
+from farflung.types.sampling import Carries, Draw, PoolView, Sampler, ScoredBy, Scores, Spare
 from farflung.types.schedule import (
     Bucket,
     Fragment,
@@ -67,6 +67,7 @@ __all__ = [
     "Arrivals",
     "Batch",
     "Bucket",
+    "Carries",
     "Channel",
     "ChecksRun",
     "Codec",

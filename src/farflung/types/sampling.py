@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Decision
 
-__all__ = ["Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
+__all__ = ["Carries", "Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
 
 ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
 """What a sample is judged by: its loss, or the norm of its loss's gradient with respect to the model's output."""
@@ -120,4 +120,29 @@ class Scores(Protocol):
 
     def observe(self, spare: Spare) -> None:
         """What the step had to spare; once a step, after its update."""
+        ...
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """A sampler whose scores go along with samples that change their owner.
+
+    A slot is the number by which a replica knows a sample; there are as many afterwards as before. A score below 0 says
+    that its sample was never scored.
+    """
+
+    def outgoing(self, count: int, step: int) -> SampleIds:
+        """The slots whose samples are given away at a step: ``count`` distinct ones.
+
+        Raises:
+          ConfigError: there are not as many.
+        """
+        ...
+
+    def scores_of(self, ids: SampleIds) -> Tensor:
+        """What is known of the samples in these slots, float32."""
+        ...
+
+    def incoming(self, ids: SampleIds, scores: Tensor) -> None:
+        """The slots hold other samples now, with the scores that their owners knew."""
         ...

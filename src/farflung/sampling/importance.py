@@ -1,0 +1,145 @@
+r"""What importance sampling computes: probabilities and weights from scores, and what they are worth.
+
+A batch of b of the n samples of a group is drawn with replacement, sample j with the probability
+:math:`q_j = I_j / \sum_m I_m`, and weighs :math:`1 / (n q_j) = \bar{I} / I_j`; so its weighted mean loss expects to be
+the mean loss of the group. All here is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "importance_weights",
+    "probabilities",
+    "quotas",
+    "smoothed",
+    "speed_up",
+    "speed_up_threshold",
+    "variance_ratio",
+    "with_replacement",
+    "without_replacement",
+]
+
+
+def smoothed(scores: Tensor, smoothing: float) -> Tensor:
+    r""":math:`I_j = s_j + c \bar{s}`; all 1 where all scores are 0.
+
+    With c above 0 no weight exceeds :math:`(1 + c) / c`, and no sample is left out for a score of 0.
+
+    Args:
+      scores: s, none below 0.
+      smoothing: c.
+    """
+    scores = scores.double()
+    mean = scores.mean()
+    return scores + smoothing * mean if mean > 0 else torch.ones_like(scores)
+
+
+def probabilities(importances: Tensor) -> Tensor:
+    """q, which sums up to 1; uniform where all importances are 0."""
+    total = importances.double().sum()
+    return importances / total if total > 0 else torch.full_like(importances, 1 / len(importances)).double()
+
+
+def importance_weights(importances: Tensor) -> Tensor:
+    r""":math:`\bar{I} / I_j`; infinite where a sample is never drawn."""
+    importances = importances.double()
+    return importances.mean() / importances
+
+
+def variance_ratio(norms: Tensor, importances: Tensor) -> float:
+    r"""The second moment of a drawn sample's weighted gradient, over that of a sample drawn uniformly.
+
+    .. math::
+        \frac{E_q \lVert w_j g_j \rVert^2}{E_u \lVert g_j \rVert^2}
+        = \bar{I} \cdot \frac{\frac{1}{n} \sum_j s_j^2 / I_j}{\frac{1}{n} \sum_j s_j^2}
+
+    Both variances are these moments less the same square of the mean gradient, so importance sampling has the smaller
+    variance just where this is below 1. It is least, :math:`\bar{s}^2 / \overline{s^2}`, for I = s.
+
+    Args:
+      norms: s, of the samples' gradients or what stands for them: where scores do, it is an estimate that is as good
+        as they are.
+      importances: I, by which samples are drawn.
+
+    Returns:
+      1 where all norms are 0.
+
+    References: after Alain et al. 2015.
+    """
+    squares = norms.double() ** 2
+    if not squares.any():
+        return 1.0
+    importances = importances.double()
+    weighted = torch.where(squares > 0, squares / importances, 0.0)
+    return float(importances.mean() * weighted.mean() / squares.mean())
+
+
+def speed_up(scores: Tensor) -> float:
+    r""":math:`\tau = \sqrt{B \sum_j g_j^2}`: by how much the batch would have to grow for a uniform one to be as good.
+
+    g are the probabilities that the B scores themselves would give, without smoothing; so it is 1 for equal ones.
+
+    References: Katharopoulos & Fleuret 2018, whose code has it as
+    :math:`(1 - \sum_j (g_j - 1/B)^2 / \sum_j g_j^2)^{-1/2}`, which is the same.
+    """
+    return math.sqrt(len(scores) * float((probabilities(scores) ** 2).sum()))
+
+
+def speed_up_threshold(candidates: int, batch_size: int) -> float:
+    r""":math:`\tau_{th} = (B + 3b) / 3b`: what :math:`\tau` has to exceed for scoring to be worth its time.
+
+    As long as a backward pass takes two forward passes, and scoring is done instead of training.
+
+    Args:
+      candidates: B, samples that are scored for a batch.
+      batch_size: b.
+
+    References: Katharopoulos & Fleuret 2018.
+    """
+    return (candidates + 3 * batch_size) / (3 * batch_size)
+
+
+def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
+    """``total`` shared out by ``sizes``, in whole numbers.
+
+    They sum up to ``total``, each is its exact share rounded up or down, and expects to be that share.
+
+    Args:
+      total: what is shared out.
+      sizes: int64, not all 0.
+      generator: of the one random number that all roundings depend on.
+
+    Returns:
+      int64, of the shape of ``sizes``.
+    """
+    bounds = sizes.cumsum(0)
+    whole = int(bounds[-1])
+    offset = int(torch.randint(whole, (), generator=generator))
+    marks = (total * bounds + offset) // whole
+    return marks.diff(prepend=marks.new_zeros(1))
+
+
+def with_replacement(importances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Positions of ``count`` samples, each drawn by its importance; never one whose importance is 0."""
+    bounds = importances.double().cumsum(0)
+    at = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
+    return torch.searchsorted(bounds, at, right=True)
+
+
+def without_replacement(logs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Positions of ``count`` distinct samples, one after the other drawn by its importance among those left.
+
+    As the largest of logarithms that Gumbel's noise is added to, so importances may differ by any factor.
+
+    Args:
+      logs: logarithms of importances; minus infinity comes last.
+      count: at most as many as there are.
+      generator: of the noise.
+    """
+    waits = torch.empty(len(logs), dtype=torch.float64).exponential_(generator=generator)
+    return (logs.double() - waits.log()).topk(count).indices

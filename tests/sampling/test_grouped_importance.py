@@ -1,0 +1,511 @@
+"""Mercury's sampler: what is scored when, and that batches by scores still stand for all samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.errors import ConfigError, RunLost
+from farflung.recipes import Recipe
+from farflung.replica import load_tree, save_tree
+from farflung.sampling import SAMPLERS, GroupedImportance
+from farflung.sampling.importance import smoothed, speed_up, variance_ratio
+from farflung.spec import build
+from farflung.types import Carries, Decision, Draw, Json, PoolView, SampleIds, Scores, Spare
+from tests.helpers import same_tree
+
+N = 40
+
+
+def view(step: int, pool: int | SampleIds = N, batch_size: int = 8, share: float = 1.0) -> PoolView:
+    return PoolView(step, 0, 1, batch_size, pool, share)
+
+
+def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
+    return Decision(name, step, local(), rank=0)
+
+
+def train(
+    sampler: GroupedImportance, steps: range, scores: Tensor, pool: int | SampleIds = N
+) -> tuple[list[Draw], list[Tensor]]:
+    """Some steps in which samples always have the same scores; the batches, and what was scored in each wait."""
+    draws, groups = [], []
+    for step in steps:
+        draws.append(sampler.next(view(step, pool)))
+        chunks = sampler.due(view(step, pool), decide)
+        for ids in chunks:
+            sampler.scored(ids, scores[ids], step)
+        groups.append(torch.cat([torch.empty(0, dtype=torch.int64), *chunks]))
+        sampler.observe(Spare(1.0, 0.36, 0.01 * len(groups[-1]), len(groups[-1]), overlaps=False))
+    return draws, groups
+
+
+def some(seed: int = 0, count: int = N) -> Tensor:
+    """Scores that differ by a lot."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(1.5).exp()
+
+
+def within(values: Tensor, mean: float, errors: float = 4.0) -> bool:
+    """Whether a mean is where its standard error lets it be."""
+    return abs(float(values.mean()) - mean) <= errors * float(values.std()) / math.sqrt(len(values))
+
+
+def of_batch(draw: Draw, values: Tensor) -> Tensor:
+    """The mean over a batch, as a replica takes it."""
+    assert draw.weights is not None
+    return (draw.weights * values[draw.ids]).mean()
+
+
+def means(sampler: GroupedImportance, values: Tensor, tries: int, batch_size: int = 8) -> Tensor:
+    """Means over many batches, from the same groups and scores: as steps go by, all ages grow alike."""
+    batches = [sampler.next(view(1000 + each, len(values), batch_size)) for each in range(tries)]
+    return torch.stack([of_batch(draw, values) for draw in batches])
+
+
+# --- groups -----------------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 60), groups=st.integers(1, 60), chunk=st.integers(1, 20), seed=st.integers(0, 5))
+def test_a_fixed_number_of_groups_scores_each_sample_once_in_as_many_steps(
+    count: int, groups: int, chunk: int, seed: int
+) -> None:
+    groups = min(groups, count)
+    sampler = GroupedImportance(seed, groups=groups, chosen=1, chunk=chunk)
+    _, scored = train(sampler, range(3 * groups), torch.ones(count), count)
+    assert all(count // groups <= len(ids) <= -(-count // groups) for ids in scored)
+    assert sorted(torch.cat(scored[:groups]).tolist()) == list(range(count))
+    for step in range(2 * groups):
+        assert torch.equal(scored[step], scored[step + groups]), "the groups stay the same"
+
+
+def test_groups_are_random_ones() -> None:
+    def first(seed: int) -> list[int]:
+        return list(train(GroupedImportance(seed), range(1), torch.ones(N))[1][0].tolist())
+
+    assert sorted(first(1)) != sorted(first(2))
+    assert first(1) == first(1) != sorted(first(1))
+
+
+def test_what_is_due_comes_in_chunks_and_stays_due_until_it_is_scored() -> None:
+    sampler = GroupedImportance(0, groups=4, chunk=3)
+    sampler.next(view(0))
+    due = sampler.due(view(0), decide)
+    assert [len(ids) for ids in due] == [3, 3, 3, 1]
+    assert torch.equal(torch.cat([*sampler.due(view(0), decide)]), torch.cat([*due]))
+    sampler.scored(due[0], torch.ones(3), 0)
+    assert torch.equal(torch.cat([*sampler.due(view(0), decide)]), torch.cat([*due[1:]]))
+
+
+def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_over() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chunk=5, every=4)
+    draws, scored = train(sampler, range(6), some())
+    # A wait of 0.36 s has room for 7 chunks of 5 samples that take 0.01 s each.
+    assert [len(ids) for ids in scored] == [5, *[35] * 5]
+    assert [draw.told["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
+    assert [draw.told["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
+    assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
+
+
+def test_groups_by_time_are_never_more_than_all_samples() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chunk=64)
+    _, scored = train(sampler, range(4), some())
+    assert [sorted(ids.tolist()) for ids in scored] == [list(range(N))] * 4
+
+
+def test_it_keeps_the_protocols() -> None:
+    sampler = GroupedImportance(0, scored_by="gradient_bound")
+    assert isinstance(sampler, Scores)
+    assert isinstance(sampler, Carries)
+    assert sampler.scored_by == "gradient_bound"
+
+
+# --- what batches stand for -------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_is_uniform() -> None:
+    draw = GroupedImportance(0).next(view(0, batch_size=1000))
+    assert draw.weights is not None
+    assert draw.weights.dtype == torch.float32
+    assert draw.weights.tolist() == [1.0] * 1000
+    assert set(draw.ids.tolist()) == set(range(N))
+
+
+def skewed(groups: int, **options: Any) -> tuple[GroupedImportance, Tensor]:
+    """A sampler in the middle of a run, and values that differ much between its groups and within them."""
+    sampler = GroupedImportance(3, groups=groups, **options)
+    scores = some()
+    _, scored = train(sampler, range(groups), scores)
+    values = scores.double() * torch.linspace(0.5, 1.5, N)
+    for place, ids in enumerate(scored):
+        values[ids] += 3.0 * place
+    return sampler, values
+
+
+@pytest.mark.parametrize(("chosen", "batch_size"), [(1, 8), (3, 8), (2, 1), (4, 6)])
+def test_the_exact_estimator_expects_the_mean_over_all_samples(chosen: int, batch_size: int) -> None:
+    sampler, values = skewed(7, chosen=chosen, beta=0.3, estimator="exact")
+    assert within(means(sampler, values, 1500, batch_size), float(values.mean()))
+
+
+def test_the_papers_estimator_does_not_where_groups_differ() -> None:
+    sampler, values = skewed(7, chosen=2, beta=0.3)
+    assert not within(means(sampler, values, 500), float(values.mean()), errors=10)
+
+
+def test_the_papers_estimator_expects_the_mean_of_the_chosen_groups() -> None:
+    sampler, values = skewed(5, chosen=1, beta=50.0)
+    newest = train(GroupedImportance(3, groups=5), range(5), some())[1][-1]
+    assert within(means(sampler, values, 800), float(values[newest].mean()))
+    sampler, values = skewed(5, chosen=5)
+    assert within(means(sampler, values, 800), float(values.mean())), "all of them have all samples"
+
+
+def test_the_papers_estimator_expects_the_mean_over_all_samples_as_groups_are_random() -> None:
+    scores = some()
+    values = scores.double() + torch.linspace(0, 6, N)
+    found = []
+    for seed in range(400):
+        sampler = GroupedImportance(seed, groups=5, chosen=2)
+        train(sampler, range(5 + seed % 5), scores)
+        found.append(of_batch(sampler.next(view(5 + seed % 5)), values))
+    assert within(torch.stack(found), float(values.mean()))
+
+
+@given(seed=st.integers(0, 50), smoothing=st.floats(0.1, 4), beta=st.floats(0, 3))
+@settings(max_examples=25)
+def test_weights_of_the_papers_estimator_have_a_bound(seed: int, smoothing: float, beta: float) -> None:
+    sampler = GroupedImportance(seed, groups=6, smoothing=smoothing, beta=beta)
+    draws, _ = train(sampler, range(15), some(seed))
+    for draw in draws:
+        assert draw.weights is not None
+        assert float(draw.weights.max()) <= (1 + smoothing) / smoothing * (1 + 1e-6)
+
+
+def test_weights_are_the_mean_score_over_that_of_the_sample() -> None:
+    sampler, scores = GroupedImportance(0, groups=1, chosen=1, smoothing=1.0), some()
+    draw = train(sampler, range(3), scores)[0][-1]
+    assert draw.weights is not None
+    importances = smoothed(scores, 1.0)
+    torch.testing.assert_close(draw.weights, (importances.mean() / importances)[draw.ids].float())
+
+
+def test_batches_by_gradient_norms_vary_less_than_uniform_ones() -> None:
+    gradients = some(5).double() * torch.where(torch.arange(N) % 2 == 0, 1.0, -1.0)
+    sampler = GroupedImportance(0, groups=1, chosen=1)
+    train(sampler, range(1), gradients.abs().float())
+    drawn, uniform = means(sampler, gradients, 1500), means(GroupedImportance(0), gradients, 1500)
+    assert within(drawn, float(gradients.mean()))
+    assert float(drawn.var()) < 0.9 * float(uniform.var())
+    square = float(gradients.mean()) ** 2
+    told = sampler.next(view(5000)).told["variance_ratio"]
+    assert isinstance(told, float)
+    second = 8 * uniform.var() + square
+    assert float(8 * drawn.var() + square) == pytest.approx(told * float(second), rel=0.15)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+def test_fresh_groups_are_chosen_more_often(beta: float) -> None:
+    sampler = GroupedImportance(0, groups=4, chosen=1, beta=beta)
+    _, scored = train(sampler, range(4), some())
+    group_of = {int(each): place for place, ids in enumerate(scored) for each in ids}
+    tries = 1500
+    found = Counter(group_of[int(sampler.next(view(1000 + k, batch_size=1)).ids)] for k in range(tries))
+    chances = torch.softmax(beta * torch.arange(4.0), 0).tolist()
+    for place, chance in enumerate(chances):
+        assert abs(found[place] / tries - chance) <= 4 * math.sqrt(chance * (1 - chance) / tries)
+
+
+def test_very_old_groups_still_make_up_the_number_that_is_chosen() -> None:
+    sampler = GroupedImportance(0, groups=4, chosen=4, beta=1e6)
+    train(sampler, range(4), some())
+    told = sampler.next(view(4, batch_size=400))
+    assert len(told.ids.unique()) > N // 2
+
+
+def test_a_sample_without_a_score_counts_as_the_mean_of_its_group() -> None:
+    sampler, scores = GroupedImportance(0, groups=1, chosen=1), some()
+    train(sampler, range(1), scores)
+    sampler.incoming(torch.tensor([4]), torch.tensor([-1.0]))
+    draw = sampler.next(view(1, batch_size=500))
+    assert draw.weights is not None
+    known = torch.cat([scores[:4], scores[5:]])
+    weight = draw.weights[draw.ids == 4]
+    assert len(weight)
+    torch.testing.assert_close(weight, torch.ones_like(weight))
+    other = draw.weights[draw.ids == 3]
+    torch.testing.assert_close(other[0], 1.5 * known.mean() / (scores[3] + 0.5 * known.mean()))
+
+
+# --- seeds and state --------------------------------------------------------------------------------------------
+
+
+def test_replicas_with_shares_of_the_data_draw_unlike_numbers() -> None:
+    recipe = Recipe(sampler="grouped_importance")
+    one, other = (recipe.parts(1, share).sampler.next(view(0)).ids for share in range(2))
+    assert one.tolist() != other.tolist()
+
+
+def test_replicas_that_draw_from_the_same_samples_draw_unlike_numbers() -> None:
+    one, other = (GroupedImportance(0).next(PoolView(0, rank, 2, 8, N)).ids for rank in range(2))
+    assert one.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize("groups", ["4", "'bacc', chunk=3, every=3"])
+@pytest.mark.parametrize("more", ["", ", estimator='exact'", ", switch=True"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_path: Path) -> None:
+    text = f"grouped_importance(groups={groups}{more})"
+    scores = some(count=200)
+
+    def made() -> GroupedImportance:
+        sampler = build("sampler", text, SAMPLERS, {"seed": 5})
+        assert isinstance(sampler, GroupedImportance)
+        return sampler
+
+    def go_on(sampler: GroupedImportance, steps: range) -> list[Any]:
+        told: list[Any] = []
+        for step in steps:
+            pool = torch.arange(3 * step, N + 3 * step) if streams else N
+            (draw,), (group,) = train(sampler, range(step, step + 1), scores, pool)
+            weights = [] if draw.weights is None else draw.weights.tolist()
+            told.append((draw.ids.tolist(), weights, dict(draw.told), group.tolist()))
+        return told
+
+    whole = made()
+    found = go_on(whole, range(12))
+    half = made()
+    assert go_on(half, range(7)) == found[:7]
+    state = half.state_dict()
+    save_tree(tmp_path / "state", {"sampler": state})
+    go_on(half, range(7, 9))
+    resumed = made()
+    resumed.load_state_dict(load_tree(tmp_path / "state")["sampler"])
+    assert go_on(resumed, range(7, 12)) == found[7:]
+    assert same_tree(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_state_does_not_change_as_training_goes_on() -> None:
+    sampler = GroupedImportance(0)
+    train(sampler, range(3), some())
+    state = sampler.state_dict()
+    kept = {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+    resumed = GroupedImportance(0)
+    resumed.load_state_dict(state)
+    for each in (sampler, resumed):
+        train(each, range(3, 6), some(1))
+        each.incoming(torch.arange(5), torch.full((5,), 9.0))
+    assert same_tree(state, kept)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------
+
+
+def test_of_a_stream_those_held_are_drawn_and_the_stream_says_what_a_batch_weighs() -> None:
+    sampler = GroupedImportance(0)
+    pool = torch.tensor([90, 7, 41])
+    draw = sampler.next(view(0, pool, batch_size=64))
+    assert set(draw.ids.tolist()) == {90, 7, 41}
+    assert draw.weight is None
+    draw = sampler.next(view(1, torch.tensor([41, 3]), batch_size=64))
+    assert set(draw.ids.tolist()) == {41, 3}
+
+
+def test_of_a_stream_the_oldest_scores_are_renewed_first() -> None:
+    sampler = GroupedImportance(0, groups=2, chosen=1)
+
+    def step(at: int, pool: list[int]) -> list[int]:
+        _, (group,) = train(sampler, range(at, at + 1), torch.ones(10), torch.tensor(pool))
+        return list(group.tolist())
+
+    assert step(0, [6, 5, 4, 3]) == [6, 5]
+    assert step(1, [6, 5, 4, 3]) == [4, 3]
+    assert step(2, [6, 5, 4, 3, 9, 8]) == [9, 8, 6], "what has no score comes before"
+    assert step(3, [5, 4, 3, 8, 6]) == [5, 4, 3]
+    assert step(4, [8, 6, 5]) == [8, 6]
+
+
+def test_what_is_new_in_a_stream_is_in_the_newest_group_and_counts_as_its_mean() -> None:
+    sampler = GroupedImportance(0, groups=1, chosen=1, beta=100.0)
+    train(sampler, range(5), torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
+    draw = sampler.next(view(5, torch.tensor([0, 1, 2]), batch_size=300))
+    assert draw.weights is not None
+    assert set(draw.ids.tolist()) == {0, 1, 2}
+    weight = {int(each): float(w) for each, w in zip(draw.ids, draw.weights, strict=True)}
+    assert weight == pytest.approx({0: 3 / 2, 1: 3 / 4, 2: 1.0})
+
+
+def test_a_score_outlasts_others_coming_and_going() -> None:
+    sampler = GroupedImportance(0, groups=1, chosen=1)
+    train(sampler, range(1), some(), torch.tensor([8, 2, 5]))
+    sampler.next(view(1, torch.tensor([2, 30, 8])))
+    assert sampler.scores_of(torch.tensor([8, 30, 2, 5])).tolist() == [some()[8], -1.0, some()[2], -1.0]
+
+
+def test_of_a_stream_that_is_used_up_nothing_is_scored() -> None:
+    sampler = GroupedImportance(0)
+    sampler.next(view(0, torch.arange(4)))
+    assert not sampler.due(view(0, torch.arange(0)), decide)
+
+
+# --- what else is told and weighed ------------------------------------------------------------------------------
+
+
+def test_a_batch_of_all_samples_weighs_as_many_as_the_replica_has() -> None:
+    assert GroupedImportance(0).next(view(0, share=1.25)).weight == 1.25
+
+
+def test_telemetry_says_what_importance_is_worth() -> None:
+    sampler, scores = GroupedImportance(0, groups=5), some()
+    draws, scored = train(sampler, range(4), scores)
+    assert draws[0].told == {"groups": 1, "scored": 0, "variance_ratio": 1.0, "tau": 0.0}
+    tau = 0.0
+    for step in range(1, 4):
+        newest = scores[scored[step - 1]]
+        tau = 0.9 * tau + 0.1 * speed_up(newest)
+        told = {"variance_ratio": variance_ratio(newest, smoothed(newest, 0.5)), "tau": tau}
+        assert draws[step].told == pytest.approx({"groups": step + 1, "scored": 8, **told})
+    json.dumps(dict(draws[-1].told))
+
+
+# --- the switch -------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_uniform_until_importance_is_worth_its_scoring() -> None:
+    scores = torch.zeros(N)
+    scores[7] = 1.0  # tau comes to the root of 40, the threshold is (40 + 24) / 24
+    sampler = GroupedImportance(0, groups=1, chosen=1, switch=True)
+    draws, _ = train(sampler, range(9), scores)
+    taus = [draw.told["tau"] for draw in draws]
+    assert taus == pytest.approx([math.sqrt(40) * (1 - 0.9**step) for step in range(9)])
+    on = [draw.weights is not None for draw in draws]
+    assert on == [math.sqrt(40) * (1 - 0.9**step) > 64 / 24 for step in range(9)]
+    assert not on[0]
+    assert on[-1]
+    uniform = torch.cat([draw.ids for draw in draws[:5]])
+    assert sorted(uniform.tolist()) == list(range(N)), "passes, each sample once"
+
+
+def test_batches_are_uniform_again_when_scores_have_become_alike() -> None:
+    scores = torch.zeros(N)
+    scores[7] = 1.0
+    sampler = GroupedImportance(0, groups=1, chosen=1, switch=True)
+    train(sampler, range(9), scores)
+    draws, _ = train(sampler, range(9, 60), torch.ones(N))
+    assert draws[-1].weights is None
+    assert draws[-1].weight == 1.0
+
+
+# --- samples that change their owner ----------------------------------------------------------------------------
+
+
+@given(count=st.integers(0, N), groups=st.integers(1, 9), step=st.integers(0, 40))
+@settings(max_examples=40)
+def test_what_is_given_away_is_of_each_group_its_share(count: int, groups: int, step: int) -> None:
+    sampler = GroupedImportance(0, groups=groups, chosen=1)
+    _, scored = train(sampler, range(groups), some())
+    slots = sampler.outgoing(count, step)
+    assert len(set(slots.tolist())) == len(slots) == count
+    for ids in scored:
+        share = count * len(ids) / N
+        assert math.floor(share) <= int(torch.isin(slots, ids).sum()) <= math.ceil(share)
+
+
+def test_what_is_given_away_goes_by_importance() -> None:
+    sampler, tries = GroupedImportance(0, groups=1, chosen=1), 2000
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    train(sampler, range(1), scores, pool=4)
+    found = torch.bincount(torch.cat([sampler.outgoing(1, step) for step in range(tries)])) / tries
+    wanted = (scores + 1.25) / 15
+    assert bool(((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / tries).sqrt()).all())
+
+
+def test_no_more_is_given_away_than_there_is() -> None:
+    sampler = GroupedImportance(0)
+    sampler.next(view(0))
+    with pytest.raises(ConfigError, match="41 samples are to be given away, and there are 40"):
+        sampler.outgoing(N + 1, 0)
+
+
+def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
+    sampler, scores = GroupedImportance(0, groups=4), some()
+    train(sampler, range(3), scores)
+    before = sampler.state_dict()
+    slots = sampler.outgoing(6, 3)
+    brought = torch.tensor([5.0, -1.0, 0.0, 1.0, 2.0, 3.0])
+    sampler.incoming(slots, brought)
+    after = sampler.state_dict()
+    assert sampler.scores_of(slots).tolist() == brought.tolist()
+    assert sampler.scores_of(slots).dtype == torch.float32
+    others = torch.tensor([each for each in range(N) if each not in slots.tolist()])
+    assert torch.equal(after["scores"][others], before["scores"][others])
+    assert all(same_tree(after[key], before[key]) for key in before if key != "scores")
+
+
+def test_a_score_that_is_carried_is_the_one_that_was_made_and_below_0_where_there_is_none() -> None:
+    sampler, scores = GroupedImportance(0, groups=2), some()
+    _, (group,) = train(sampler, range(1), scores)
+    others = torch.tensor([each for each in range(N) if each not in group.tolist()])
+    assert torch.equal(sampler.scores_of(group), scores[group])
+    assert bool((sampler.scores_of(others) < 0).all())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_more_groups_than_samples_are_refused() -> None:
+    sampler = GroupedImportance(0)
+    with pytest.raises(ConfigError, match="groups 8 for the 7 samples of this replica"):
+        sampler.next(view(0, 7))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_end_the_run(odd: float) -> None:
+    sampler = GroupedImportance(0)
+    sampler.next(view(0))
+    with pytest.raises(RunLost, match="2 of 3 scores at step 17 are not finite: lower the learning rate"):
+        sampler.scored(torch.arange(3), torch.tensor([odd, 1.0, odd]), 17)
+
+
+def test_scores_below_zero_are_refused() -> None:
+    sampler = GroupedImportance(0)
+    sampler.next(view(0))
+    with pytest.raises(ConfigError, match="1 of 2 scores at step 17 are below 0"):
+        sampler.scored(torch.arange(2), torch.tensor([-0.5, 1.0]), 17)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("groups=0", "groups 0 must be at least 1"),
+        ("groups=2.5", "groups 2.5 must be a whole number"),
+        ("groups='auto'", "groups 'auto' must be a whole number or 'bacc'"),
+        ("chosen=0", "chosen 0 must be at least 1"),
+        ("groups=3, chosen=4", "chosen 4 must be at most groups, 3"),
+        ("beta=-1", "beta -1 must be a number of at least 0"),
+        ("smoothing='much'", "smoothing 'much' must be a number of at least 0"),
+        ("scored_by='norm'", "scored_by 'norm' must be 'loss' or 'gradient_bound'"),
+        ("estimator=1", "estimator 1 must be 'paper' or 'exact'"),
+        ("switch=1", "switch 1 must be True or False"),
+        ("chunk=0", "chunk 0 must be at least 1"),
+        ("every=0", "every 0 must be at least 1"),
+        ("share=2", "share 2 must be above 0 and at most 1"),
+    ],
+)
+def test_bad_options(option: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^grouped_importance: {said}$"):
+        build("sampler", f"grouped_importance({option})", SAMPLERS, {"seed": 1})
+
+
+def test_by_time_any_number_of_groups_may_be_chosen() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chosen=50)
+    assert len(sampler.next(view(0)).ids) == 8

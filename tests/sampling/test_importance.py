@@ -1,0 +1,165 @@
+"""What importance sampling computes: weights, their bound, what they are worth, and draws by them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.sampling.importance import (
+    importance_weights,
+    probabilities,
+    quotas,
+    smoothed,
+    speed_up,
+    speed_up_threshold,
+    variance_ratio,
+    with_replacement,
+    without_replacement,
+)
+
+SCORES = st.lists(st.floats(0, 2.0**40, width=32), min_size=1, max_size=30).map(torch.tensor)
+
+
+def random(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+@given(scores=SCORES, smoothing=st.floats(0.01, 8))
+def test_weights_have_their_bound_and_make_the_mean_of_a_group(scores: Tensor, smoothing: float) -> None:
+    importances = smoothed(scores, smoothing)
+    weights = importance_weights(importances)
+    assert float(weights.max()) <= (1 + smoothing) / smoothing * (1 + 1e-9)
+    assert float(weights.min()) > 0
+    q = probabilities(importances)
+    assert float(q.sum()) == pytest.approx(1)
+    assert torch.allclose(q * weights, torch.full_like(q, 1 / len(scores)), rtol=1e-9)
+
+
+def test_smoothing_adds_a_part_of_the_mean() -> None:
+    assert smoothed(torch.tensor([0.0, 1.0, 5.0]), 0.5).tolist() == [1.0, 2.0, 6.0]
+    assert importance_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [3.0, 1.5, 0.5]
+
+
+def test_scores_of_zero_alone_leave_it_uniform() -> None:
+    assert smoothed(torch.zeros(4), 0.5).tolist() == [1.0] * 4
+    assert probabilities(torch.zeros(4)).tolist() == [0.25] * 4
+
+
+# --- what they are worth ----------------------------------------------------------------------------------------
+
+
+def moments(gradients: Tensor, q: Tensor) -> tuple[float, float]:
+    """The trace of the covariance of a drawn sample's weighted gradient, and its second moment, term by term."""
+    weighted = gradients / (len(gradients) * q).unsqueeze(1)
+    second = (q * weighted.square().sum(1)).sum()
+    mean = (q.unsqueeze(1) * weighted).sum(0)
+    assert torch.allclose(mean, gradients.mean(0)), "unbiased"
+    return float(second - mean.square().sum()), float(second)
+
+
+@given(seed=st.integers(0, 1000), smoothing=st.floats(0, 3), spread=st.floats(0.1, 3))
+def test_drawing_by_gradient_norms_has_a_smaller_variance_than_uniform(
+    seed: int, smoothing: float, spread: float
+) -> None:
+    generator = random(seed)
+    sizes = (spread * torch.randn(12, 1, dtype=torch.float64, generator=generator)).exp()
+    gradients = sizes * torch.randn(12, 3, dtype=torch.float64, generator=generator)
+    norms = gradients.norm(dim=1)
+    by_norm, second = moments(gradients, probabilities(smoothed(norms, smoothing)))
+    uniform, plain = moments(gradients, torch.full((12,), 1 / 12, dtype=torch.float64))
+    assert by_norm < uniform
+    assert variance_ratio(norms, smoothed(norms, smoothing)) == pytest.approx(second / plain)
+
+
+@given(scores=SCORES, smoothing=st.floats(0, 8))
+def test_less_smoothing_is_worth_more_and_none_the_most(scores: Tensor, smoothing: float) -> None:
+    assume(bool((scores > 0).any()))
+    ratio = variance_ratio(scores, smoothed(scores, smoothing))
+    best = float(scores.double().mean() ** 2 / (scores.double() ** 2).mean())
+    assert best * (1 - 1e-9) <= ratio <= 1 + 1e-9
+    assert variance_ratio(scores, smoothed(scores, 0.0)) == pytest.approx(best)
+    assert variance_ratio(scores, smoothed(scores, smoothing + 1)) >= ratio * (1 - 1e-9)
+
+
+def test_drawing_against_the_norms_is_worse_than_uniform() -> None:
+    assert variance_ratio(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0])) > 1
+
+
+def test_the_variance_ratio_of_nothing_is_that_of_uniform() -> None:
+    assert variance_ratio(torch.zeros(3), torch.ones(3)) == 1
+    assert variance_ratio(torch.empty(0), torch.empty(0)) == 1
+
+
+@given(scores=SCORES)
+def test_tau_is_that_of_the_published_code(scores: Tensor) -> None:
+    count, g = len(scores), probabilities(scores)
+    lost = float((g - 1 / count).square().sum() / g.square().sum())
+    assume(lost < 1 - 1e-6)
+    assert speed_up(scores) == pytest.approx(1 / math.sqrt(1 - lost))
+    assert 1 - 1e-9 <= speed_up(scores) <= math.sqrt(count) * (1 + 1e-9)
+
+
+def test_tau_of_equal_scores_is_one_and_of_a_single_one_the_root_of_their_number() -> None:
+    assert speed_up(torch.full((7,), 0.3)) == pytest.approx(1)
+    assert speed_up(torch.zeros(7)) == pytest.approx(1)
+    assert speed_up(torch.tensor([0.0, 0.0, 0.0, 2.0])) == pytest.approx(2)
+
+
+def test_the_threshold_is_what_scoring_costs() -> None:
+    assert speed_up_threshold(96, 32) == 2.0
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any).map(torch.tensor)
+
+
+@given(sizes=SIZES, total=st.integers(0, 200), seed=st.integers(0, 100))
+def test_quotas_sum_up_and_are_shares_rounded_up_or_down(sizes: Tensor, total: int, seed: int) -> None:
+    found = quotas(total, sizes, random(seed)).tolist()
+    assert sum(found) == total
+    whole = int(sizes.sum())
+    for quota, size in zip(found, sizes.tolist(), strict=True):
+        assert total * size // whole <= quota <= -(-total * size // whole)
+
+
+def test_quotas_expect_to_be_the_shares() -> None:
+    sizes, total, tries = torch.tensor([1, 5, 4, 7]), 8, 4000
+    generator = random()
+    mean = torch.stack([quotas(total, sizes, generator) for _ in range(tries)]).double().mean(0)
+    assert torch.allclose(mean, total * sizes.double() / 17, atol=4 * 0.5 / math.sqrt(tries))
+
+
+def test_draws_with_replacement_go_by_importance() -> None:
+    importances, tries = torch.tensor([0.0, 1.0, 0.0, 3.0, 6.0, 0.0]), 20_000
+    found = torch.bincount(with_replacement(importances, tries, random()), minlength=6) / tries
+    wanted = importances / 10
+    assert bool((found[wanted == 0] == 0).all())
+    assert bool(((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / tries).sqrt()).all())
+
+
+def test_draws_without_replacement_go_by_importance_among_those_left() -> None:
+    importances, tries = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), 8000
+    generator = random()
+    pairs = torch.stack([without_replacement(importances.log(), 2, generator) for _ in range(tries)])
+    for first in range(3):
+        for second in range(3):
+            found = float(((pairs[:, 0] == first) & (pairs[:, 1] == second)).double().mean())
+            left = float(importances.sum() - importances[first])
+            chance = 0.0 if first == second else float(importances[first] * importances[second]) / (8 * left)
+            assert abs(found - chance) <= 4 * math.sqrt(chance * (1 - chance) / tries)
+
+
+def test_without_replacement_takes_all_there_are_whatever_their_importance() -> None:
+    logs = torch.tensor([-math.inf, 0.0, -5000.0, -math.inf])
+    found = without_replacement(logs, 4, random()).tolist()
+    assert found[:2] == [1, 2]
+    assert sorted(found) == [0, 1, 2, 3]
