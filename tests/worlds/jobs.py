@@ -140,6 +140,39 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
         runtime.close()
 
 
+def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
+    """A replica that scores samples of its own in its waits, on the packaged data."""
+    work, rank, size = trained(), runtime.comm.rank, runtime.comm.size
+    training = Training.resolve(work.defaults, {"steps": steps, "batch_size": 8, "seed": 3})
+    made = recipe("synchronous").but(**parts).parts(training.seed, rank)
+    # Shares of unlike size.
+    whole = torch.arange(len(work.datasets()[0]))
+    share = whole[: len(whole) // 3] if rank == 0 else whole[len(whole) // 3 :][rank - 1 :: size - 1]
+    return Replica(runtime, work, training, made, Telemetry(rank), share=share)
+
+
+def wall_scored(
+    rank: int, size: int, store: dist.Store, *, replay: list[Decision] | None = None, **arguments: Any
+) -> tuple[dict[str, Any], list[Decision]]:
+    """A real replica that scores, and what it has decided."""
+    log = DecisionLog(replay=replay)
+    runtime = WallRuntime(rank, size, store, decisions=log)
+    try:
+        return runtime.run(steps(scored(runtime, **arguments))), log.entries
+    finally:
+        runtime.close()
+
+
+def virtual_scored(
+    size: int, *, replay: list[Decision], **arguments: Any
+) -> list[tuple[dict[str, Any], list[Decision]]]:
+    """All of them in virtual time, by the decisions of the real ones."""
+    log = DecisionLog(replay=replay)
+    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
+    found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
+    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+
+
 def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:
     """A replica whose samples arrive, on a small quadratic."""
     work = Quadratic(dim=6, samples=64)

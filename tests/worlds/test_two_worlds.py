@@ -151,6 +151,7 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
         SCADLES,
         {**SCADLES, "schedule": "pipelined(width=2)"},
         {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
+        {"sampler": "grouped_importance(groups=2)"},
     ],
     ids=str,
 )
@@ -164,3 +165,26 @@ def test_what_a_real_run_made_of_its_arrivals_is_made_again(
     assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}
     assert pool.run(2, "tests.worlds.jobs.wall_streamed", replay=decided, **run) == first
     assert jobs.virtual_streamed(2, replay=decided, **run) == first
+
+
+BACC = "grouped_importance(groups='bacc', chunk=8, every=2"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"sampler": f"{BACC})"},
+        {"sampler": f"{BACC}, scored_by='gradient_bound', estimator='exact')"},
+        {"sampler": f"{BACC})", "schedule": "pipelined(width=2)", "codec": "int8"},
+        {"sampler": f"{BACC})", "schedule": "delayed(delay=2)", "codec": "error_feedback(topk(0.1))"},
+        {"sampler": f"{BACC})", "schedule": "local_sgd(sync_every=2)"},
+    ],
+    ids=str,
+)
+def test_scores_by_each_replicas_clock_are_taken_again(pool: Pool, parts: dict[str, str]) -> None:
+    run: dict[str, Any] = {"parts": parts, "steps": 8}
+    first = pool.run(3, "tests.worlds.jobs.wall_scored", **run)
+    decided = [decision for _, decisions in first for decision in decisions]
+    assert {d.rank for d in decided} == {0, 1, 2}
+    assert pool.run(3, "tests.worlds.jobs.wall_scored", replay=decided, **run) == first
+    assert jobs.virtual_scored(3, replay=decided, **run) == first

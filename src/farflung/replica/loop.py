@@ -89,8 +89,8 @@ class Parts:
 
     @property
     def hold_shares(self) -> bool:
-        """Whether each replica needs samples of its own to pick from."""
-        return isinstance(self.sampler, Scores)
+        """Whether each replica needs samples of its own to pick from; where they stream in, it has those."""
+        return isinstance(self.sampler, Scores) and self.stream.everything
 
 
 @dataclass(frozen=True, slots=True)
