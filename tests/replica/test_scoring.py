@@ -219,6 +219,16 @@ def test_a_sampler_that_scores_needs_a_share() -> None:
         )
 
 
+def test_a_sampler_that_scores_needs_samples_that_stay() -> None:
+    with pytest.raises(ConfigError, match="come and go: choose --sampler uniform"):
+        make_replica(
+            VirtualWorld(1).runtimes[0],
+            Quadratic(dim=6, samples=64),
+            recipe("synchronous").but(sampler=Scored, stream="rate(100.0)"),
+            Training(2, BATCH, 0.05),
+        )
+
+
 class Weighed(Uniform):
     """Steps that weigh by the replica's share, with something to tell."""
 

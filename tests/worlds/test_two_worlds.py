@@ -151,7 +151,6 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
         SCADLES,
         {**SCADLES, "schedule": "pipelined(width=2)"},
         {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
-        {"sampler": "grouped_importance(groups=2)"},
     ],
     ids=str,
 )

@@ -89,8 +89,8 @@ class Parts:
 
     @property
     def hold_shares(self) -> bool:
-        """Whether each replica needs samples of its own to pick from; where they stream in, it has those."""
-        return isinstance(self.sampler, Scores) and self.stream.everything
+        """Whether each replica needs samples of its own to pick from."""
+        return isinstance(self.sampler, Scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +102,20 @@ class _Drawn:
       weights: of each, for importance; ``None``: all weigh 1.
       weight: of the step in the mean; ``None``: by the number of samples.
       told: what telemetry says of the stream and the sampler.
-      pool: what they were picked from; see :class:`farflung.types.PoolView`.
     """
 
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
     told: Mapping[str, Json]
-    pool: int | SampleIds
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        told = dict(self.told)
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
+        return {"ids": self.ids, **weights, "weight": self.weight, "told": dict(self.told)}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"])
 
 
 def _never() -> bool:
@@ -202,6 +199,11 @@ class Replica:
             self._share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = Subset(self._train, self.share)
         parts = self.parts
+        if isinstance(parts.sampler, Scores) and not parts.stream.everything:
+            raise ConfigError(
+                f"sampler {type(parts.sampler).__name__} picks from all samples of a replica, and those of "
+                f"{type(parts.stream).__name__} come and go: choose --sampler uniform, or leave out --stream"
+            )
         if parts.hold_shares and self.share is None:
             raise ConfigError(
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
@@ -438,11 +440,11 @@ class Replica:
         wanted = self.training.batch_size if arrivals.count is None else arrivals.count
         sharing = self.parts.sharing
         size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
-        pool = len(self._train) if stream.everything else arrivals.ids
+        pool = len(self._train) if stream.everything else arrivals.ids[:size]
         draw = self.parts.sampler.next(self._view(pool, size))
         held: dict[str, Json] = {} if self._even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told})
 
     def _view(self, pool: int | SampleIds, count: int) -> PoolView:
         comm = self.runtime.comm
@@ -450,13 +452,10 @@ class Replica:
         return PoolView(self.step_done, rank, members, count, pool, self._share_of_mean)
 
     async def _score_meanwhile(self) -> Spare | None:
-        """Scores samples, where the sampler wants that; none that the step has used up."""
+        """Scores samples, where the sampler wants that."""
         if self._scoring is None:
             return None
-        assert self._drawn is not None
-        pool, used = self._drawn.pool, self._drawn.ids
-        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
-        return await self._scoring.meanwhile(self._view(left, len(used)))
+        return await self._scoring.meanwhile(self._view(len(self._train), self.training.batch_size))
 
     async def _shared(self, rows: Batch) -> Batch:
         """The step's rows after a round of the sharing."""
@@ -472,8 +471,7 @@ class Replica:
         """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
         assert self._drawn is not None
         drawn, self._drawn = self._drawn, None
-        used = drawn.ids if self._scoring is None else drawn.ids.unique()
-        self.parts.stream.commit(used, step=self.step_done)
+        self.parts.stream.commit(drawn.ids, step=self.step_done)
         return drawn.told
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
