@@ -116,6 +116,16 @@ def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_ov
     assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
 
 
+def test_groups_of_unlike_sizes_give_as_many_to_a_batch_as_they_have() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chunk=5)
+    _, (small, large) = train(sampler, range(2), some())
+    assert (len(small), len(large)) == (5, 35)
+    for step in range(2, 12):
+        ids = sampler.next(view(step)).ids
+        assert int(torch.isin(ids, small).sum()) == 1
+        assert int(torch.isin(ids, large).sum()) == 7
+
+
 def test_groups_by_time_are_never_more_than_all_samples() -> None:
     sampler = GroupedImportance(0, groups="bacc", chunk=64)
     _, scored = train(sampler, range(4), some())
