@@ -17,7 +17,7 @@ from benchmarks.presets.methods import RATES, parts_of
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runs.uncharged import coding_told
-from farflung.schedules import PostLocalSGD
+from farflung.schedules import Delayed, Pipelined, PostLocalSGD
 from farflung.telemetry import Event
 from farflung.types import Schedule
 from farflung.workloads import workload
@@ -95,8 +95,14 @@ class Paces:
 
 
 def block(schedule: Schedule) -> int:
-    """Steps after which a schedule does the same again."""
-    return int(getattr(schedule, "sync_every", getattr(schedule, "period", 1)))
+    """Steps after which times repeat: a block, or where results are late, until those of a block are back and it ends."""
+    match schedule:
+        case Delayed(delay=int(delay)):
+            return delay + schedule.period
+        case Pipelined():
+            return schedule.width
+        case _:
+            return int(getattr(schedule, "sync_every", 1))
 
 
 def paces(preset: str, network: str, *, quick: bool = False) -> Paces:
