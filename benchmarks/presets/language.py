@@ -47,9 +47,6 @@ Curve: TypeAlias = list[tuple[int, float, int, float]]
 NODES, DEVICE = 4, "cpu-core"
 EVALUATED = (0.125, 0.25, 0.375, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 """After these shares of the steps; closer together where losses come near to their best."""
-BY_CLOCK = 41
-"""First steps of what decides by the clock: ``delayed`` has asked for times twice by then, and two blocks of
-``adacomm`` are over."""
 FEW = 64
 """Windows that say whether scoring is what it was."""
 
@@ -89,7 +86,8 @@ class Language:
         parts = recipe(self.preset).parts(self.seed)
         model = workload(self.workload).model(generator(self.seed, "model"))
         found = first_steps(model, parts.schedule, parts.reducer, self.steps)
-        return min(self.steps, max(found, BY_CLOCK)) if self.network else found
+        two_blocks = 2 * getattr(parts.schedule, "sync_every", 0) + 1  # of all fragments, and by the clock
+        return min(self.steps, max(found, two_blocks))
 
     def digest(self, steps: int) -> str:
         """Of all replicas after the first steps, and again with loss and time once all that is under way is merged."""

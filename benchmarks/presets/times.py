@@ -95,7 +95,7 @@ class Paces:
 
 
 def block(schedule: Schedule) -> int:
-    """Steps after which times repeat: a block, or where results are late, until those of a block are back and it ends."""
+    """Steps after which times repeat: a block, and where results are late, what they are late by."""
     match schedule:
         case Delayed(delay=int(delay)):
             return delay + schedule.period

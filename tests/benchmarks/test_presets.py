@@ -174,10 +174,17 @@ def test_a_training_counts_bytes_of_all_replicas_and_evaluates_on_its_way() -> N
 
 def test_the_digest_of_what_decides_by_the_clock_knows_its_network() -> None:
     one = replace(SMALL, preset="delayed")
-    assert one.first_steps() == 41
-    found = one.digest(41)
-    assert one.digest(41) == found
-    assert replace(one, network="shanghai-boston").digest(41) != found
+    found = one.digest(40)
+    assert one.digest(40) == found
+    assert replace(one, network="shanghai-boston").digest(40) != found
+
+
+@pytest.mark.parametrize(
+    ("preset", "steps"),
+    [("synchronous", 20), ("delayed", 36), ("adacomm", 41), ("diloco", 101), ("streaming_diloco", 97)],
+)
+def test_first_steps_are_two_blocks_of_everything(preset: str, steps: int) -> None:
+    assert replace(SMALL, preset=preset).first_steps() == steps
 
 
 def test_training_a_preset_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
