@@ -345,7 +345,7 @@ class Replica:
             )
         computed = now()
         spare = await self._score_meanwhile()
-        scored = now()
+        scored = computed if spare is None else now()
         apply = await self._exchanges.settle()
         merged = now()
         if apply:
