@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
-from farflung.data import NoSharing, Subset
+from farflung.data import Holding, NoSharing
 from farflung.errors import CheckpointError, ConfigError
 from farflung.files import reading
 from farflung.rates import NoScaling
@@ -31,6 +31,7 @@ from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
+from farflung.replica.ownership import Ownership, Unmoved, check_movable, ownership
 from farflung.replica.placement import HOST, batch_on, state_on, wait_for
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
@@ -49,11 +50,13 @@ from farflung.types import (
     RateScaling,
     RateSchedule,
     Reducer,
+    Reshards,
     Runtime,
     SampleIds,
     Sampler,
     Samples,
     Schedule,
+    Scores,
     Sharing,
     State,
     Stream,
@@ -72,16 +75,28 @@ STOP = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members of the families that one replica trains with; fresh for each replica."""
+    """The members of the families that one replica trains with; fresh for each replica.
+
+    Raises:
+      ConfigError: members that do not go together.
+    """
 
     reducer: Reducer
     schedule: Schedule
     sampler: Sampler
     stream: Stream
-    sharing: Sharing = field(default_factory=NoSharing)
+    sharing: Sharing | Reshards = field(default_factory=NoSharing)
     scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
+
+    def __post_init__(self) -> None:
+        check_movable(self.sharing, self.stream, self.sampler)
+
+    @property
+    def need_shares(self) -> bool:
+        """Whether each replica needs samples of its own."""
+        return isinstance(self.sampler, Scores) or isinstance(self.sharing, Reshards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +181,8 @@ class Replica:
     """The steps that had been done by then."""
     _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """What earlier legs took up to the checkpoint that this one goes on from."""
+    _sharing: Sharing = field(init=False)
+    _ownership: Ownership | Unmoved = field(init=False)
     _shared_nbytes: int = field(init=False, default=0)
     _even: bool = field(init=False)
     """Whether all replicas take as many samples as each other, in every step."""
@@ -181,12 +198,14 @@ class Replica:
                 f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
                 "use at most one replica per sample"
             )
+        held: Holding | None = None
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
-            self._train = Subset(self._train, self.share)
+            self._train = held = Holding(self._train, self.share)
         parts = self.parts
-        self._even = parts.stream.everything and not parts.sharing.data_leaves_device
+        self._sharing = NoSharing() if isinstance(parts.sharing, Reshards) else parts.sharing
+        self._even = parts.stream.everything and not self._sharing.data_leaves_device
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
         ]
@@ -218,6 +237,9 @@ class Replica:
             steps=self.training.steps,
         )
         self._exchanges.goes_with(self.optimizer)
+        self._ownership = ownership(
+            parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
+        )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
@@ -270,6 +292,7 @@ class Replica:
                 scored = await self._evaluated()
         if scored is None and not stopped:
             scored = await self._evaluated()
+        self._shared_nbytes += await self._ownership.land()
         end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
         for each in self._aside:
@@ -386,7 +409,7 @@ class Replica:
             self._drawn = await self._draw()
         self._random.install()
         rows = self._source.rows(self._drawn.ids)
-        if self.parts.sharing.due(self.step_done):
+        if self._sharing.due(self.step_done):
             rows = await self._shared(rows)
             self._random.install()
         batch = self._source.prepare(rows, train=True)
@@ -397,13 +420,14 @@ class Replica:
 
     async def _draw(self) -> _Drawn:
         stream, comm = self.parts.stream, self.runtime.comm
+        self._shared_nbytes += await self._ownership.before_batch(self.step_done)
         arrivals = stream.poll(self.runtime.now(), self.step_done)
         while arrivals.ready is not None:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), self.step_done)
         rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
         wanted = self.training.batch_size if arrivals.count is None else arrivals.count
-        sharing = self.parts.sharing
+        sharing = self._sharing
         size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
         pool = len(self._train) if stream.everything else arrivals.ids[:size]
         draw = self.parts.sampler.next(PoolView(self.step_done, rank, members, size, pool))
@@ -414,9 +438,7 @@ class Replica:
         """The step's rows after a round of the sharing."""
         step = self.step_done
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(
-            self.parts.sharing.exchange(channel, self._source, rows, step=step)
-        )
+        shared = await self.runtime.launch(self._sharing.exchange(channel, self._source, rows, step=step))
         self._shared_nbytes += channel.sent_nbytes
         return shared
 
@@ -563,6 +585,7 @@ class Replica:
             "exchanges": exchanges["own"],
             "samples": self._samples,
             "shared_nbytes": self._shared_nbytes,
+            "ownership": self._ownership.state_dict(),
             "time": self._leg().after(self._before).to_json(),
             "share": share_name(self.share),
         }
@@ -604,6 +627,7 @@ class Replica:
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self._exchanges.load_state_dict(state_on(exchanges, self.device))
         self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
+        self._ownership.load_state_dict(own.get("ownership", {}))
         self.step_done = shared["step"]
         self._before = Leg.from_state(own["time"])
 

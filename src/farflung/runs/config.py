@@ -35,7 +35,7 @@ __all__ = ["DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
 
 DEFAULTS = ("batch_size", "learning_rate", "momentum", "weight_decay", "steps")
 """What every workload says for itself."""
-WORKLOAD, RECIPE = "fashion-mnist/cnn", "synchronous"
+WORKLOAD, RECIPE, SHARED = "fashion-mnist/cnn", "synchronous", "shared"
 NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
 DEVICE = "cpu-core"
@@ -57,7 +57,8 @@ class RunConfig:
       workers: replicas on this machine; 2 when not given.
       data: where data comes from: auto, packaged or full, for workloads that offer the choice; auto when not given.
       partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
-        labels(k=1), dirichlet(alpha=0.5), by-order. shared when not given.
+        labels(k=1), dirichlet(alpha=0.5), by-order. shared when not given, and iid instead of that where samplers or
+        sharings need shares.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       task: what ``workload`` has made.
@@ -167,7 +168,7 @@ class RunConfig:
             "training": replace(training, **own),
             "workers": int(said.get("workers", 2)),
             "data": data,
-            "partition": said.get("partition", "shared"),
+            "partition": said.get("partition", SHARED),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "task": task,
@@ -185,9 +186,9 @@ class RunConfig:
         Raises:
           BadInput: a partition that cannot be made, or that leaves a replica nothing.
         """
-        how: Partition | _Shared | str = self.partition
+        how: Partition | _Shared | str = self._partition
         if isinstance(how, str):
-            known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, "shared": _Shared}
+            known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, SHARED: _Shared}
             how = build("partition", how, known)
         if isinstance(how, _Shared):
             return None
@@ -202,9 +203,15 @@ class RunConfig:
         return shares
 
     @property
+    def _partition(self) -> str | Partition:
+        """What was asked for; equal random shares where none were and members of the recipe need some."""
+        needed = self.partition == SHARED and self.recipe.parts(self.seed).need_shares
+        return "iid" if needed else self.partition
+
+    @property
     def split_text(self) -> str:
         """How the training set is split, in words."""
-        return text_of(self.partition, PARTITIONS)
+        return text_of(self._partition, PARTITIONS)
 
     def split(self) -> list[Share]:
         """Size and labels of each replica's share; nothing where all draw from the whole set."""
@@ -272,7 +279,7 @@ class RunConfig:
             one.name: getattr(self, one.name) for one in fields(self) if one.name in settings_of(type(self))
         }
         members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
-        return {"workload": self.workload, **members, **own, "partition": self.split_text}
+        return {"workload": self.workload, **members, **own, "partition": text_of(self.partition, PARTITIONS)}
 
     @classmethod
     def stored_in(cls, folder: RunFolder) -> dict[str, Json]:

@@ -11,6 +11,9 @@ from farflung.types.data import (
     Dataset,
     DrawsFewer,
     Feed,
+    Gate,
+    Moved,
+    Reshards,
     Samples,
     Sharing,
     Stream,
@@ -29,7 +32,7 @@ from farflung.types.exchange import (
     Seeds,
     StateSlot,
 )
-from farflung.types.sampling import Draw, PoolView, Sampler, ScoredBy, Scores, Spare
+from farflung.types.sampling import Carries, Draw, PoolView, Sampler, ScoredBy, Scores, Spare
 from farflung.types.schedule import (
     Bucket,
     Fragment,
@@ -67,6 +70,7 @@ __all__ = [
     "Arrivals",
     "Batch",
     "Bucket",
+    "Carries",
     "Channel",
     "ChecksRun",
     "Codec",
@@ -84,9 +88,11 @@ __all__ = [
     "Feature",
     "Feed",
     "Fragment",
+    "Gate",
     "HasPhases",
     "Json",
     "Merge",
+    "Moved",
     "NeedsLoss",
     "OptimizerFactory",
     "Outer",
@@ -101,6 +107,7 @@ __all__ = [
     "Reducer",
     "Replace",
     "Reports",
+    "Reshards",
     "Runtime",
     "SampleIds",
     "Sampler",

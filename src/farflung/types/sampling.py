@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Decision
 
-__all__ = ["Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
+__all__ = ["Carries", "Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
 
 ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
 """What a sample is judged by: its loss, or the norm of its loss's gradient with respect to the model's output."""
@@ -120,4 +120,21 @@ class Scores(Protocol):
 
     def observe(self, spare: Spare) -> None:
         """What the step had to spare; once a step, after its update."""
+        ...
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """A sampler whose scores go along with samples that change owner; ids are places in the replica's own share."""
+
+    def outgoing(self, count: int, step: int) -> SampleIds:
+        """Which samples to give away at a step: ``count`` different ones, none of them more than once."""
+        ...
+
+    def scores_of(self, ids: SampleIds) -> Tensor:
+        """What is known of these samples, float32; what :meth:`incoming` of another replica understands."""
+        ...
+
+    def incoming(self, ids: SampleIds, scores: Tensor) -> None:
+        """Other samples stand in these places now, of which this is known."""
         ...
