@@ -33,6 +33,15 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
             ["train", "--data-stays", "--sharing", "injection"],
             "--data-stays: --sharing injection sends samples",
         ),
+        (
+            ["train", "--data-stays", "--sharing", "resharding(by='uniform')"],
+            "--data-stays: --sharing resharding(by='uniform') sends samples",
+        ),
+        (["simulate", "--sharing", "resharding"], "Uniform knows nothing: choose another --sampler"),
+        (
+            ["simulate", "--sharing", "resharding(by='uniform')", "--stream", "rate(20)"],
+            "leave out one of --sharing and --stream",
+        ),
         (["train", "--keys", "here"], "--interface and --keys are for several machines"),
         (["train", "--device", "cuda"], "--device cuda: "),
         (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),

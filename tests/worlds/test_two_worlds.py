@@ -164,3 +164,17 @@ def test_what_a_real_run_made_of_its_arrivals_is_made_again(
     assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}
     assert pool.run(2, "tests.worlds.jobs.wall_streamed", replay=decided, **run) == first
     assert jobs.virtual_streamed(2, replay=decided, **run) == first
+
+
+@pytest.mark.parametrize("by", ["importance", "uniform"])
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(2)", "local_sgd(2)"])
+def test_samples_change_owner_alike_in_both_worlds(pool: Pool, schedule: str, by: str) -> None:
+    sharing = f"resharding(samples=6, every=4, within=3, by={by!r}, piece_nbytes=100)"
+    run: dict[str, Any] = {"parts": {"schedule": schedule, "sharing": sharing}, "count": 20}
+    real = pool.run(4, "tests.worlds.jobs.wall_resharded", **run)
+    assert real == jobs.virtual_resharded(4, **run)
+    assert sorted(one for end in real for one in end["held"]) == list(range(64))
+    plain = jobs.virtual_resharded(4, parts={"schedule": schedule}, count=20)
+    assert real[0]["parameters"] != plain[0]["parameters"]
+    rounds, each = 4, 8 + 6 * (8 + 6 * 4 + 8 + 4)
+    assert [end["sent"] - end["bytes"] for end in real] == [rounds * each] * 4

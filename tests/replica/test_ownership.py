@@ -1,0 +1,445 @@
+"""Samples that change owner beside training: held once, through crashes and resumes, and out of exchanges' way."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from farflung.comm import LinkModel
+from farflung.comm.channel import Purpose
+from farflung.config import Training
+from farflung.data import IID, Holding, InMemory, RateLimited
+from farflung.errors import CheckpointError, ConfigError, PeerLost
+from farflung.faults import FaultPlan
+from farflung.recipes import recipe
+from farflung.replica import Checkpoints, Replica
+from farflung.replica.ownership import Ownership
+from farflung.runtime import VirtualWorld
+from farflung.sampling import Uniform
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Payload, SampleIds, Tag
+from farflung.workloads import Quadratic
+from tests.carrying import Carrying
+from tests.pool import digest
+
+DIM, SAMPLES = 20, 48
+SAMPLE_NBYTES = 8 + 4 * DIM + 8 + 4
+"""Its id, its row with the label, its score."""
+LATENCY_S, BANDWIDTH_BPS = 0.002, 4e5
+LINK = LinkModel(LATENCY_S, BANDWIDTH_BPS)
+PLAIN = "resharding(samples=5, every=5, within=4, piece_nbytes=220)"
+LONG = "resharding(samples=9, every=5, piece_nbytes=220)"
+"""Rounds of more pieces than there is time for in one backward pass."""
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replicas that crash here, not machines: nobody waits for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+class Resharded:
+    """Replicas that train a small quadratic on shares of their own, and swap samples.
+
+    Args:
+      size: number of replicas.
+      folder: of checkpoints.
+      shares: of each; equal random ones when not given.
+      plan: of what goes wrong.
+      steps: how many.
+      stop: the step after which somebody asks to stop.
+      closed_form: of the world.
+      seconds_per_sample: of each replica's forward pass; a backward pass takes twice that.
+      members: of the recipe.
+    """
+
+    def __init__(
+        self,
+        size: int = 4,
+        folder: Path | None = None,
+        *,
+        shares: Sequence[SampleIds] | None = None,
+        plan: FaultPlan | None = None,
+        steps: int = 23,
+        stop: int | None = None,
+        closed_form: bool = True,
+        seconds_per_sample: float = 2e-3,
+        **members: Any,
+    ) -> None:
+        work = Quadratic(dim=DIM, samples=SAMPLES)
+        self.world = VirtualWorld(size, LINK, seconds_per_sample, closed_form=closed_form, faults=plan)
+        shares = shares or IID().split(work.datasets()[0], size, seed=3)
+        chosen = recipe("synchronous").but(**{"sharing": PLAIN, "sampler": Carrying, **members})
+        self.events: list[list[Event]] = [[] for _ in range(size)]
+        self.replicas = [
+            Replica(
+                runtime,
+                work,
+                Training(steps, 4, 0.05, momentum=0.5, seed=3, checkpoint_every=3),
+                chosen.parts(3, rank),
+                Telemetry(rank, self.events[rank].append, self.world.injector),
+                None if folder is None else Checkpoints(folder, rank, size, leader=rank == 0),
+                lambda: stop is not None and self.replicas[0].step_done >= stop,
+                shares[rank],
+                trace=True,
+            )
+            for rank, runtime in enumerate(self.world.runtimes)
+        ]
+
+    def run(self) -> Resharded:
+        self.summaries = self.world.run([replica.run() for replica in self.replicas])
+        return self
+
+    def watched(self) -> Iterator[list[list[int]]]:
+        """What each replica holds after each step, while it runs."""
+
+        async def go(replica: Replica) -> None:
+            await replica.step()
+
+        for _ in range(self.replicas[0].training.steps):
+            self.world.run([go(replica) for replica in self.replicas])
+            yield self.held()
+
+    def resumed(self) -> Resharded:
+        step = Checkpoints(self.folder(), 0, len(self.replicas), leader=False).newest()
+        for replica in self.replicas:
+            replica.resume(step)
+        return self.run()
+
+    def folder(self) -> Path:
+        assert self.replicas[0].checkpoints is not None
+        return self.replicas[0].checkpoints.folder
+
+    def held(self) -> list[list[int]]:
+        found = []
+        for replica in self.replicas:
+            assert isinstance(replica._train, Holding)
+            found.append(replica._train.ids.tolist())
+        return found
+
+    def ends(self) -> list[Any]:
+        """What must not depend on what happened on the way."""
+        return [
+            (
+                digest(dict(replica.model.state_dict())),
+                ids,
+                replica.parts.sampler.state_dict()["known"].tolist(),
+                replica.sent_nbytes,
+            )
+            for replica, ids in zip(self.replicas, self.held(), strict=True)
+        ]
+
+
+def once(held: Sequence[Sequence[int]]) -> bool:
+    return sorted(one for each in held for one in each) == list(range(SAMPLES))
+
+
+# --- one owner --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)", "delayed(2)", "local_sgd(2)"])
+def test_each_sample_is_held_once_at_every_step(size: int, schedule: str) -> None:
+    run = Resharded(size, schedule=schedule)
+    found = [run.held(), *run.watched()]
+    assert all(map(once, found))
+    changes = [step for step in range(1, 24) if found[step] != found[step - 1]]
+    assert changes == [10, 15, 20], (
+        "rounds begin at 5, 10, 15, and take effect before the batch 4 steps later"
+    )
+    sizes = [[len(ids) for ids in held] for held in found]
+    assert all(each == sizes[0] for each in sizes)
+
+
+def test_an_odd_replica_rests() -> None:
+    run = Resharded(3)
+    found = [run.held(), *run.watched()]
+    for before, after in ((9, 10), (14, 15), (19, 20)):
+        moved = [found[before][rank] != found[after][rank] for rank in range(3)]
+        assert sorted(moved) == [False, True, True]
+
+
+def test_unlike_shares_keep_their_sizes() -> None:
+    whole = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
+    run = Resharded(shares=[whole[:2], whole[2:20], whole[20:23], whole[23:]])
+    for held in run.watched():
+        assert once(held)
+        assert [len(ids) for ids in held] == [2, 18, 3, 25]
+    assert held[0] != whole[:2].tolist()
+
+
+def test_one_replica_keeps_its_samples() -> None:
+    run = Resharded(1).run()
+    assert run.held() == [IID().split(Quadratic(samples=SAMPLES).datasets()[0], 1, seed=3)[0].tolist()]
+    assert run.summaries[0].bytes_sent == 0
+
+
+def test_what_is_known_goes_along_as_it_was_when_the_round_began() -> None:
+    run = Resharded(2)
+    own, other = (replica.parts.sampler for replica in run.replicas)
+    assert isinstance(own, Carrying)
+    assert isinstance(other, Carrying)
+    found = run.watched()
+    for _ in range(5):
+        before = next(found)
+    known = dict(zip(before[1], other.known.tolist(), strict=True))
+    for _ in range(5):
+        after = next(found)[0]
+    came = [place for place, one in enumerate(after) if one != before[0][place]]
+    assert len(came) == 5
+    gone = sorted(known.values(), reverse=True)[:5]
+    assert sorted((known[after[place]] for place in came), reverse=True) == gone, "the most important ones"
+    at_the_end = dict(zip(before[1], other.known.tolist(), strict=True))
+    drawn = {place: float(own.known[place]) - known[after[place]] for place in came}
+    assert set(drawn.values()) <= {0.0, 1.0}, "since then there was one step"
+    assert at_the_end != known
+
+
+@pytest.mark.parametrize("sampler", ["uniform", Carrying])
+def test_the_baseline_moves_as_many_samples_at_random(sampler: Any) -> None:
+    sharing = PLAIN.replace("samples", "by='uniform', samples")
+    run = Resharded(sharing=sharing, sampler=sampler)
+    plain = Resharded(sharing="none", sampler=sampler)
+    assert all(map(once, run.watched()))
+    list(plain.watched())
+    score = 4 if sampler is Carrying else 0
+    nbytes = 3 * (8 + 5 * (SAMPLE_NBYTES - 4 + score))
+    assert [a.sent_nbytes - b.sent_nbytes for a, b in zip(run.replicas, plain.replicas, strict=True)] == [
+        nbytes
+    ] * 4
+
+
+def test_training_sees_what_came() -> None:
+    """And with equal numbers of samples, so only which ones may differ."""
+    run, plain = Resharded().run(), Resharded(sharing="none").run()
+    assert run.summaries[0].samples == plain.summaries[0].samples
+    assert run.ends()[0][0] != plain.ends()[0][0]
+    taken = {e["step"]: e["loss"] for e in run.events[0] if e["event"] == "step"}
+    before = {e["step"]: e["loss"] for e in plain.events[0] if e["event"] == "step"}
+    assert [taken[step] == before[step] for step in range(9)] == [True] * 9
+    assert taken != before
+
+
+# --- beside exchanges -------------------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    """A message of a swap.
+
+    Args:
+      src: its sender.
+      began_s: when it was sent.
+      behind_s: when its link had let go what was sent there before.
+      there_s: when it was there.
+      nbytes: its size.
+    """
+
+    src: int
+    began_s: float
+    behind_s: float
+    there_s: float
+    nbytes: int
+
+
+def swaps_of(run: Resharded) -> list[Sent]:
+    """Notes the messages of swaps from now on."""
+    found: list[Sent] = []
+    under_way: dict[tuple[int, Tag], tuple[float, float, int]] = {}
+    free_s: dict[tuple[int, int], float] = defaultdict(float)
+    carry = run.world.network.carry
+
+    def noted(src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Any:
+        now = run.world.clock.now()
+        behind = max(now, free_s[src, dst])
+        free_s[src, dst] = behind + 8 * payload.nbytes / BANDWIDTH_BPS
+        if tag.exchange >> 56 == Purpose.SHARING:
+            under_way[src, tag] = now, behind, payload.nbytes
+        return carry(src, dst, tag, payload, priority)
+
+    def noting(deliver: Any) -> Any:
+        def arrived(src: int, tag: Tag, payload: Payload, now: float) -> None:
+            if (src, tag) in under_way:
+                began_s, behind_s, nbytes = under_way.pop((src, tag))
+                found.append(Sent(src, began_s, behind_s, run.world.clock.now(), nbytes))
+            deliver(src, tag, payload, now)
+
+        return arrived
+
+    run.world.network.carry = noted  # type: ignore[method-assign]
+    for mailbox in run.world.network.mailboxes:
+        mailbox.deliver = noting(mailbox.deliver)  # type: ignore[method-assign]
+    return found
+
+
+def aggregations(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """From when to when a replica's exchanges of each step were under way."""
+    found: dict[Any, tuple[float, float]] = {}
+    for event in events:
+        if event["event"] == "exchange":
+            step, began_s, t = event["step"], float(event["began_s"]), float(event["t"])  # type: ignore[arg-type]
+            first, last = found.get(step, (began_s, t))
+            found[step] = min(first, began_s), max(last, t)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("collective", "closed_form"),
+    [("direct", True), ("direct", False), ("ring", False), ("parameter_server", False)],
+)
+@pytest.mark.parametrize("schedule", ["synchronous", "local_sgd(2)"])
+def test_no_swap_sets_out_during_an_aggregation_and_none_takes_longer_than_stated(
+    schedule: str, collective: str, closed_form: bool
+) -> None:
+    run = Resharded(
+        schedule=schedule,
+        collective=collective,
+        closed_form=closed_form,
+        bucket_nbytes=16,
+        steps=40,
+        sharing=LONG,
+    )
+    sent = swaps_of(run)
+    run.run()
+    assert len(sent) == 6 * 4 * (1 + 5), "rounds, replicas, a number and pieces of 2, 2, 2, 2 and 1 samples"
+    windows = [aggregations(events) for events in run.events]
+    assert all(len(each) == (40 if schedule == "synchronous" else 20) for each in windows)
+    assert not [one for one in sent for begin, end in windows[one.src] if begin <= one.began_s < end]
+    assert {one.nbytes for one in sent} == {8, SAMPLE_NBYTES, 2 * SAMPLE_NBYTES}
+    for one in sent:
+        assert one.nbytes <= 220
+        assert one.there_s - one.behind_s == pytest.approx(LATENCY_S + 8 * one.nbytes / BANDWIDTH_BPS)
+    behind = {one.src for one in sent if one.behind_s > one.began_s}
+    # Whoever is through first may still send sums to others, which goes before.
+    assert behind <= {"direct": set(), "ring": {*range(4)}, "parameter_server": {0}}[collective]
+
+
+def test_the_gate_has_something_to_hold_back() -> None:
+    """Otherwise the test above would show nothing."""
+    run = Resharded(steps=40, sharing=LONG)
+    for replica in run.replicas:
+        replica._exchanges.gate.shut = lambda: None  # type: ignore[method-assign]
+    sent = swaps_of(run)
+    run.run()
+    windows = [aggregations(events) for events in run.events]
+    assert [one for one in sent for begin, end in windows[one.src] if begin <= one.began_s < end]
+
+
+def test_a_round_that_is_late_is_waited_for() -> None:
+    slow, quick = (
+        Resharded(sharing=f"resharding(samples=10, every=5, within={within}, piece_nbytes=1)", steps=12)
+        for within in (1, 5)
+    )
+    waits = []
+    for run in (slow, quick):
+        run.run()
+        assert once(run.held())
+        waits.append([e["data_s"] for e in run.events[0] if e["event"] == "step"])
+    assert [step for step, s in enumerate(waits[0]) if s] == [6, 11]
+    assert waits[0][6] > 5 * LATENCY_S  # type: ignore[operator]
+    assert not waits[1][6]
+
+
+# --- crashes and resumes ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def undisturbed(schedule: str = "synchronous") -> tuple[list[Any], float]:
+    """The ends of a run that nothing happens to, and how long it takes."""
+    run = Resharded(schedule=schedule).run()
+    return run.ends(), run.summaries[0].duration_s
+
+
+def under_way(kept: Checkpoints) -> bool:
+    """Whether the newest checkpoint holds a round."""
+    _, own = kept.load(kept.newest())
+    return bool(own["ownership"]["round"])
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_after_a_hundred_crashes_each_sample_is_held_once(tmp_path: Path, quarter: int) -> None:
+    ends, duration_s = undisturbed()
+    draws = random.Random(quarter)
+    with_a_round = 0
+    for number in range(25):
+        folder = tmp_path / str(number)
+        plan = FaultPlan().crash(draws.randrange(4), at_s=draws.uniform(0, duration_s))
+        crashed = Resharded(folder=folder, plan=plan)
+        with pytest.raises(PeerLost):
+            crashed.run()
+        again = Resharded(folder=folder)
+        kept = Checkpoints(folder, 0, 4, leader=False)
+        begun = bool(kept.complete())
+        with_a_round += begun and under_way(kept)
+        again.resumed() if begun else again.run()
+        assert once(again.held())
+        assert again.ends() == ends, plan
+    assert with_a_round > 4
+
+
+@pytest.mark.parametrize("schedule", ["delayed(2)", "pipelined(width=2)"])
+@pytest.mark.parametrize("stop", [4, 6, 8, 9, 12, 16])
+def test_who_is_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, stop: int, schedule: str) -> None:
+    ends, _ = undisturbed(schedule=schedule)
+    first = Resharded(folder=tmp_path, stop=stop, schedule=schedule).run()
+    assert first.summaries[0].stopped
+    assert once(first.held())
+    for replica in first.replicas:
+        assert isinstance(replica._ownership, Ownership)
+        assert replica._ownership._round is None, "nothing is left under way"
+    again = Resharded(folder=tmp_path, schedule=schedule).resumed()
+    assert once(again.held())
+    assert again.ends() == ends
+
+
+def test_a_checkpoint_belongs_to_the_share_that_a_run_began_with(tmp_path: Path) -> None:
+    Resharded(folder=tmp_path).run()
+    other = IID().split(Quadratic(samples=SAMPLES).datasets()[0], 4, seed=4)
+    with pytest.raises(CheckpointError, match="another share of the data"):
+        Resharded(folder=tmp_path, shares=other, steps=30).resumed()
+
+
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, "none"), ("none", PLAIN)])
+def test_samples_that_have_moved_are_not_forgotten(tmp_path: Path, before: str, after: str) -> None:
+    Resharded(folder=tmp_path, sharing=before).run()
+    with pytest.raises(CheckpointError, match="not of this recipe"):
+        Resharded(folder=tmp_path, sharing=after, steps=30).resumed()
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------
+
+
+def test_samples_that_come_and_go_have_no_owner() -> None:
+    chosen = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying, stream="rate(20)")
+    with pytest.raises(ConfigError, match=r"leave out one of --sharing and --stream"):
+        chosen.parts(3)
+    parts = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying).parts(3)
+    with pytest.raises(ConfigError, match="those of stream RateLimited come and go"):
+        replace(parts, stream=RateLimited(20.0))
+    assert isinstance(parts.stream, InMemory)
+
+
+def test_a_sampler_that_knows_nothing_cannot_choose() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Uniform knows nothing: choose another --sampler, or .*by='uniform'"
+    ):
+        recipe("synchronous").but(sharing="resharding").parts(3)
+    parts = recipe("synchronous").but(sharing="resharding(by='uniform')").parts(3)
+    assert isinstance(parts.sampler, Uniform)
+    assert parts.need_shares
+    assert not recipe("synchronous").parts(3).need_shares
+
+
+def test_samples_of_all_have_no_owner() -> None:
+    world = VirtualWorld(1)
+    parts = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying).parts(3)
+    with pytest.raises(ConfigError, match="give each a share"):
+        Replica(world.runtimes[0], Quadratic(), Training(5, 4, 0.05), parts, Telemetry(0))
