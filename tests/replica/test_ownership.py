@@ -158,6 +158,9 @@ def test_each_sample_is_held_once_at_every_step(size: int, schedule: str) -> Non
     )
     sizes = [[len(ids) for ids in held] for held in found]
     assert all(each == sizes[0] for each in sizes)
+    for replica in run.replicas:
+        assert isinstance(replica._ownership, Ownership)
+        assert replica._ownership._round is None, "none begins that would take effect after the last step"
 
 
 def test_an_odd_replica_rests() -> None:
@@ -191,17 +194,16 @@ def test_what_is_known_goes_along_as_it_was_when_the_round_began() -> None:
     found = run.watched()
     for _ in range(5):
         before = next(found)
+    other.known += torch.arange(100.0, 100.0 + len(other.known))
     known = dict(zip(before[1], other.known.tolist(), strict=True))
-    for _ in range(5):
+    next(found)
+    other.known += 1000.0
+    for _ in range(4):
         after = next(found)[0]
     came = [place for place, one in enumerate(after) if one != before[0][place]]
-    assert len(came) == 5
-    gone = sorted(known.values(), reverse=True)[:5]
-    assert sorted((known[after[place]] for place in came), reverse=True) == gone, "the most important ones"
-    at_the_end = dict(zip(before[1], other.known.tolist(), strict=True))
-    drawn = {place: float(own.known[place]) - known[after[place]] for place in came}
-    assert set(drawn.values()) <= {0.0, 1.0}, "since then there was one step"
-    assert at_the_end != known
+    assert {after[place] for place in came} == set(sorted(known, key=known.__getitem__)[-5:]), "the first"
+    # The step since then may have drawn them.
+    assert all(0 <= own.known[place] - known[after[place]] <= 1 for place in came)
 
 
 @pytest.mark.parametrize("sampler", ["uniform", Carrying])
