@@ -116,6 +116,16 @@ def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_ov
     assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
 
 
+def test_groups_of_unlike_sizes_give_as_many_to_a_batch_as_they_have() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chunk=5)
+    _, (small, large) = train(sampler, range(2), some())
+    assert (len(small), len(large)) == (5, 35)
+    for step in range(2, 12):
+        ids = sampler.next(view(step)).ids
+        assert int(torch.isin(ids, small).sum()) == 1
+        assert int(torch.isin(ids, large).sum()) == 7
+
+
 def test_groups_by_time_are_never_more_than_all_samples() -> None:
     sampler = GroupedImportance(0, groups="bacc", chunk=64)
     _, scored = train(sampler, range(4), some())
@@ -154,27 +164,27 @@ def skewed(groups: int, **options: Any) -> tuple[GroupedImportance, Tensor]:
 @pytest.mark.parametrize(("chosen", "batch_size"), [(1, 8), (3, 8), (2, 1), (4, 6)])
 def test_the_exact_estimator_expects_the_mean_over_all_samples(chosen: int, batch_size: int) -> None:
     sampler, values = skewed(7, chosen=chosen, beta=0.3, estimator="exact")
-    assert within(means(sampler, values, 4000, batch_size), float(values.mean()))
+    assert within(means(sampler, values, 1500, batch_size), float(values.mean()))
 
 
 def test_the_papers_estimator_does_not_where_groups_differ() -> None:
     sampler, values = skewed(7, chosen=2, beta=0.3)
-    assert not within(means(sampler, values, 2000), float(values.mean()), errors=10)
+    assert not within(means(sampler, values, 500), float(values.mean()), errors=10)
 
 
 def test_the_papers_estimator_expects_the_mean_of_the_chosen_groups() -> None:
     sampler, values = skewed(5, chosen=1, beta=50.0)
     newest = train(GroupedImportance(3, groups=5), range(5), some())[1][-1]
-    assert within(means(sampler, values, 1500), float(values[newest].mean()))
+    assert within(means(sampler, values, 800), float(values[newest].mean()))
     sampler, values = skewed(5, chosen=5)
-    assert within(means(sampler, values, 1500), float(values.mean())), "all of them have all samples"
+    assert within(means(sampler, values, 800), float(values.mean())), "all of them have all samples"
 
 
 def test_the_papers_estimator_expects_the_mean_over_all_samples_as_groups_are_random() -> None:
     scores = some()
     values = scores.double() + torch.linspace(0, 6, N)
     found = []
-    for seed in range(600):
+    for seed in range(400):
         sampler = GroupedImportance(seed, groups=5, chosen=2)
         train(sampler, range(5 + seed % 5), scores)
         found.append(of_batch(sampler.next(view(5 + seed % 5)), values))
@@ -203,7 +213,7 @@ def test_batches_by_gradient_norms_vary_less_than_uniform_ones() -> None:
     gradients = some(5).double() * torch.where(torch.arange(N) % 2 == 0, 1.0, -1.0)
     sampler = GroupedImportance(0, groups=1, chosen=1)
     train(sampler, range(1), gradients.abs().float())
-    drawn, uniform = means(sampler, gradients, 3000), means(GroupedImportance(0), gradients, 3000)
+    drawn, uniform = means(sampler, gradients, 1500), means(GroupedImportance(0), gradients, 1500)
     assert within(drawn, float(gradients.mean()))
     assert float(drawn.var()) < 0.9 * float(uniform.var())
     square = float(gradients.mean()) ** 2
@@ -218,7 +228,7 @@ def test_fresh_groups_are_chosen_more_often(beta: float) -> None:
     sampler = GroupedImportance(0, groups=4, chosen=1, beta=beta)
     _, scored = train(sampler, range(4), some())
     group_of = {int(each): place for place, ids in enumerate(scored) for each in ids}
-    tries = 3000
+    tries = 1500
     found = Counter(group_of[int(sampler.next(view(1000 + k, batch_size=1)).ids)] for k in range(tries))
     chances = torch.softmax(beta * torch.arange(4.0), 0).tolist()
     for place, chance in enumerate(chances):
@@ -421,7 +431,7 @@ def test_what_is_given_away_is_of_each_group_its_share(count: int, groups: int, 
 
 
 def test_what_is_given_away_goes_by_importance() -> None:
-    sampler, tries = GroupedImportance(0, groups=1, chosen=1), 4000
+    sampler, tries = GroupedImportance(0, groups=1, chosen=1), 2000
     scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
     train(sampler, range(1), scores, pool=4)
     found = torch.bincount(torch.cat([sampler.outgoing(1, step) for step in range(tries)])) / tries

@@ -146,6 +146,13 @@ def test_draws_with_replacement_go_by_importance() -> None:
     assert bool(((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / tries).sqrt()).all())
 
 
+def test_the_least_random_number_there_is_draws_nothing_of_no_importance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda count, **_: torch.zeros(count, dtype=torch.float64))
+    assert with_replacement(torch.tensor([0.0, 0.0, 2.0, 1.0]), 2, random()).tolist() == [2, 2]
+
+
 def test_draws_without_replacement_go_by_importance_among_those_left() -> None:
     importances, tries = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), 8000
     generator = random()
