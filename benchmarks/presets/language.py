@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -22,6 +21,7 @@ from farflung.devices import DeviceProfile, device_profile
 from farflung.network import network_profile
 from farflung.recipes import recipe
 from farflung.replica import Replica
+from farflung.runs.simulation import one_thread
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
@@ -36,7 +36,6 @@ __all__ = [
     "Curve",
     "Language",
     "device_of",
-    "one_thread",
     "settings",
     "world_on",
 ]
@@ -160,17 +159,6 @@ def world_on(network: str, task: Workload) -> VirtualWorld:
 def device_of(task: Workload) -> DeviceProfile:
     """What each replica computes on."""
     return device_profile(DEVICE, forward_flops=forward_flops(task))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch has one thread, which bits depend on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Shorter:

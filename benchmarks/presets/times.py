@@ -12,10 +12,11 @@ from typing import Any
 from benchmarks.common import Kept, source_hash
 from benchmarks.common.trials import WORLD
 from benchmarks.common.worlds import replicas_in
-from benchmarks.presets.language import Language, one_thread, settings, world_on
+from benchmarks.presets.language import Language, settings, world_on
 from benchmarks.presets.methods import RATES, parts_of
 from farflung.recipes import recipe
 from farflung.replica import Replica
+from farflung.runs.simulation import one_thread
 from farflung.runs.uncharged import coding_told
 from farflung.schedules import Delayed, Pipelined, PostLocalSGD
 from farflung.telemetry import Event
