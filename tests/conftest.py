@@ -39,6 +39,7 @@ POOLED = (
     "tests/integrations/",
     "tests/test_attach.py",
     "tests/test_ddp.py",
+    "tests/test_importance.py",
     "tests/test_unlike.py",
     "tests/worlds/",
 )

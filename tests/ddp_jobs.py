@@ -383,3 +383,25 @@ FAILURES: dict[str, Callable[[int], str]] = {
     "sparse": _sparse,
     "fsdp": _fsdp,
 }
+
+
+def importance(rank: int, size: int, store: dist.Store, *, samples: int, batch_size: int) -> dict[str, Any]:
+    """Which samples a rank draws from, how many batches of which it gets, and the parameters that it ends with."""
+    with group(rank, size, store):
+        data = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0))
+        dataset = torch.utils.data.TensorDataset(data)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = farflung.ImportanceSampler(dataset, batch_size)
+        drawn_ids: list[int] = []
+        batches = 0
+        for drawn, (inputs,) in sampler.batches(torch.utils.data.DataLoader(dataset, batch_sampler=sampler)):
+            optimizer.zero_grad()
+            drawn.weigh(model(inputs).square().squeeze(1)).backward()
+            optimizer.step()
+            drawn_ids += drawn.ids.tolist()
+            batches += 1
+        parameters = digest(dict(model.module.named_parameters()))
+        del model
+    return {"share": sampler.share.tolist(), "drawn": drawn_ids, "batches": batches, "parameters": parameters}

@@ -30,7 +30,7 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.comm import LinkModel, Peer, ZmqCommunicator
+from farflung.comm import LinkModel, Peer, View, WallCommunicator, ZmqTransport
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -229,7 +229,7 @@ class Cluster:
 
     def run(self, size: int, body: Callable[[Runtime, int], Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Runs ``body(runtime, exchange)`` on every rank's communication thread; their results in rank order."""
-        if any(runtime.comm.lost for runtime in self._groups.get(size, [])):
+        if any(runtime.view.lost for runtime in self._groups.get(size, [])):
             parted(self._groups.pop(size))
         if size not in self._groups:
             self._groups[size] = joined(size)
@@ -248,28 +248,50 @@ def tag(exchange: int = 1, part: int = 0, hop: int = 0) -> Tag:
 
 
 class Group:
-    """Communicators of one process, all driven by the test's own thread, on a clock set by hand."""
+    """Members of a view in one process, all driven by the test's own thread, on a clock set by hand.
 
-    def __init__(self, size: int, settings: list[dict[str, Any]] | None = None, **options: Any) -> None:
+    Args:
+      size: how many.
+      settings: of each.
+      about: options of their views.
+      options: of their transports.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        settings: list[dict[str, Any]] | None = None,
+        *,
+        about: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         self.clock = 0.0
         given = settings or [{}] * size
-        self.comms = [
-            ZmqCommunicator(rank, size, now=lambda: self.clock, settings=given[rank], **options)
-            for rank in range(size)
+        self.take([ZmqTransport(rank, size, **options) for rank in range(size)], given, **(about or {}))
+
+    def take(
+        self, transports: Sequence[ZmqTransport], settings: Sequence[dict[str, Any]], **about: Any
+    ) -> None:
+        """Makes members of these."""
+        self.transports, size = list(transports), len(transports)
+        self.views = [
+            View(one, size, now=lambda: self.clock, settings=told, **about)
+            for one, told in zip(transports, settings, strict=True)
         ]
-        self._open = list(self.comms)
+        self.comms = [WallCommunicator(view) for view in self.views]
+        self._open = list(self.views)
 
     @property
     def peers(self) -> list[Peer]:
         """As the store would name them."""
-        return [Peer.from_json(comm.me.to_json()) for comm in self.comms]
+        return [Peer.from_json(one.me.to_json()) for one in self.transports]
 
     def meet(self) -> Group:
         """Connects all that have not been connected yet, and waits for them to greet each other."""
-        for comm in self.comms:
-            if not comm._peers:
-                comm.connect(self.peers)
-        self.until(lambda: all(comm.ready.done for comm in self.comms))
+        for view in self.views:
+            if not view._addresses:
+                view.connect(self.peers)
+        self.until(lambda: all(view.ready.done for view in self.views))
         return self
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -277,8 +299,8 @@ class Group:
         for _ in range(int(PATIENCE_S / 0.01)):
             if condition():
                 return
-            for comm in self._open:
-                comm.poll(0.01 / len(self._open))
+            for view in self._open:
+                view.transport.poll(0.01 / len(self._open))
         raise AssertionError("it never happened")
 
     def exchange(self, number: int, src: int = 0, dst: int = 1) -> None:
@@ -291,17 +313,17 @@ class Group:
 
     def raw(self, src: int, dst: int, *frames: bytes) -> None:
         """Any bytes at all from one member to another."""
-        self.comms[src]._socket.send_multipart([self.comms[dst].me.token, *frames])
+        self.transports[src]._socket.send_multipart([self.transports[dst].me.token, *frames])
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""
-        comm = self.comms[rank]
-        comm._now = itertools.count(0.0, 1e6).__next__
-        comm.farewell(error)
-        self.close(comm)
+        view = self.views[rank]
+        view._now = itertools.count(0.0, 1e6).__next__
+        view.farewell(error)
+        self.close(view)
 
-    def close(self, *comms: ZmqCommunicator) -> None:
+    def close(self, *views: View) -> None:
         """Closes some, or all that are still open."""
-        for comm in comms or tuple(self._open):
-            self._open.remove(comm)
-            comm.close()
+        for view in views or tuple(self._open):
+            self._open.remove(view)
+            view.close()

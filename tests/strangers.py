@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 import zmq
 
-from farflung.comm import Peer, ZmqCommunicator
+from farflung.comm import Peer, WallCommunicator
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Kind, encode
 from farflung.types import Payload
@@ -34,8 +34,8 @@ NOISE = {
 }
 
 
-def knock(comm: ZmqCommunicator) -> socket.socket:
-    host, _, port = comm.me.address.removeprefix("tcp://").rpartition(":")
+def knock(comm: WallCommunicator) -> socket.socket:
+    host, _, port = comm.view.transport.me.address.removeprefix("tcp://").rpartition(":")
     less_than_zeromqs_own = PATIENCE_S / 3
     return socket.create_connection((host, int(port)), timeout=less_than_zeromqs_own)
 

@@ -156,7 +156,7 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
-    assert len(blocks) == len(FENCE.findall(PAGE)) == 6
+    assert len(blocks) == len(FENCE.findall(PAGE)) == 7
     for number, block in enumerate(blocks):
         if block.language == "sh":
             for command in block.commands():

@@ -38,5 +38,8 @@ def draw(path: Path, curves: Mapping[str, Sequence[Point]], target: float) -> No
     left.set(xlabel="virtual time, 1,000 s", ylabel="training loss", yscale="log")
     left.legend(frameon=False)
     right.set(xlabel="virtual time, 1,000 s", ylabel="steps between two exchanges", yscale="log")
+    for axes, format_ in ((left, "{x:.1f}"), (right, "{x:g}")):
+        axes.yaxis.set_major_formatter(format_)
+        axes.yaxis.set_minor_formatter(format_ if axes is left else "")
     figure.savefig(path, dpi=120)
     plt.close(figure)

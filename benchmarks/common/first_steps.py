@@ -46,7 +46,7 @@ def first_steps(model: nn.Module, schedule: Schedule, reducer: Reducer, total: i
     starts = list(_counted(reducer))
     changes = (start + 1 for start in starts)
     phases = max(starts, default=0) + reducer.exchanges_until(2) if isinstance(reducer, HasPhases) else 0
-    return min(total, max(phases, 1 + max(AT_LEAST - 1, *second, *changes)))
+    return min(total, max([phases, AT_LEAST, *(1 + step for step in (*second, *changes))]))
 
 
 def _counted(part: object) -> Iterator[int]:

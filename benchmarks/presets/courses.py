@@ -12,10 +12,12 @@ from benchmarks.presets.language import TRAININGS, Curve, Language
 from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
 from benchmarks.presets.times import paces
 
-__all__ = ["WITHIN", "Course", "Point", "best_rate", "courses_of", "first_at", "gap", "target"]
+__all__ = ["SEARCHED", "WITHIN", "Course", "Point", "best_rate", "courses_of", "first_at", "gap", "target"]
 
 WITHIN = 0.05
 """Above synchronous SGD's best loss is as good as that."""
+SEARCHED = 500
+"""Steps of the trainings by which rates are searched, but for the reference's."""
 Train: TypeAlias = Callable[[Language], Curve]
 
 
@@ -43,7 +45,7 @@ class Course:
       preset: its name.
       networks: on which it goes like this.
       learning_rate: that was best.
-      tried: losses at the end by learning rate.
+      tried: losses by learning rate, at the end of the trainings that were searched by.
       points: evaluations.
       not_charged: methods for some of whose coding the device has no rate.
     """
@@ -73,20 +75,24 @@ class Course:
 def best_rate(train: Train, preset: str, network: str) -> tuple[float, dict[str, float]]:
     """The rate with the lowest loss at the end, and the losses of all that were tried.
 
-    Rates are tried from the first one on, upwards and downwards or downwards alone, for as long as that is better.
+    Rates are tried from the first one on, upwards and downwards or downwards alone, for as long as that is better: the
+    reference's in whole trainings, others' in short ones, each with a warm-up and a cosine of its own.
     """
     method = METHODS[preset]
+    steps = Language.steps if preset == REFERENCE else SEARCHED
 
     @functools.cache
     def loss(place: int) -> float:
-        return train(Language(preset, RATES[place], network))[-1][1]
+        return train(Language(preset, RATES[place], network, steps))[-1][1]
 
     tried: dict[int, float] = {}
     begin = method.begins_at
     if begin is None:
         begin, _ = best_rate(train, REFERENCE, "")
+    if not method.searched:
+        return begin, {}
     at = RATES.index(begin)
-    ways = (0,) if not method.searched else (0, -1) if method.begins_at is None else (0, -1, 1)
+    ways = (0, -1) if method.begins_at is None else (0, -1, 1)
     while True:
         tried |= {at + way: loss(at + way) for way in ways if 0 <= at + way < len(RATES)}
         better = min(tried, key=lambda place: (tried[place], place))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from farflung.attach import Handle, attach
 from farflung.ddp import ddp_hook
+from farflung.importance import ImportanceSampler
 from farflung.recipes import RECIPES, Recipe, recipe
 from farflung.workloads import TorchWorkload
 
@@ -17,6 +18,7 @@ __all__ = [
     "RECIPES",
     "Comparison",
     "Handle",
+    "ImportanceSampler",
     "Recipe",
     "Run",
     "TorchWorkload",

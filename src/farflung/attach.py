@@ -51,11 +51,11 @@ _attached: list[Handle] = []
 
 def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
-    if chosen.sampler != "uniform":
-        return f"draw batches with sampler {chosen.sampler}"
     parts = chosen.parts(0)
     if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
         return f"no: {reason}"
+    if chosen.sampler != "uniform":
+        return f"draw batches with sampler {chosen.members['sampler']}"
     return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
 
 
@@ -76,6 +76,8 @@ def attach(
     seat: Seat | None = None,
     store: dist.Store | None = None,
     interface: str | None = None,
+    port: str | int | None = None,
+    advertise: str | None = None,
     encrypt: bool = False,
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
@@ -105,6 +107,8 @@ def attach(
       seat: which replica this is; what started the process has said so when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
+      port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
+      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
@@ -161,6 +165,8 @@ def attach(
         native=collective_named(chosen.collective).by_backend,
         join_s=_JOIN_S,
         interface=interface or interface_to_master(size),
+        port=port,
+        advertise=advertise,
         encrypt=encrypt,
     )
     try:

@@ -48,6 +48,8 @@ def ddp_hook(
     seed: int = 0,
     deadline_s: float = 60.0,
     interface: str | None = None,
+    port: str | int | None = None,
+    advertise: str | None = None,
     encrypt: bool = False,
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
     """A codec or reducer as a communication hook: ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``.
@@ -86,6 +88,8 @@ def ddp_hook(
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
       interface: the address or network interface to listen on; that of the route to the master when not given.
+      port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
+      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address.
       encrypt: encrypts on loopback too.
 
     Returns:
@@ -122,6 +126,8 @@ def ddp_hook(
             deadline_s=deadline_s,
             join_s=_JOIN_S,
             interface=interface or interface_to_master(size),
+            port=port,
+            advertise=advertise,
             encrypt=encrypt,
         )
         return runtime, found

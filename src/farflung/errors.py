@@ -26,6 +26,7 @@ __all__ = [
     "StorageError",
     "UnknownName",
     "Unsupported",
+    "WaitEnded",
 ]
 
 
@@ -134,6 +135,20 @@ class DeadlinePassed(RunLost):
         whom = "any rank" if rank is None else f"rank {rank}"
         longer = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)" if slow else ""
         super().__init__(f"lost {whom}: waited {waited_s:.1f} s for {what}{longer}")
+
+
+class WaitEnded(FarflungError):
+    """A wait was given up, because its exchange was forgotten.
+
+    Args:
+      rank: who was waited for; ``None`` when any replica would have done.
+      what: what was waited for.
+    """
+
+    def __init__(self, rank: int | None, what: str) -> None:
+        self.rank, self.what = rank, what
+        whom = "any rank" if rank is None else f"rank {rank}"
+        super().__init__(f"a wait for {what} from {whom} was given up: it was forgotten")
 
 
 class PeerFailed(RunLost):

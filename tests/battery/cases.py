@@ -56,6 +56,10 @@ SOONER: dict[str, dict[str, Any]] = {
     "demo": {"codec": "demo(chunk=16, keep=8)", "optimizer": "sign_sgd", "learning_rate": 1e-3},
     "diloco": {"schedule": "diloco(sync_every=6)"},
     "local_sgd": {"schedule": "local_sgd(sync_every=6)"},
+    "mercury": {
+        "sampler": "grouped_importance(groups='bacc', chunk=8, every=3)",
+        "sharing": "resharding(samples=6, every=4, within=3)",
+    },
     "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},
     "sparse_loco": {"schedule": "diloco(sync_every=6, outer_rate=1.0, outer_momentum=0.0)"},
     "streaming_diloco": {

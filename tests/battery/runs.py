@@ -18,7 +18,7 @@ from farflung.comm.interface import LOOPBACK
 from farflung.devices import device_profile
 from farflung.replica import load_tree
 from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
-from farflung.runtime import Seat, read_decisions
+from farflung.runtime import Seat
 from farflung.telemetry import Event
 from farflung.timing import forward_flops
 from tests.battery.cases import CASES, Case, known
@@ -60,13 +60,13 @@ def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
 
 
 def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
-    """The same on worker processes, which make again what is decided in ``replay``, where that file is there."""
+    """The same on worker processes, which make again what is decided in ``replay``, where there is anything."""
     steps = case.whole["steps"]
     for until in (steps // 2, steps):
         resumed = until == steps
         with known():
             config = RunConfig.resolve({**case.whole, "steps": until})
-        timed = replay.exists() and any(decision.timing for decision in read_decisions(replay))
+        timed = any(decision.timing for decision in RunFolder(replay.parent).decided())
         again = replay if timed and not resumed else None
         with RunFolder(path, resumed=resumed).begun(config.to_json(), again):
             pass

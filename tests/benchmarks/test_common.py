@@ -194,8 +194,9 @@ def test_only_rows_of_the_chosen_kinds_are_measured(folder: Path, capsys: pytest
 # --- workers ----------------------------------------------------------------------------------------------------
 
 
-def test_workers_import_the_package_that_their_parent_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_import_the_package_of_their_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere/src")
-    assert environment()["PYTHONPATH"] == f"{rows_module.ROOT}:/elsewhere/src"
+    here = f"{rows_module.ROOT}/src:{rows_module.ROOT}"
+    assert environment()["PYTHONPATH"] == f"{here}:/elsewhere/src"
     monkeypatch.delenv("PYTHONPATH")
-    assert environment()["PYTHONPATH"] == str(rows_module.ROOT)
+    assert environment()["PYTHONPATH"] == here

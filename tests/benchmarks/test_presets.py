@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common.rows import load_expected
 from benchmarks.presets import table as table_module
-from benchmarks.presets.courses import Course, Point, best_rate, courses_of, first_at, gap, target
+from benchmarks.presets.courses import SEARCHED, Course, Point, best_rate, courses_of, first_at, gap, target
 from benchmarks.presets.language import Curve, Language
 from benchmarks.presets.methods import LEFT_OUT, METHODS, NETWORKS, RATES, REFERENCE, parts_of
 from benchmarks.presets.pictures import LOOKS, draw
@@ -78,7 +78,7 @@ def trained_best_at(rates: dict[str, float]) -> tuple[Callable[[Language], Curve
         (REFERENCE, 0.001, 0.001, [0.0005, 0.001, 0.002]),
         (REFERENCE, 0.004, 0.004, [0.0005, 0.001, 0.002, 0.004, 0.008]),
         (REFERENCE, 0.5, RATES[-1], [0.0005, *RATES[3:]]),
-        ("ring", 0.0005, 0.002, [0.002]),
+        ("ring", 0.0005, 0.002, []),
         ("dga", 0.004, 0.002, [0.001, 0.002]),
         ("dga", 0.0005, 0.0005, [0.00025, 0.0005, 0.001, 0.002]),
         ("demo", 0.0005, 0.0005, [0.00025, 0.0005, 0.001, 0.002]),
@@ -92,6 +92,7 @@ def test_rates_are_searched_for_as_long_as_that_is_better(
     assert rate == found
     assert [float(one) for one in losses] == tried
     assert sorted(one.learning_rate for one in asked if one.preset == preset) == tried
+    assert all(one.steps == (2000 if one.preset == REFERENCE else SEARCHED) for one in asked)
 
 
 def test_what_hangs_on_times_is_trained_on_each_network_at_the_rate_of_the_first() -> None:

@@ -31,9 +31,23 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["train", "--network", "nowhere"], "unknown network profile 'nowhere'"),
         (
             ["train", "--data-stays", "--sharing", "injection"],
-            "--data-stays: --sharing injection sends samples",
+            "--sharing injection sends samples to other replicas: leave out --data-stays, or choose --sharing none",
         ),
-        (["train", "--keys", "here"], "--interface and --keys are for several machines"),
+        (
+            ["train", "--data-stays", "--recipe", "mercury"],
+            "--data-stays: --sharing resharding sends samples",
+        ),
+        (
+            ["train", "--data-stays", "--sharing", "resharding(by='uniform')"],
+            "--data-stays: --sharing resharding(by='uniform') sends samples",
+        ),
+        (["simulate", "--sharing", "resharding"], "Uniform knows nothing: choose another --sampler"),
+        (
+            ["simulate", "--sharing", "resharding(by='uniform')", "--stream", "rate(20)"],
+            "leave out one of --sharing and --stream",
+        ),
+        (["train", "--keys", "here"], "--advertise and --keys are for several machines"),
+        (["train", "--port", "7000"], "--interface, --port, --advertise and --keys are for several machines"),
         (["train", "--device", "cuda"], "--device cuda: "),
         (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),
     ],

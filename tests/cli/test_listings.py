@@ -13,9 +13,10 @@ from farflung.cli.main import main
 from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
+from farflung.errors import DataError
 from farflung.network import NETWORKS
 from farflung.recipes import RECIPES, Recipe
-from farflung.workloads import DATA, WORKLOADS, workload
+from farflung.workloads import DATA, WORKLOADS, data_of, workload
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def listed(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[dict[str,
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "scored", Recipe("scored", "by importance", sampler="importance"))
+    monkeypatch.setitem(RECIPES, "scored", Recipe("scored", "by importance", sampler="grouped_importance"))
     rows, table = listed(capsys, "recipes")
     assert list(rows) == sorted(RECIPES)
     for name, row in rows.items():
@@ -52,6 +53,8 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     }  # fmt: skip
     assert rows["ring"]["attach_alone"]
     assert not rows["scored"]["attach_alone"]
+    assert rows["scored"]["attach"] == "draw batches with sampler grouped_importance"
+    assert rows["mercury"]["attach"] == "no: it sees no samples and cannot send any to other replicas"
     assert "SGD over a ring collective ring yes" in table
     assert "farflung's direct all-reduce the plain ones yes" in table
 
@@ -119,13 +122,35 @@ def test_workloads_count_what_is_at_hand(capsys: pytest.CaptureFixture[str], not
 
 
 def test_every_family_of_workloads_has_its_data() -> None:
-    assert {name.split("/")[0] for name in WORKLOADS} == DATA.keys()
+    families = {name.split("/")[0] for name in WORKLOADS}
+    assert families <= DATA.keys() <= families | WORKLOADS.keys()
+    assert data_of("speech-commands/vgg13") == CATALOG["speech-commands-v0.02"]
+    assert data_of("speech-commands/vgg") == CATALOG["speech-commands-9"]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("cifar10/resnet18", "cifar-10"),
+        ("cifar100/resnet50", "cifar-100"),
+        ("cifar100/resnet8", "cifar-100"),
+        ("svhn/resnet18", "svhn"),
+        ("svhn/resnet8", "svhn"),
+        ("speech-commands/vgg13", "speech-commands-v0.02"),
+        ("ag-news/attentive-lstm", "ag-news"),
+    ],
+)
+def test_workloads_without_their_data_say_how_to_get_it(name: str, source: str) -> None:
+    with pytest.raises(
+        DataError, match=f"^{source} is not at hand: .*; fetch it with: farflung data fetch {source}$"
+    ):
+        workload(name).datasets()
 
 
 def test_known_numbers_of_samples_are_right() -> None:
     checked = 0
     for name in WORKLOADS:
-        source = DATA[name.split("/")[0]]
+        source = data_of(name)
         if source is not None and source.samples is not None:
             train, test = source.samples
             assert source.title.startswith((f"{train:,} + {test:,} ", f"{train + test:,} ")), name

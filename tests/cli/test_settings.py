@@ -120,7 +120,7 @@ def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("step = 3", "unknown key 'step'; did you mean steps?"),
-        ("zzz = 3", "unknown key 'zzz'; known: batch_size, "),
+        ("zzz = 3", "unknown key 'zzz'; known: advertise, batch_size, "),
         ('resume = "there"', "unknown key 'resume'"),
         ("[training]\nsteps = 3", "unknown key 'training'"),
         ('steps = "many"', "steps must be a whole number, not 'many'"),

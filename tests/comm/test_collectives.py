@@ -278,7 +278,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 
     def carry(src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
         arrives = world.clock.now() + rng.random()
-        world.clock.at(arrives, lambda: network.mailboxes[dst].deliver(src, tag, payload, arrives))
+        world.clock.at(arrives, lambda: network.mailboxes[dst].deliver(src, tag, payload))
         return done(None)
 
     network.carry = carry  # type: ignore[method-assign]

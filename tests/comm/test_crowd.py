@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farflung.comm import ZmqCommunicator, door
+from farflung.comm import ZmqTransport, door
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
 from tests.crowded import LIMIT, hopeless_scenario, scenario
@@ -37,7 +37,7 @@ def test_a_crowd_takes_no_descriptors_where_there_are_no_more() -> None:
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (LIMIT, LIMIT))
     with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
-        ZmqCommunicator(0, 1000, now=float)
+        ZmqTransport(0, 1000)
 
 
 # --- what they say ----------------------------------------------------------------------------------------------
@@ -64,15 +64,15 @@ def resident_nbytes() -> int:
 def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> None:
     with closing(Group(2, keys=Keys.fresh() if sealed else None)) as members:
         first = members.comms[0]
-        first.connect(members.peers)
+        first.view.connect(members.peers)
         before = resident_nbytes()
         with knock(first) as stranger, suppress(ConnectionError):
             stranger.sendall(SAID[what])
             for _ in range(MANY_NBYTES // len(FRAME)):
                 stranger.sendall(FRAME)
         assert resident_nbytes() - before < 50 << 20
-        members.until(lambda: first.turned_away == 1)
-        assert first.lost is None
+        members.until(lambda: first.view.transport.turned_away == 1)
+        assert first.view.lost is None
 
 
 def test_the_filter_may_be_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

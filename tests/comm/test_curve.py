@@ -85,12 +85,12 @@ def test_what_passes_cannot_be_read(
     for proxy in store.proxies.values():
         for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
             assert (sent not in proxy.passed) is encrypt
-    assert [comm.refused for comm in members.comms] == [0, 0, 0]
+    assert [comm.view.transport.refused for comm in members.comms] == [0, 0, 0]
 
 
 def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run]) -> None:
     members = run()
-    assert len({comm.me.key for comm in members.comms}) == SIZE
+    assert len({comm.view.transport.me.key for comm in members.comms}) == SIZE
     members.all_reduce()
 
 
@@ -99,7 +99,7 @@ def test_the_folder_of_keys_takes_the_place_of_the_stores(tmp_path: Path, run: C
     keys = load_keys(tmp_path / "a")
     members = run(keys=keys, encrypt=False)
     members.all_reduce()
-    assert {comm.me.key for comm in members.comms} == {keys.public}
+    assert {comm.view.transport.me.key for comm in members.comms} == {keys.public}
 
 
 def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 import zmq
 
-from farflung.comm import ZmqCommunicator, door
+from farflung.comm import ZmqTransport, door
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError, ProtocolError
 from farflung.runtime import WallRuntime
@@ -49,11 +49,8 @@ class Sealed(Group):
     def __init__(self, size: int = SIZE) -> None:
         super().__init__(0)
         self.keys = [Keys.fresh() for _ in range(size)]
-        self.comms = [
-            ZmqCommunicator(rank, size, now=lambda: self.clock, keys=keys)
-            for rank, keys in enumerate(self.keys)
-        ]
-        self._open = list(self.comms)
+        transports = [ZmqTransport(rank, size, keys=keys) for rank, keys in enumerate(self.keys)]
+        self.take(transports, [{}] * size)
 
 
 @pytest.fixture
@@ -65,42 +62,46 @@ def sealed() -> Iterator[Sealed]:
 
 def test_who_answers_with_another_key_is_not_that_rank(sealed: Sealed) -> None:
     one, two = sealed.comms[:2]
-    one.connect(sealed.peers)
-    two.connect([replace(sealed.peers[0], key=Keys.fresh().public), *sealed.peers[1:]])
-    assert two.greeting_of(0) == "its greeting"
-    sealed.until(lambda: "did not prove to be that rank" in two.greeting_of(0) and one.turned_away > 0)
-    assert 0 in two.missing()
-    assert 1 in one.missing()
+    one.view.connect(sealed.peers)
+    two.view.connect([replace(sealed.peers[0], key=Keys.fresh().public), *sealed.peers[1:]])
+    assert two.view.greeting_of(0) == "its greeting"
+    sealed.until(
+        lambda: (
+            "did not prove to be that rank" in two.view.greeting_of(0) and one.view.transport.turned_away > 0
+        )
+    )
+    assert 0 in two.view.missing()
+    assert 1 in one.view.missing()
 
 
 def test_who_is_not_on_the_list_is_told_so(sealed: Sealed) -> None:
     one, two = sealed.comms[:2]
-    one.connect([sealed.peers[0], replace(sealed.peers[1], key=Keys.fresh().public), sealed.peers[2]])
-    two.connect(sealed.peers)
-    sealed.until(lambda: two.lost is not None and one.turned_away == 1)
-    assert isinstance(two.lost, ProtocolError)
-    assert str(two.lost) == "rank 0 does not accept this replica's key: it was given another list"
-    assert one.lost is None
+    one.view.connect([sealed.peers[0], replace(sealed.peers[1], key=Keys.fresh().public), sealed.peers[2]])
+    two.view.connect(sealed.peers)
+    sealed.until(lambda: two.view.lost is not None and one.view.transport.turned_away == 1)
+    assert isinstance(two.view.lost, ProtocolError)
+    assert str(two.view.lost) == "rank 0 does not accept this replica's key: it was given another list"
+    assert one.view.lost is None
 
 
 def test_a_member_under_anothers_name_is_refused(sealed: Sealed, dealer: zmq.Socket[bytes]) -> None:
     first = sealed.comms[0]
-    first.connect(sealed.peers)
+    first.view.connect(sealed.peers)
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[1].token)
     with_keys(dealer, sealed.keys[2], str(sealed.peers[0].key))
     dealer.connect(sealed.peers[0].address)
     dealer.send_multipart(greeting(1))
     dealer.send_multipart(abort())
-    sealed.until(lambda: first.refused == 2)
-    assert first.missing() == [1, 2]
-    assert first.lost is None
+    sealed.until(lambda: first.view.transport.refused == 2)
+    assert first.view.missing() == [1, 2]
+    assert first.view.lost is None
 
 
 def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(
     sealed: Sealed, dealer: zmq.Socket[bytes]
 ) -> None:
     second = sealed.comms[1]
-    second.connect(sealed.peers)
+    second.view.connect(sealed.peers)
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[0].token)
     with_keys(dealer, sealed.keys[2], str(sealed.peers[1].key))
     monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -110,43 +111,43 @@ def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(
     sealed.until(lambda: bool(monitor.poll(0)))
     dealer.disable_monitor()
     monitor.close(linger=0)
-    assert second.missing() == [0, 2]
+    assert second.view.missing() == [0, 2]
     for comm in (sealed.comms[0], sealed.comms[2]):
-        comm.connect(sealed.peers)
-    sealed.until(lambda: all(comm.ready.done for comm in sealed.comms))
+        comm.view.connect(sealed.peers)
+    sealed.until(lambda: all(comm.view.ready.done for comm in sealed.comms))
     sealed.exchange(1)
-    assert second.lost is None
+    assert second.view.lost is None
 
 
 def test_who_has_not_greeted_has_no_say(sealed: Sealed, dealer: zmq.Socket[bytes]) -> None:
     first = sealed.comms[0]
-    first.connect(sealed.peers)
+    first.view.connect(sealed.peers)
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[1].token)
     with_keys(dealer, sealed.keys[1], str(sealed.peers[0].key))
     dealer.connect(sealed.peers[0].address)
     dealer.send_multipart(abort())
-    sealed.until(lambda: first.refused == 1)
+    sealed.until(lambda: first.view.transport.refused == 1)
     dealer.send_multipart(greeting(1))
-    sealed.until(lambda: first.missing() == [2])
+    sealed.until(lambda: first.view.missing() == [2])
 
 
 def test_nobody_gets_in_before_the_list_is_known(sealed: Sealed) -> None:
     late = sealed.comms[0]
     for comm in sealed.comms[1:]:
-        comm.connect(sealed.peers)
+        comm.view.connect(sealed.peers)
     for _ in range(20):
         for comm in sealed.comms:
-            comm.poll(0.001)
-    assert 0 in sealed.comms[1].missing()
-    late.connect(sealed.peers)
-    sealed.until(lambda: all(comm.ready.done for comm in sealed.comms))
+            comm.view.transport.poll(0.001)
+    assert 0 in sealed.comms[1].view.missing()
+    late.view.connect(sealed.peers)
+    sealed.until(lambda: all(comm.view.ready.done for comm in sealed.comms))
 
 
 @pytest.fixture(params=[Group, Sealed], ids=["plain", "sealed"])
 def members(request: pytest.FixtureRequest) -> Iterator[Group]:
     """Rank 0 lets others in already, who have not come yet."""
     group = request.param(SIZE)
-    group.comms[0].connect(group.peers)
+    group.comms[0].view.connect(group.peers)
     yield group
     group.close()
 
@@ -159,13 +160,13 @@ def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(members: Group) -
         stranger.sendall(NOISE["a mechanism that is none"])
         until_closed(stranger)
     os.close(for_the_door_of_rank_1)
-    members.comms[1].connect(members.peers)
-    assert first._gate.questions.poll(int(PATIENCE_S * 1000))
-    first._gate.answer()
-    assert first._socket.poll(int(PATIENCE_S * 1000)), "the greeting of rank 1"
+    members.comms[1].view.connect(members.peers)
+    assert members.transports[0]._gate.questions.poll(int(PATIENCE_S * 1000))
+    members.transports[0]._gate.answer()
+    assert members.transports[0]._socket.poll(int(PATIENCE_S * 1000)), "the greeting of rank 1"
     members.meet().exchange(1)
-    assert len(first._connections._latest) == SIZE - 1, "three connections, two descriptors"
-    assert first.lost is None
+    assert len(members.transports[0]._connections._latest) == SIZE - 1, "three connections, two descriptors"
+    assert first.view.lost is None
 
 
 # --- strangers --------------------------------------------------------------------------------------------------
@@ -208,31 +209,31 @@ def test_a_stranger_gets_nothing_in(arm: Arm, members: Group, dealer: zmq.Socket
     first = members.comms[0]
     dealer.setsockopt(zmq.ROUTING_ID, members.peers[1].token)  # even who knows a member's name
     arm(dealer, members)
-    dealer.connect(first.me.address)
+    dealer.connect(first.view.transport.me.address)
     for message in (greeting(1), forged(), abort()):
         dealer.send_multipart(message)
-    members.until(lambda: first.turned_away >= 1)
+    members.until(lambda: first.view.transport.turned_away >= 1)
     dealer.close(linger=0)
-    assert (first.refused, first.missing()) == (0, [1, 2])
-    wanted = first.recv(None, FORGED)
+    assert (first.view.transport.refused, first.view.missing()) == (0, [1, 2])
+    wanted = first.recv_any(FORGED)
     members.meet().exchange(1)
-    assert first.lost is None
+    assert first.view.lost is None
     assert not wanted.done
 
 
 def test_a_member_has_no_other_name(dealer: zmq.Socket[bytes]) -> None:
     with closing(Group(SIZE)) as members:
         first = members.comms[0]
-        first.connect(members.peers)
+        first.view.connect(members.peers)
         with_password(dealer, members.peers[1], members.peers[0])
         dealer.setsockopt(zmq.ROUTING_ID, b"nobody")
-        dealer.connect(first.me.address)
+        dealer.connect(first.view.transport.me.address)
         for count, message in enumerate((greeting(1), forged(), abort()), start=1):
             dealer.send_multipart(message)
-            members.until(lambda count=count: first.refused == count)  # type: ignore[misc]
+            members.until(lambda count=count: first.view.transport.refused == count)  # type: ignore[misc]
         dealer.close(linger=0)
         members.meet().exchange(1)
-        assert first.lost is None
+        assert first.view.lost is None
 
 
 def test_who_is_refused_is_said_once(members: Group, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,9 +242,9 @@ def test_who_is_refused_is_said_once(members: Group, caplog: pytest.LogCaptureFi
         with knock(first) as stranger:
             stranger.sendall(NOISE["another protocol"])
             until_closed(stranger)
-        members.until(lambda known=known: first.turned_away == known)  # type: ignore[misc]
+        members.until(lambda known=known: first.view.transport.turned_away == known)  # type: ignore[misc]
     (said,) = caplog.messages
-    assert f"rank 0 at {first.me.address}: refused a connection" in said
+    assert f"rank 0 at {first.view.transport.me.address}: refused a connection" in said
 
 
 @pytest.mark.parametrize("what", NOISE)
@@ -252,9 +253,9 @@ def test_noise_is_cut_off(what: str, members: Group) -> None:
     with knock(first) as stranger:
         stranger.sendall(NOISE[what])
         until_closed(stranger)
-    members.until(lambda: first.turned_away == 1)
+    members.until(lambda: first.view.transport.turned_away == 1)
     members.meet().exchange(1)
-    assert first.lost is None
+    assert first.view.lost is None
 
 
 @pytest.mark.parametrize("kind", [Group, Sealed])
@@ -262,47 +263,47 @@ def test_who_says_nothing_is_cut_off(kind: type[Group], monkeypatch: pytest.Monk
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
     with closing(kind(SIZE)) as members:
         first = members.comms[0]
-        first.connect(members.peers)
+        first.view.connect(members.peers)
         links = [knock(first) for _ in range(5)]
         for link in links[::2]:
             link.sendall(CURVE_GREETING[:40])
         for link in links:
             with closing(link):
                 until_closed(link)
-        members.until(lambda: first.turned_away == 5)
+        members.until(lambda: first.view.transport.turned_away == 5)
         members.meet().exchange(1)
 
 
 def test_a_recording_played_again_gets_nothing_in(sealed: Sealed) -> None:
     first, second = sealed.comms[:2]
-    first.connect(sealed.peers)
-    with closing(Proxy(first.me.address)) as proxy:
-        second.connect([replace(sealed.peers[0], address=proxy.address), *sealed.peers[1:]])
-        sealed.until(lambda: first.missing() == [2] and second.missing() == [2])
+    first.view.connect(sealed.peers)
+    with closing(Proxy(first.view.transport.me.address)) as proxy:
+        second.view.connect([replace(sealed.peers[0], address=proxy.address), *sealed.peers[1:]])
+        sealed.until(lambda: first.view.missing() == [2] and second.view.missing() == [2])
         (recorded,) = map(bytes, proxy.to_target)
         with knock(first) as stranger:
             stranger.sendall(recorded)
             until_closed(stranger)
-        sealed.until(lambda: first.turned_away == 1)
+        sealed.until(lambda: first.view.transport.turned_away == 1)
         sealed.meet().exchange(1)
-        assert first.lost is None
+        assert first.view.lost is None
 
 
 def test_the_store_cannot_exchange_two_ranks_of_one_machine() -> None:
     members = Group(3, keys=Keys.fresh())
-    zero, one, two = (comm.me for comm in members.comms)
+    zero, one, two = (comm.view.transport.me for comm in members.comms)
     with closing(members):
-        members.comms[0].connect([zero, one, two])
-        members.comms[1].connect([zero, one, two])
-        members.comms[2].connect([replace(one, rank=0), replace(zero, rank=1), two])
-        members.until(lambda: members.comms[2].refused == 2)
-        assert members.comms[2].missing() == [0, 1]
+        members.comms[0].view.connect([zero, one, two])
+        members.comms[1].view.connect([zero, one, two])
+        members.comms[2].view.connect([replace(one, rank=0), replace(zero, rank=1), two])
+        members.until(lambda: members.comms[2].view.transport.refused == 2)
+        assert members.comms[2].view.missing() == [0, 1]
 
 
 def test_the_store_may_not_name_a_replica_twice(sealed: Sealed) -> None:
     one, two, three = sealed.peers
     with pytest.raises(ProtocolError, match="names one replica twice"):
-        sealed.comms[2].connect([one, replace(two, token=one.token), three])
+        sealed.comms[2].view.connect([one, replace(two, token=one.token), three])
 
 
 # --- what is bound ----------------------------------------------------------------------------------------------
@@ -312,13 +313,13 @@ ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
 
 def test_nothing_leaves_the_machine_without_encryption() -> None:
     with pytest.raises(ConfigError, match="without encryption"):
-        ZmqCommunicator(0, 2, now=float, interface=ELSEWHERE)
+        ZmqTransport(0, 2, interface=ELSEWHERE)
 
 
 @pytest.mark.parametrize("interface", ["0.0.0.0", "::", "*", "localhost"])
 def test_one_address_is_bound(interface: str) -> None:
     with pytest.raises(ConfigError, match="address"):
-        ZmqCommunicator(0, 2, now=float, interface=interface, keys=Keys.fresh())
+        ZmqTransport(0, 2, interface=interface, keys=Keys.fresh())
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

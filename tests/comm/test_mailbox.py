@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox
-from farflung.errors import PeerLost, ProtocolError, RunLost
+from farflung.comm.forgotten import Forgotten
+from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
-from farflung.types import Payload, TensorSpec
+from farflung.types import Payload, Tag, TensorSpec
 from tests.helpers import number_in, numbered, tag
 
 
@@ -20,68 +23,78 @@ def received(pending: Pending[Payload]) -> float | None:
     return number_in(pending.result()) if pending.done else None
 
 
+def anybodys(pending: Pending[tuple[int, Payload]]) -> tuple[int, float] | None:
+    if not pending.done:
+        return None
+    src, payload = pending.result()
+    return src, number_in(payload)
+
+
 # --- matching ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait_first", [True, False])
-@pytest.mark.parametrize("src", [3, None])
-def test_a_message_meets_its_wait(wait_first: bool, src: int | None) -> None:
+@pytest.mark.parametrize("deadline_s", [None, 5.0])
+def test_a_message_meets_its_wait(wait_first: bool, deadline_s: float | None) -> None:
     mailbox = Mailbox()
-    if not wait_first:
-        mailbox.deliver(3, tag(), numbered(1), 0.0)
-    pending = mailbox.recv(src, tag(), None, 0.0)
-    assert pending.done != wait_first
-    if wait_first:
-        mailbox.deliver(3, tag(), numbered(1), 0.0)
-    assert received(pending) == 1
-    assert mailbox.oldest() is None
+    for src, anybody in ((3, False), (4, True)):
+        if not wait_first:
+            mailbox.deliver(src, tag(), numbered(1))
+        one = None if anybody else mailbox.recv(src, tag(), None, 0.0, deadline_s)
+        first = mailbox.recv_any(tag(), None, 0.0, deadline_s) if anybody else None
+        assert mailbox.any_wait() is not None or not wait_first
+        if wait_first:
+            mailbox.deliver(src, tag(), numbered(1))
+        assert one is None or received(one) == 1
+        assert first is None or anybodys(first) == (4, 1)
+        assert mailbox.any_wait() is None
+        assert mailbox.next_due() is None
 
 
 @pytest.mark.parametrize("other", [tag(2), tag(1, 1), tag(1, 0, 1)])
-@pytest.mark.parametrize("src", [0, None])
-def test_another_tag_is_another_message(src: int | None, other: object) -> None:
+def test_another_tag_is_another_message(other: Tag) -> None:
     mailbox = Mailbox()
-    early = mailbox.recv(src, tag(), None, 0.0)
-    mailbox.deliver(0, other, numbered(9), 0.0)  # type: ignore[arg-type]
+    early, any_early = mailbox.recv(0, tag(), None, 0.0), mailbox.recv_any(tag(), None, 0.0)
+    mailbox.deliver(0, other, numbered(9))
     assert not early.done
-    late = mailbox.recv(src, other, None, 0.0)  # type: ignore[arg-type]
-    assert received(late) == 9
+    assert not any_early.done
+    assert received(mailbox.recv(0, other, None, 0.0)) == 9
 
 
 def test_another_source_is_another_message() -> None:
     mailbox = Mailbox()
     early = mailbox.recv(1, tag(), None, 0.0)
-    mailbox.deliver(2, tag(), numbered(2), 0.0)
+    mailbox.deliver(2, tag(), numbered(2))
     assert not early.done
     assert received(mailbox.recv(2, tag(), None, 0.0)) == 2
-    mailbox.deliver(1, tag(), numbered(1), 0.0)
+    mailbox.deliver(1, tag(), numbered(1))
     assert received(early) == 1
 
 
 def test_from_anybody_takes_the_first_to_arrive() -> None:
     mailbox = Mailbox()
     for src in (2, 1, 3):
-        mailbox.deliver(src, tag(), numbered(src), 0.0)
+        mailbox.deliver(src, tag(), numbered(src))
     assert received(mailbox.recv(1, tag(), None, 0.0)) == 1
-    assert received(mailbox.recv(None, tag(), None, 0.0)) == 2
-    assert received(mailbox.recv(None, tag(), None, 0.0)) == 3
-    assert not mailbox.recv(None, tag(), None, 0.0).done
+    assert anybodys(mailbox.recv_any(tag(), None, 0.0)) == (2, 2)
+    assert anybodys(mailbox.recv_any(tag(), None, 0.0)) == (3, 3)
+    assert not mailbox.recv_any(tag(), None, 0.0).done
 
 
 def test_a_wait_for_one_goes_before_a_wait_for_anybody() -> None:
     mailbox = Mailbox()
-    anybody, one = mailbox.recv(None, tag(), None, 0.0), mailbox.recv(1, tag(), None, 0.0)
-    mailbox.deliver(1, tag(), numbered(1), 0.0)
+    anybody, one = mailbox.recv_any(tag(), None, 0.0), mailbox.recv(1, tag(), None, 0.0)
+    mailbox.deliver(1, tag(), numbered(1))
     assert received(one) == 1
     assert not anybody.done
-    mailbox.deliver(1, tag(), numbered(2), 0.0)
-    assert received(anybody) == 2
+    mailbox.deliver(1, tag(), numbered(2))
+    assert anybodys(anybody) == (1, 2)
 
 
 def test_duplicates_are_kept_in_their_order() -> None:
     mailbox = Mailbox()
     for value in (1, 2, 3):
-        mailbox.deliver(0, tag(), numbered(value), 0.0)
+        mailbox.deliver(0, tag(), numbered(value))
     assert [received(mailbox.recv(0, tag(), None, 0.0)) for _ in range(4)] == [1, 2, 3, None]
 
 
@@ -103,7 +116,7 @@ def test_each_message_meets_one_wait_in_order_whatever_comes_first(
         key = (src, exchange)
         if is_send:
             sent[key].append(number)
-            mailbox.deliver(src, tag(exchange), numbered(number), 0.0)
+            mailbox.deliver(src, tag(exchange), numbered(number))
         elif all(pending.done for pending in waits[key]):
             waits[key].append(mailbox.recv(src, tag(exchange), None, 0.0))
     for key, pendings in waits.items():
@@ -114,16 +127,16 @@ def test_each_message_meets_one_wait_in_order_whatever_comes_first(
 @given(st.lists(st.sampled_from(["send 0", "send 1", "send 2", "wait"]), max_size=40))
 def test_waits_for_anybody_take_messages_in_order_of_arrival(events: list[str]) -> None:
     mailbox = Mailbox()
-    sent: list[float] = []
-    waits: deque[Pending[Payload]] = deque()
+    sent: list[tuple[int, float]] = []
+    waits: deque[Pending[tuple[int, Payload]]] = deque()
     for number, event in enumerate(events):
         if event == "wait":
             if not waits or waits[-1].done:
-                waits.append(mailbox.recv(None, tag(), None, 0.0))
+                waits.append(mailbox.recv_any(tag(), None, 0.0))
         else:
-            sent.append(number)
-            mailbox.deliver(int(event[-1]), tag(), numbered(number), 0.0)
-    got = [received(pending) for pending in waits]
+            sent.append((int(event[-1]), number))
+            mailbox.deliver(int(event[-1]), tag(), numbered(number))
+    got = [anybodys(pending) for pending in waits]
     assert got == [*sent[: len(got)], *[None] * (len(got) - len(sent))]
 
 
@@ -146,10 +159,10 @@ PAIR = Payload((torch.zeros(3), Payload((torch.zeros(2, 2, dtype=torch.float64),
 def test_only_what_is_expected_is_handed_over(expect: tuple[TensorSpec, ...], wait_first: bool) -> None:
     mailbox = Mailbox()
     if not wait_first:
-        mailbox.deliver(5, tag(7), PAIR, 0.0)
+        mailbox.deliver(5, tag(7), PAIR)
     pending = mailbox.recv(5, tag(7), expect, 0.0)
     if wait_first:
-        mailbox.deliver(5, tag(7), PAIR, 0.0)
+        mailbox.deliver(5, tag(7), PAIR)
     if expect == tuple(map(TensorSpec.of, PAIR.tensors())):
         assert pending.result() is PAIR
     else:
@@ -161,19 +174,19 @@ def test_only_what_is_expected_is_handed_over(expect: tuple[TensorSpec, ...], wa
 
 def test_a_mismatch_names_the_sender_where_anybody_would_do_and_ends_that_wait_alone() -> None:
     mailbox = Mailbox()
-    bad = mailbox.recv(None, tag(1), (TensorSpec((2,)),), 0.0)
-    good = mailbox.recv(None, tag(2), (TensorSpec((1,)),), 0.0)
-    mailbox.deliver(2, tag(1), numbered(0), 0.0)
-    mailbox.deliver(3, tag(2), numbered(8), 0.0)
+    bad = mailbox.recv_any(tag(1), (TensorSpec((2,)),), 0.0)
+    good = mailbox.recv_any(tag(2), (TensorSpec((1,)),), 0.0)
+    mailbox.deliver(2, tag(1), numbered(0))
+    mailbox.deliver(3, tag(2), numbered(8))
     with pytest.raises(ProtocolError, match=r"rank 2 sent float32\[1\] .* where float32\[2\] was due"):
         bad.result()
-    assert received(good) == 8
+    assert anybodys(good) == (3, 8)
 
 
 def test_nothing_is_described_as_such() -> None:
     mailbox = Mailbox()
     pending = mailbox.recv(0, tag(), (), 0.0)
-    mailbox.deliver(0, tag(), numbered(0), 0.0)
+    mailbox.deliver(0, tag(), numbered(0))
     with pytest.raises(ProtocolError, match="where nothing was due"):
         pending.result()
 
@@ -189,13 +202,71 @@ def test_the_oldest_wait_is_the_one_that_began_first() -> None:
     oldest = mailbox.oldest()
     assert oldest is not None
     assert (oldest.src, oldest.since, oldest.what) == (4, 10.0, "the exchange at step 12, part 3, hop 1")
-    mailbox.deliver(4, tag(12, 3, 1), numbered(0), 16.0)
+    mailbox.deliver(4, tag(12, 3, 1), numbered(0))
     oldest = mailbox.oldest()
     assert oldest is not None
     assert (oldest.src, oldest.since) == (1, 11.0)
-    mailbox.deliver(1, tag(12, 3, 2), numbered(0), 12.0)
+    mailbox.deliver(1, tag(12, 3, 2), numbered(0))
     assert mailbox.oldest() is None
-    assert mailbox.longest_wait_s == 6.0
+
+
+def test_a_wait_with_a_deadline_of_its_own_ends_alone() -> None:
+    mailbox = Mailbox()
+    plain, soon = mailbox.recv(1, tag(1), None, 0.0), mailbox.recv(1, tag(2), None, 1.0, 2.0)
+    late, ever = mailbox.recv_any(tag(3), None, 1.0, 4.0), mailbox.recv_any(tag(4), None, 1.0, math.inf)
+    oldest = mailbox.oldest()
+    assert oldest is not None
+    assert oldest.tag == tag(1), "the others do not count against the run's"
+    assert mailbox.next_due() == 3.0
+    mailbox.fail_due(2.9)
+    assert not soon.done
+    mailbox.fail_due(3.0)
+    with pytest.raises(DeadlinePassed, match=r"^lost rank 1: waited 2\.0 s for the exchange at step 2"):
+        soon.result()
+    assert mailbox.next_due() == 5.0
+    mailbox.fail_due(1e9)
+    with pytest.raises(DeadlinePassed, match="lost any rank"):
+        late.result()
+    assert not plain.done
+    assert not ever.done
+    assert mailbox.next_due() is None
+    again = mailbox.recv(1, tag(2), None, 9.0)
+    mailbox.deliver(1, tag(2), numbered(4))
+    assert received(again) == 4, "it may be waited for anew"
+
+
+# --- what is forgotten ------------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_exchange_ends_its_waits_and_drops_what_comes() -> None:
+    mailbox = Mailbox()
+    waits: list[Pending[Any]] = [
+        mailbox.recv(1, tag(5), None, 0.0),
+        mailbox.recv(2, tag(5, 1), None, 0.0, 3.0),
+        mailbox.recv_any(tag(5, 0, 1), None, 0.0),
+    ]
+    other = mailbox.recv(1, tag(6), None, 0.0)
+    mailbox.deliver(3, tag(5, 2), numbered(0))
+    mailbox.forget(5)
+    for pending in waits:
+        with pytest.raises(WaitEnded, match=r"the exchange at step 5, .* was given up"):
+            pending.result()
+    assert mailbox.dropped == 1
+    mailbox.deliver(1, tag(5), numbered(0))
+    assert mailbox.dropped == 2
+    assert isinstance(mailbox.recv(1, tag(5), None, 0.0).error, WaitEnded)
+    mailbox.deliver(1, tag(6), numbered(7))
+    assert received(other) == 7
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_what_is_forgotten_is_kept_as_runs(numbers: list[int]) -> None:
+    forgotten = Forgotten()
+    for number in numbers:
+        forgotten.add(number)
+    assert [number for number in range(32) if number in forgotten] == sorted(set(numbers))
+    runs = sum(number - 1 not in numbers for number in set(numbers))
+    assert len(forgotten) == runs
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -203,11 +274,12 @@ def test_the_oldest_wait_is_the_one_that_began_first() -> None:
 
 def test_the_end_fails_every_wait_now_and_later() -> None:
     mailbox = Mailbox()
-    waits = [mailbox.recv(src, tag(), None, 0.0) for src in (0, 1, None)]
+    waits: list[Pending[Any]] = [mailbox.recv(src, tag(), None, 0.0) for src in (0, 1)]
+    waits += [mailbox.recv_any(tag(), None, 0.0), mailbox.recv(2, tag(), None, 0.0, 1.0), mailbox.departure()]
     first = RunLost("over")
     mailbox.end(first)
     mailbox.end(RunLost("over again"))
-    waits.append(mailbox.recv(0, tag(9), None, 0.0))
+    waits += [mailbox.recv(0, tag(9), None, 0.0), mailbox.departure()]
     for pending in waits:
         assert pending.error is first
     assert mailbox.oldest() is None
@@ -215,7 +287,7 @@ def test_the_end_fails_every_wait_now_and_later() -> None:
 
 def test_what_arrived_before_the_end_can_still_be_received() -> None:
     mailbox = Mailbox()
-    mailbox.deliver(0, tag(), numbered(3), 0.0)
+    mailbox.deliver(0, tag(), numbered(3))
     mailbox.end(RunLost("over"))
     assert received(mailbox.recv(0, tag(), None, 0.0)) == 3
     assert isinstance(mailbox.recv(0, tag(), None, 0.0).error, RunLost)
@@ -224,19 +296,33 @@ def test_what_arrived_before_the_end_can_still_be_received() -> None:
 def test_one_sender_fails_alone() -> None:
     mailbox = Mailbox()
     lost = [mailbox.recv(1, tag(exchange), None, 0.0) for exchange in (1, 2)]
-    kept = [mailbox.recv(2, tag(1), None, 0.0), mailbox.recv(None, tag(2), None, 0.0)]
+    kept, anybody = mailbox.recv(2, tag(1), None, 0.0), mailbox.recv_any(tag(2), None, 0.0)
     error = PeerLost(1, "it had left the run")
     mailbox.fail_from(1, error)
     assert [pending.error for pending in lost] == [error, error]
-    assert not any(pending.done for pending in kept)
-    mailbox.deliver(2, tag(1), numbered(1), 0.0)
-    mailbox.deliver(0, tag(2), numbered(2), 0.0)
-    assert [received(pending) for pending in kept] == [1, 2]
+    assert not kept.done
+    assert not anybody.done
+    mailbox.deliver(2, tag(1), numbered(1))
+    mailbox.deliver(0, tag(2), numbered(2))
+    assert received(kept) == 1
+    assert anybodys(anybody) == (0, 2)
+
+
+def test_who_is_gone_is_told_once_each() -> None:
+    mailbox = Mailbox()
+    first = mailbox.departure()
+    for rank in (4, 2, 4):
+        mailbox.fail_from(rank, PeerLost(rank, "gone"))
+    assert [first.result(), mailbox.departure().result()] == [4, 2]
+    waiting = mailbox.departure()
+    assert not waiting.done
+    with pytest.raises(RuntimeError, match="two waits for a departure"):
+        mailbox.departure()
 
 
 def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
     mailbox = Mailbox()
-    mailbox.deliver(1, tag(), numbered(3), 0.0)
+    mailbox.deliver(1, tag(), numbered(3))
     error = PeerLost(1, "it had left the run")
     mailbox.fail_from(1, error)
     assert received(mailbox.recv(1, tag(), None, 0.0)) == 3

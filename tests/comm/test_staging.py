@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farflung.codecs import TopK, error_feedback
-from farflung.comm import ExchangeChannel, staging, zeromq
+from farflung.comm import ExchangeChannel, communicator, staging
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.runtime import wall
 from farflung.types import Payload, Reducer, Runtime
@@ -25,7 +25,7 @@ class Elsewhere:
         self.copies = 0
         self.wait: Callable[[], None] = lambda: None
         self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
-        monkeypatch.setattr(zeromq, "on_host", lambda payload: id(payload) in self._here)
+        monkeypatch.setattr(communicator, "on_host", lambda payload: id(payload) in self._here)
         monkeypatch.setattr(wall, "to_host", self.to_host)
 
     def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], None]]:

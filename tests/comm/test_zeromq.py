@@ -79,26 +79,26 @@ def test_nonsense_from_a_member_is_refused(what: str, group: Callable[..., Group
     members = group().meet()
     members.raw(1, 0, *NONSENSE[what])
     members.exchange(2)
-    assert members.comms[0].refused == 1
-    assert members.comms[0].lost is None
+    assert members.comms[0].view.transport.refused == 1
+    assert members.comms[0].view.lost is None
     members.exchange(3)
 
 
 def test_a_payload_larger_than_any_of_the_run_is_refused(group: Callable[..., Group]) -> None:
-    members = group(max_nbytes=10_000).meet()
+    members = group(about={"max_nbytes": 10_000}).meet()
     sender, receiver = members.comms[1], members.comms[0]
     sender.send(Payload((torch.zeros(2501),)), 0, tag(1))
     sender.send(Payload((torch.zeros(1250), torch.zeros(1251))), 0, tag(1))
     sender.send(Payload((torch.zeros(2500),)), 0, tag(1))
     arrived = receiver.recv(1, tag(1))
     members.until(lambda: arrived.done)
-    assert receiver.refused == 2
+    assert receiver.view.transport.refused == 2
     assert arrived.result().nbytes == 10_000
 
 
 def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
     comm = group().comms[0]
-    host, _, port = comm.me.address.removeprefix("tcp://").partition(":")
+    host, _, port = comm.view.transport.me.address.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1"
     with socket.create_connection((host, int(port))):
         pass
@@ -109,13 +109,13 @@ def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
 
 def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: Callable[..., Group]) -> None:
     members = group()
-    members.comms[0].connect(members.peers)
-    host, _, port = members.comms[0].me.address.removeprefix("tcp://").partition(":")
+    members.comms[0].view.connect(members.peers)
+    host, _, port = members.comms[0].view.transport.me.address.removeprefix("tcp://").partition(":")
     with socket.create_connection((host, int(port))) as probe:
         probe.recv(1)  # the greeting of the transport: the connection is known there
     members.meet()
     members.exchange(2)
-    assert members.comms[0].lost is None
+    assert members.comms[0].view.lost is None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------
@@ -133,10 +133,10 @@ def test_unlike_settings_are_found_at_the_start(
     one: dict[str, Any], other: dict[str, Any], named: str, group: Callable[..., Group]
 ) -> None:
     members = group(2, [one, other]).meet()
-    error = members.comms[0].ready.error
+    error = members.comms[0].view.ready.error
     assert isinstance(error, ProtocolError)
     assert f"ranks disagree on {named.format(0, 1)}" in str(error)
-    assert isinstance(members.comms[1].ready.error, ProtocolError)
+    assert isinstance(members.comms[1].view.ready.error, ProtocolError)
     late = members.comms[0].recv(1, tag(1))
     assert late.error is error
 
@@ -144,5 +144,5 @@ def test_unlike_settings_are_found_at_the_start(
 def test_like_settings_are_fine_in_any_order(group: Callable[..., Group]) -> None:
     settings = [{"a": 1, "b": [1, {"c": None}]}, {"b": [1, {"c": None}], "a": 1}]
     members = group(2, settings).meet()
-    assert members.comms[0].ready.error is None
+    assert members.comms[0].view.ready.error is None
     members.exchange(1)

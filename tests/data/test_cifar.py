@@ -65,6 +65,19 @@ def test_official_format(tmp_path: Path, layout: Layout, packing: str) -> None:
     assert torch.equal(train.inputs[3], wanted), "red, green and blue planes, row by row"
 
 
+def test_training_images_are_shifted_as_far_as_is_asked_for(tmp_path: Path) -> None:
+    small = shrink(CIFAR10)
+    white = (b"\0" + b"\xff" * 3072) * 4
+    found = put(tmp_path, small, "folder", dict.fromkeys(files(small), white))
+    for shift in (2, 4):
+        train, test = read(found, small, shift=shift)
+        assert test.augment is None
+        assert train.augment is not None
+        torch.manual_seed(0)
+        empty = (train.augment(train.inputs.repeat(20, 1, 1, 1)) == 0).all(dim=3).sum(dim=2)
+        assert int(empty.max()) == shift, "rows that came in"
+
+
 def test_truncated(tmp_path: Path, packing: str) -> None:
     small = shrink(CIFAR10)
     contents = files(small)

@@ -1,4 +1,4 @@
-"""Lightning, Transformers and Accelerate: an example of each, as two replicas."""
+"""Lightning, Transformers, Accelerate, a DataLoader: an example of each, as two replicas."""
 
 from __future__ import annotations
 
@@ -61,3 +61,9 @@ def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(pool: Pool, tmp
 def test_accelerate(pool: Pool) -> None:
     pytest.importorskip("accelerate")
     ran(pool, "with_accelerate.py")
+
+
+@pytest.mark.parametrize("options", [[], ["--scored-by", "gradient"]])
+def test_importance_under_ddp(pool: Pool, options: list[str]) -> None:
+    steps = ran(pool, "importance_in_ddp.py", "--steps", "3", *options)
+    assert steps != ran(pool, "importance_in_ddp.py", "--steps", "2", *options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from farflung.comm import LinkModel
 from farflung.config import Training
+from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.replica.scoring import scores_of
 from farflung.runs import make_replica
 from farflung.runtime import VirtualWorld
-from farflung.sampling import Uniform
+from farflung.sampling import GroupedImportance, Uniform
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Decision, Draw, Json, PoolView, SampleIds, Spare
 from farflung.workloads import Quadratic
@@ -188,6 +190,16 @@ def test_what_takes_longer_than_the_exchange_is_waited_for_and_seen() -> None:
     assert end["time_s"]["scoring"] == pytest.approx(3 * 16 * SAMPLE_S)  # type: ignore[index,call-overload]
 
 
+def test_what_is_left_of_the_time_is_nothing_where_it_may_be_rounding_alone() -> None:
+    (first, _), events = run(Scored)
+    assert events[0][-1]["time_s"]["other"] == 0.0  # type: ignore[index,call-overload]
+    for off_s, left_s in [(math.ulp(8.0), 0.0), (-math.ulp(8.0), 0.0), (1e-6, -1e-6), (-1e-6, 1e-6)]:
+        first.time_s.compute += off_s
+        assert first._leg().time_s.other == pytest.approx(left_s, abs=1e-12)
+        assert bool(first._leg().time_s.other) == bool(left_s), "a part that is counted twice shows"
+        first.time_s.compute -= off_s
+
+
 def test_exchanges_beside_computing_say_so() -> None:
     (first, _), _ = run(Scored, schedule="pipelined(width=2)")
     assert isinstance(first.parts.sampler, Scored)
@@ -219,14 +231,41 @@ def test_a_sampler_that_scores_needs_a_share() -> None:
         )
 
 
-def test_a_sampler_that_scores_needs_samples_that_stay() -> None:
-    with pytest.raises(ConfigError, match="come and go: choose --sampler uniform"):
-        make_replica(
-            VirtualWorld(1).runtimes[0],
-            Quadratic(dim=6, samples=64),
-            recipe("synchronous").but(sampler=Scored, stream="rate(100.0)"),
-            Training(2, BATCH, 0.05),
-        )
+class Picks(Scored):
+    """Takes every other sample of what a step may take, and has the others scored."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.pools: list[list[int]] = []
+        self.left: list[list[int]] = []
+
+    def next(self, view: PoolView) -> Draw:
+        assert isinstance(view.pool, Tensor)
+        self.pools.append(view.pool.tolist())
+        return Draw(view.pool[::2][: view.batch_size].repeat_interleave(2)[: view.batch_size])
+
+    def due(
+        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> list[SampleIds]:
+        assert isinstance(view.pool, Tensor)
+        self.left.append(view.pool.tolist())
+        return [view.pool]
+
+
+def test_of_a_stream_all_that_a_step_may_take_is_to_pick_from_and_what_was_not_picked_stays() -> None:
+    stream = "rate(100.0, least=4, most=12, backlog=12)"
+    parts = recipe("synchronous").but(sampler=Picks, stream=stream)
+    training = Training(steps=6, batch_size=4, learning_rate=0.05, seed=3)
+    world = VirtualWorld(1, seconds_per_sample=0.01)
+    replica = make_replica(world.runtimes[0], Quadratic(dim=6, samples=64), parts, training)
+    world.run([replica.run()])
+    sampler = replica.parts.sampler
+    assert isinstance(sampler, Picks)
+    for step, (pool, left) in enumerate(zip(sampler.pools, sampler.left, strict=True)):
+        assert 4 <= len(pool) <= 12
+        assert left == [one for one in pool if one not in pool[::2][:2]]
+        assert all(one in later for later in sampler.pools[step + 1 : step + 2] for one in left)
+    assert len(sampler.pools[-1]) == 12, "more came than was used"
 
 
 class Weighed(Uniform):
@@ -252,3 +291,50 @@ def test_a_draw_weighs_and_tells() -> None:
         gradient += weight * parameter.grad / 2
     (moved,) = replicas[0].model.parameters()
     torch.testing.assert_close(moved.detach(), parameter.detach() - 0.05 * gradient)
+
+
+# --- groups by time ---------------------------------------------------------------------------------------------
+
+
+class ByTime(GroupedImportance):
+    """Groups as large as there is time for; notes what each step has had to spare."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, groups="bacc", chunk=4, every=5)
+        self.spares: list[Spare] = []
+
+    def observe(self, spare: Spare) -> None:
+        self.spares.append(spare)
+        super().observe(spare)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 3.0, 1.0)])
+@pytest.mark.parametrize("mbps", [5.0, 10.0, 50.0])
+def test_groups_by_time_end_within_a_chunk_of_the_aggregation(mbps: float, speeds: tuple[float, ...]) -> None:
+    forward_s = [times * 5e-4 for times in speeds]
+    devices = [DeviceProfile(forward_s=each, optimizer_s=0.0) for each in forward_s]
+    world = VirtualWorld(3, LinkModel(0.002, mbps * 1e6), device=devices)
+    task, whole = Quadratic(dim=4000, samples=900), torch.arange(900)
+    replicas = [
+        make_replica(
+            runtime,
+            task,
+            recipe("mercury").but(sharing="none", sampler=ByTime),
+            Training(13, BATCH, 0.05, seed=3),
+            shares=list(whole.chunk(3)),
+        )
+        for runtime in world.runtimes
+    ]
+    world.run([replica.run() for replica in replicas])
+    # Who is through within a chunk of its own time begins the next step by as much sooner or later than others, which
+    # their waits follow: where speeds are unlike, by a chunk of the slowest.
+    chunk_s = 4 * max(forward_s)
+    most = 0
+    for replica in replicas:
+        sampler = replica.parts.sampler
+        assert isinstance(sampler, ByTime)
+        # In step 0, which the first choice goes by, all begin together, as they do not later on where they are unlike.
+        for spare in sampler.spares[1 if len(set(speeds)) == 1 else 6 :]:
+            most = max(most, spare.scored)
+            assert abs(spare.wait_s - spare.scoring_s) <= chunk_s * (1 + 1e-9)
+    assert most > 4, "more than the least, or this shows nothing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +13,6 @@ from matplotlib.figure import Figure
 from farflung.errors import DataError
 from farflung.report import buffers_picture
 from farflung.telemetry import Event
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved from now on; not rendered, which takes a second each."""
-    figures: list[Figure] = []
-
-    def savefig(self: Figure, target: Path, **_: Any) -> None:
-        figures.append(self)
-        target.touch()
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return figures
 
 
 def session(rank: int, steps: range, t: float = 0.0) -> Iterator[Event]:

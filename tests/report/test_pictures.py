@@ -52,19 +52,6 @@ def session(
         }  # fmt: skip
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved from now on; not rendered, which takes a second each."""
-    figures: list[Figure] = []
-
-    def savefig(self: Figure, target: Path, **_: Any) -> None:
-        figures.append(self)
-        target.touch()
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return figures
-
-
 def bars(axes: Axes) -> dict[str, list[float]]:
     """Widths by part, from the top bar down."""
     return {str(c.get_label()): [p.get_width() for p in c] for c in axes.containers}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from farflung.comm import ZmqCommunicator
+from farflung.comm import View
 from farflung.runs import launching, prepare_training, train
 from farflung.runs.parent import Parent
 from farflung.telemetry import JsonLines, Telemetry
@@ -63,7 +63,7 @@ def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: P
 
 def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"messages": 0, "connections": 1234}
-    monkeypatch.setattr(ZmqCommunicator, "refusals", refused)
+    monkeypatch.setattr(View, "refusals", refused)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     ended = train("synthetic/quadratic", steps=2, out=tmp_path / "run")

@@ -94,6 +94,22 @@ def test_shared_is_one_pass_for_all() -> None:
     assert len({*one, *other}) == 2 * 12 * 8
 
 
+@pytest.mark.parametrize("how", [None, "iid"])
+def test_samples_that_change_owner_have_one_before(how: str | None) -> None:
+    config = configured(workers=3, partition=how, sharing="resharding(by='uniform', samples=4, every=3)")
+    shares = config.make_shares()
+    assert shares is not None
+    pairs = zip(shares, configured(workers=3, partition="iid").make_shares() or [], strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert config.split_text == "iid"
+    assert config.to_json()["partition"] == "iid"
+    world, made = replicas(config)
+    world.run([replica.run() for replica in made])
+    assert made[0].sent_nbytes > 0
+    unlike = configured(workers=3, partition="by-order", sharing="resharding(by='uniform')")
+    assert unlike.split_text == "by-order"
+
+
 def test_a_pass_is_over_the_replicas_own_share() -> None:
     config = configured(workers=2, partition="dirichlet(alpha=0.1)", steps=200)
     shares = config.make_shares()

@@ -217,6 +217,25 @@ def test_a_run_that_trained_on_what_had_come_is_refused(
     assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
 
 
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"sharing": "injection"}, "--sharing injection"),
+        (
+            {"sharing": "resharding(samples=2, every=2, by='uniform')"},
+            "--sharing resharding(samples=2, every=2",
+        ),
+    ],
+)
+def test_a_run_whose_replicas_sent_samples_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, parts: dict[str, Any], named: str
+) -> None:
+    made(tmp_path / "base", **parts)
+    said = refused(capsys, tmp_path / "base", "--network", "4g")
+    assert f"its replicas sent samples ({named}" in said
+    assert "which is not recorded; simulate it anew instead" in said
+
+
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
     assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")

@@ -262,7 +262,7 @@ def test_a_run_repeats_event_for_event() -> None:
                 for other in others:
                     runtime.comm.send(numbered(runtime.comm.rank), other, tag(turn))
                 for _ in others:
-                    payload = await runtime.comm.recv(None, tag(turn))
+                    _, payload = await runtime.comm.recv_any(tag(turn))
                     seen.append((runtime.now(), runtime.comm.rank, number_in(payload)))
 
         in_virtual_time(4, body, LinkModel(0.25))
@@ -296,7 +296,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
             await runtime.sleep_until(2.5)
             await runtime.comm.recv(1, tag(7, 1, 2))
         elif rank == 1:
-            await runtime.comm.recv(None, tag(8))
+            await runtime.comm.recv_any(tag(8))
         elif rank == 2:
             await Pending()
 

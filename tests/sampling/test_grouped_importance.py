@@ -132,6 +132,13 @@ def test_groups_by_time_are_never_more_than_all_samples() -> None:
     assert [sorted(ids.tolist()) for ids in scored] == [list(range(N))] * 4
 
 
+def test_groups_by_time_are_never_more_than_is_asked_for() -> None:
+    sampler = GroupedImportance(0, groups="bacc", chunk=5, most=13)
+    draws, scored = train(sampler, range(5), some())
+    assert [len(ids) for ids in scored] == [5, *[13] * 4]
+    assert draws[-1].told["scored"] == 13
+
+
 def test_it_keeps_the_protocols() -> None:
     sampler = GroupedImportance(0, scored_by="gradient_bound")
     assert isinstance(sampler, Scores)
@@ -377,14 +384,58 @@ def test_a_batch_of_all_samples_weighs_as_many_as_the_replica_has() -> None:
 def test_telemetry_says_what_importance_is_worth() -> None:
     sampler, scores = GroupedImportance(0, groups=5), some()
     draws, scored = train(sampler, range(4), scores)
-    assert draws[0].told == {"groups": 1, "scored": 0, "variance_ratio": 1.0, "tau": 0.0}
+    unknown = dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
+    assert draws[0].told == {
+        "groups": 1,
+        "scored": 0,
+        "variance_ratio": 1.0,
+        "tau": 0.0,
+        "score_quantiles": None,
+        "largest_weight": 1.0,
+        **unknown,
+    }
     tau = 0.0
     for step in range(1, 4):
         newest = scores[scored[step - 1]]
         tau = 0.9 * tau + 0.1 * speed_up(newest)
         told = {"variance_ratio": variance_ratio(newest, smoothed(newest, 0.5)), "tau": tau}
-        assert draws[step].told == pytest.approx({"groups": step + 1, "scored": 8, **told})
+        known = {"groups": step + 1, "scored": 8, **told}
+        assert {name: draws[step].told[name] for name in known} == pytest.approx(known)
+        # Of eight scores, 5 % is the first, 25 % the second and so on.
+        assert draws[step].told["score_quantiles"] == [
+            newest.sort().values[at].item() for at in (0, 1, 3, 5, 7)
+        ]
+        weights = draws[step].weights
+        assert weights is not None
+        assert draws[step].told["largest_weight"] == weights.max().item()
+        assert unknown.items() <= draws[step].told.items(), "nobody is scored anew before all have a score"
     json.dumps(dict(draws[-1].told))
+
+
+def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
+    sampler, count = GroupedImportance(0, groups=2), 80
+    first, second = torch.arange(1.0, count + 1), torch.arange(1.0, count + 1)
+    _, groups = train(sampler, range(2), first, count)
+    members = groups[0].sort().values
+    # Of the 40 of a group two swap places that are 3 apart, 7.5 %, and two that are 10 apart.
+    for one, other in ((3, 6), (20, 30)):
+        second[members[one]], second[members[other]] = first[members[other]], first[members[one]]
+    draws, _ = train(sampler, range(2, 5), second, count)
+    assert draws[0].told["score_age"] is None, "of step 1, where scores were the first"
+    told = [draws[1].told[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    assert told == [36 / 40, 38 / 40, 2.0]
+    told = [draws[2].told[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    assert told == [1.0, 1.0, 2.0]
+
+
+def test_ranks_of_what_others_have_scored_are_not_told() -> None:
+    sampler, scores = GroupedImportance(0, groups=2), some(count=20)
+    _, groups = train(sampler, range(2), scores, 20)
+    sampler.incoming(groups[0][:3], torch.full((3,), 9.0))
+    draws, _ = train(sampler, range(2, 4), scores, 20)
+    assert draws[1].told["score_age"] is None, "seven are too few"
+    draws, _ = train(sampler, range(4, 6), scores, 20)
+    assert draws[1].told["score_age"] == 2.0, "all ten were scored here by then"
 
 
 # --- the switch -------------------------------------------------------------------------------------------------
@@ -458,7 +509,7 @@ def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
     assert sampler.scores_of(slots).dtype == torch.float32
     others = torch.tensor([each for each in range(N) if each not in slots.tolist()])
     assert torch.equal(after["scores"][others], before["scores"][others])
-    assert all(same_tree(after[key], before[key]) for key in before if key != "scores")
+    assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "made"))
 
 
 def test_a_score_that_is_carried_is_the_one_that_was_made_and_below_0_where_there_is_none() -> None:
@@ -507,6 +558,7 @@ def test_scores_below_zero_are_refused() -> None:
         ("estimator=1", "estimator 1 must be 'paper' or 'exact'"),
         ("switch=1", "switch 1 must be True or False"),
         ("chunk=0", "chunk 0 must be at least 1"),
+        ("most=63", "most 63 must be at least 64"),
         ("every=0", "every 0 must be at least 1"),
         ("share=2", "share 2 must be above 0 and at most 1"),
     ],

@@ -13,7 +13,9 @@ from torch import Tensor
 from farflung.sampling.importance import (
     importance_weights,
     probabilities,
+    quantiles,
     quotas,
+    rank_changes,
     smoothed,
     speed_up,
     speed_up_threshold,
@@ -170,3 +172,16 @@ def test_without_replacement_takes_all_there_are_whatever_their_importance() -> 
     found = without_replacement(logs, 4, random()).tolist()
     assert found[:2] == [1, 2]
     assert sorted(found) == [0, 1, 2, 3]
+
+
+def test_quantiles_are_scores_that_so_many_do_not_exceed() -> None:
+    scores = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert quantiles(scores, [0, 20, 21, 50, 80, 81, 100]) == [1, 1, 2, 3, 4, 5, 5]
+    assert quantiles(scores[:1], [5, 95]) == [5, 5]
+
+
+def test_rank_changes_are_places_and_equal_scores_stay_in_order() -> None:
+    before = torch.tensor([3.0, 1.0, 2.0, 0.0])
+    assert rank_changes(before, before * 7).tolist() == [0, 0, 0, 0]
+    assert rank_changes(before, torch.tensor([0.0, 1.0, 2.0, 3.0])).tolist() == [3, 0, 0, 3]
+    assert rank_changes(torch.zeros(3), torch.ones(3)).tolist() == [0, 0, 0]

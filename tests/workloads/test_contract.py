@@ -12,19 +12,27 @@ from farflung.workloads import WORKLOADS, workload
 
 OPTIONS = {"fashion-mnist/cnn": {"data": "packaged"}, "fashion-mnist/mlp": {"data": "packaged"}}
 
-# What a sample of each family looks like: shape of an input, and how many values its integers have (0: floats);
-# shape of a target, and how many classes.
+# What a sample of each family looks like, or of a workload that has others: shape of an input, and how many values its
+# integers have (0: floats); shape of a target, and how many classes.
 SAMPLES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], int]] = {
     "ag-news": ((48,), 10_000, (), 4),
     "aid": ((3, 64, 64), 0, (), 30),
     "cifar10": ((3, 32, 32), 0, (), 10),
+    "cifar100": ((3, 32, 32), 0, (), 100),
     "covtype": ((54,), 0, (), 7),
     "fashion-mnist": ((1, 28, 28), 0, (), 10),
     "newsgroups": ((96,), 10_000, (), 20),
     "speech-commands": ((1, 64, 101), 0, (), 9),
+    "speech-commands/vgg13": ((1, 64, 101), 0, (), 35),
+    "svhn": ((3, 32, 32), 0, (), 10),
     "synthetic": ((64,), 0, (), 10),
     "tinyshakespeare": ((64,), 65, (64,), 65),
 }
+
+
+def sample(name: str) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
+    """What those of one workload look like."""
+    return SAMPLES.get(name, SAMPLES[name.partition("/")[0]])
 
 
 @pytest.fixture(params=sorted(WORKLOADS), scope="module")
@@ -35,7 +43,7 @@ def task(request: pytest.FixtureRequest) -> Workload:
 @pytest.fixture
 def batch(task: Workload) -> Batch:
     """Three samples of the right shape, so that models are tested where their data is not at hand."""
-    shape, values, target, classes = SAMPLES[task.name.split("/")[0]]
+    shape, values, target, classes = sample(task.name)
     random = torch.Generator().manual_seed(3)
     inputs = (
         torch.randint(values, (3, *shape), generator=random)
@@ -124,7 +132,7 @@ def test_data_are_what_the_model_takes(task: Workload, batch: Batch) -> None:
         if data.labels is not None:
             assert data.labels.dtype == torch.int64
             assert data.labels.shape == (len(data),)
-            assert int(data.labels.max()) < SAMPLES[task.name.split("/")[0]][3]
+            assert int(data.labels.max()) < sample(task.name)[3]
 
 
 def test_training_repeats_from_a_seed(task: Workload, batch: Batch) -> None:

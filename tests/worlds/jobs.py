@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung.comm import LinkModel
 from farflung.config import Training
-from farflung.data import RateLimited
+from farflung.data import IID, Holding, RateLimited
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Replica, place
@@ -23,6 +23,7 @@ from farflung.seeding import RandomState, derive, generator
 from farflung.telemetry import Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.workloads import Quadratic, workload
+from tests.carrying import Carrying
 from tests.fed import Fed
 from tests.pool import digest, leave_group
 
@@ -236,3 +237,42 @@ def virtual_streamed(
     for each in replicas:
         each.parts.stream.close()
     return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+
+
+def resharded(runtime: Runtime, parts: dict[str, Any], count: int) -> Replica:
+    """A replica of a small quadratic whose samples change owner."""
+    work = Quadratic(dim=6, samples=64)
+    training = Training(steps=count, batch_size=4, learning_rate=0.05, seed=3)
+    rank, size = runtime.comm.rank, runtime.comm.size
+    return Replica(
+        runtime,
+        work,
+        training,
+        recipe("synchronous").but(sampler=Carrying, **parts).parts(training.seed, rank),
+        Telemetry(rank),
+        share=IID().split(work.datasets()[0], size, seed=3)[rank],
+    )
+
+
+async def moved(replica: Replica) -> dict[str, Any]:
+    """Trains, and says which samples the replica holds at the end and what it knows of them."""
+    found = await steps(replica)
+    assert isinstance(replica._train, Holding)
+    assert isinstance(replica.parts.sampler, Carrying)
+    held, known = replica._train.ids.tolist(), replica.parts.sampler.known.tolist()
+    return {**found, "held": held, "known": known, "sent": replica.sent_nbytes}
+
+
+def wall_resharded(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, Any]:
+    """A real replica whose samples change owner."""
+    runtime = WallRuntime(rank, size, store)
+    try:
+        return runtime.run(moved(resharded(runtime, **arguments)))
+    finally:
+        runtime.close()
+
+
+def virtual_resharded(size: int, **arguments: Any) -> list[dict[str, Any]]:
+    """All of them in virtual time."""
+    world = VirtualWorld(size, LinkModel(0.003, 5e5), seconds_per_sample=1e-4)
+    return world.run([moved(resharded(runtime, **arguments)) for runtime in world.runtimes])

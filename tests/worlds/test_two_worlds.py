@@ -151,6 +151,7 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
         SCADLES,
         {**SCADLES, "schedule": "pipelined(width=2)"},
         {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=2, every=2)"},
     ],
     ids=str,
 )
@@ -187,3 +188,17 @@ def test_scores_by_each_replicas_clock_are_taken_again(pool: Pool, parts: dict[s
     assert {d.rank for d in decided} == {0, 1, 2}
     assert pool.run(3, "tests.worlds.jobs.wall_scored", replay=decided, **run) == first
     assert jobs.virtual_scored(3, replay=decided, **run) == first
+
+
+@pytest.mark.parametrize("by", ["importance", "uniform"])
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(2)", "local_sgd(2)"])
+def test_samples_change_owner_alike_in_both_worlds(pool: Pool, schedule: str, by: str) -> None:
+    sharing = f"resharding(samples=6, every=4, within=3, by={by!r}, piece_nbytes=100)"
+    run: dict[str, Any] = {"parts": {"schedule": schedule, "sharing": sharing}, "count": 20}
+    real = pool.run(4, "tests.worlds.jobs.wall_resharded", **run)
+    assert real == jobs.virtual_resharded(4, **run)
+    assert sorted(one for end in real for one in end["held"]) == list(range(64))
+    plain = jobs.virtual_resharded(4, parts={"schedule": schedule}, count=20)
+    assert real[0]["parameters"] != plain[0]["parameters"]
+    rounds, each = 4, 8 + 6 * (8 + 6 * 4 + 8 + 4)
+    assert [end["sent"] - end["bytes"] for end in real] == [rounds * each] * 4

@@ -18,7 +18,7 @@ from rich.console import Console
 from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
-from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table
+from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table, sampling_picture
 from farflung.runs import Filed, Prepared, Run, RunConfig
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
@@ -143,7 +143,9 @@ def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
     picture = run.picture()
     buffers, shares = run.files.buffers_picture, run.files.partition_picture
-    arrive = buffers_picture(run.events, buffers, title=run.config.title, simulated=run.simulated)
+    events, how = run.events, run.files.sampling_picture
+    arrive = buffers_picture(events, buffers, title=run.config.title, simulated=run.simulated)
+    scored = sampling_picture(events, how, title=run.config.title, simulated=run.simulated)
     if run.shares:
         title = f"{run.config.workload}, {run.config.split_text}"
         partition_picture(run.shares, shares, title=title)
@@ -157,6 +159,8 @@ def finish(run: Run, *, as_json: bool) -> None:
         console.print(f"buffers    {buffers}", soft_wrap=True, highlight=False)
     if run.shares:
         console.print(f"shares     {shares}", soft_wrap=True, highlight=False)
+    if scored:
+        console.print(f"sampling   {how}", soft_wrap=True, highlight=False)
     console.print(f"telemetry  {run.files.telemetry(0)}", soft_wrap=True, highlight=False)
     if run.files.curves.is_dir():
         console.print(f"curves     tensorboard --logdir {run.files.curves}", soft_wrap=True, highlight=False)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from farflung.comm import collective_named
 from farflung.config import Training
+from farflung.data import IID
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.recipes import Recipe, recipe
@@ -109,9 +110,22 @@ class Schedule:
         )
         training = Training(steps=self.steps, batch_size=1, learning_rate=0.01)
         task = Quadratic(dim=max(1, round(self.mbytes * 1e6 / 4)), samples=max(4, self.workers), groups=1)
+        shares = (
+            IID().split(task.datasets()[0], self.workers, seed=training.seed)
+            if chosen.parts(training.seed).hold_shares
+            else None
+        )
         events: list[list[Event]] = [[] for _ in range(self.workers)]
         replicas = [
-            make_replica(runtime, task, chosen, training, Telemetry(rank, events[rank].append), trace=True)
+            make_replica(
+                runtime,
+                task,
+                chosen,
+                training,
+                Telemetry(rank, events[rank].append),
+                shares=shares,
+                trace=True,
+            )
             for rank, runtime in enumerate(world.runtimes)
         ]
 

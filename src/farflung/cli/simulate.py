@@ -25,7 +25,9 @@ class Simulate(RunOptions):
     """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"data_stays", "encrypt", "interface", "keys", "pace"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset(
+        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port"}
+    )
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""

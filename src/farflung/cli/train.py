@@ -31,6 +31,12 @@ class Train(RunOptions):
     interface: str | None = None
     """Under torchrun on several machines: the address, or the name of the network interface, at which the others
     reach this one; when not given, the one on the way to the master address."""
+    port: str | None = None
+    """Under torchrun: the port at which this replica listens, or a range such as 7000-7100 of which each replica here
+    takes one, for firewalls; when not given, any that is free."""
+    advertise: str | None = None
+    """Under torchrun on several machines: HOST or HOST:PORT by which the others reach this one, where that is another
+    address than the one it listens at: behind port forwarding, in a container."""
     keys: Path | None = None
     """Under torchrun on several machines: the folder made by farflung keys, with this machine's secret key and the
     public keys of all; when not given, keys are made for the run and exchanged through torchrun's store, so whoever
@@ -56,6 +62,8 @@ class Train(RunOptions):
         ready = ready_to_train(
             run,
             interface=self.interface,
+            port=self.port,
+            advertise=self.advertise,
             keys=self.keys,
             network=self.network,
             device=self.device,

@@ -14,7 +14,7 @@ from farflung.data.source import find
 from farflung.errors import DataError
 from farflung.seeding import generator
 from farflung.types import Json, Workload
-from farflung.workloads import DATA, WORKLOADS, workload
+from farflung.workloads import WORKLOADS, data_of, workload
 
 __all__ = ["Workloads"]
 
@@ -51,7 +51,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         self.task = workload(self.name)
-        self.source = DATA[self.name.split("/")[0]]
+        self.source = data_of(self.name)
         if self.source is not None:
             try:
                 self.location = find(self.source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -157,15 +158,18 @@ class _Blocks:
     def transformed(self, flat: Tensor) -> Tensor:
         """Components of each block, shape ``(count, size)``."""
         blocks = self._view(flat).transpose(1, 2)
-        down, across = _cosines(self.height, flat), _cosines(self.width, flat)
+        down, across = self._transforms(flat)
         return (down @ blocks @ across.T).reshape(self.count, self.size)
 
     def add(self, flat: Tensor, components: Tensor, alpha: float) -> None:
         """Adds what components stand for to the parameter, in place."""
         high, wide = self.rows // self.height, self.columns // self.width
-        down, across = _cosines(self.height, flat), _cosines(self.width, flat)
+        down, across = self._transforms(flat)
         blocks = down.T @ components.to(flat.dtype).view(high, wide, self.height, self.width) @ across
         self._view(flat).add_(blocks.transpose(1, 2), alpha=alpha)
+
+    def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        return _cosines(self.height, like.device, like.dtype), _cosines(self.width, like.device, like.dtype)
 
     def _view(self, flat: Tensor) -> Tensor:
         part = flat[self.start : self.start + self.rows * self.columns]
@@ -182,9 +186,10 @@ def _divisor(number: int, most: int) -> int:
     return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
 
 
-def _cosines(size: int, like: Tensor) -> Tensor:
+@cache
+def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The orthonormal discrete cosine transform of second type, a component in each row."""
     numbers = torch.arange(size, dtype=torch.float64)
     waves = torch.cos(math.pi / size * torch.outer(numbers, numbers + 0.5)) * math.sqrt(2 / size)
     waves[0] /= math.sqrt(2)
-    return waves.to(like.device, like.dtype)
+    return waves.to(device, dtype)

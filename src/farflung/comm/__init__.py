@@ -3,10 +3,14 @@
 from farflung.comm.channel import ExchangeChannel, Purpose
 from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
 from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
+from farflung.comm.communicator import WallCommunicator
 from farflung.comm.mailbox import Mailbox, Waiting
-from farflung.comm.paced import NetworkModel, PacedCommunicator
+from farflung.comm.paced import NetworkModel, PacedTransport
+from farflung.comm.peer import Peer
+from farflung.comm.transport import Listener, Transport
+from farflung.comm.view import View
 from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
-from farflung.comm.zeromq import Peer, ZmqCommunicator
+from farflung.comm.zeromq import ZmqTransport
 
 __all__ = [
     "AUTO",
@@ -16,15 +20,19 @@ __all__ = [
     "Collective",
     "ExchangeChannel",
     "LinkModel",
+    "Listener",
     "Mailbox",
     "NetworkModel",
-    "PacedCommunicator",
+    "PacedTransport",
     "Peer",
     "Purpose",
+    "Transport",
+    "View",
     "VirtualCommunicator",
     "VirtualNetwork",
     "Waiting",
-    "ZmqCommunicator",
+    "WallCommunicator",
+    "ZmqTransport",
     "choose",
     "collective_named",
     "cost_s",

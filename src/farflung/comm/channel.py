@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, CodingCost, Communicator, Feature, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, CodingCost, Communicator, Payload, Tag, TensorSpec
 
 __all__ = ["ExchangeChannel", "Purpose", "in_words"]
 
@@ -78,7 +78,6 @@ class ExchangeChannel:
     def __init__(self, comm: Communicator, exchange: int, part: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.features: frozenset[Feature] = comm.features
         self.sent_nbytes = 0
         self._comm = comm
         self._exchange, self._part = exchange, part
@@ -115,9 +114,7 @@ class ExchangeChannel:
         self.sent_nbytes += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
 
-    def recv(
-        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
-    ) -> Pending[Payload]:
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """Receives."""
         return self._comm.recv(src, self.tag(hop), expect)
 

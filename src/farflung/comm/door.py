@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import resource
 import socket
 import struct
+from collections.abc import Sequence
 
 import zmq
 
@@ -45,24 +47,25 @@ class Door:
       interface: an address of this machine; without encryption one of loopback.
       gate: who is asked about each connection.
       size: number of replicas of the run.
+      ports: the first of them that is free; 0: any.
 
     Raises:
-      ConfigError: the address is none of this machine's, or not loopback and there is no encryption; or this process
-        may not open enough files.
+      ConfigError: the address is none of this machine's, or not loopback and there is no encryption; or no port is
+        free; or this process may not open enough files.
     """
 
-    def __init__(self, sock: zmq.Socket[bytes], interface: str, gate: Gate, size: int) -> None:
+    def __init__(
+        self, sock: zmq.Socket[bytes], interface: str, gate: Gate, size: int, ports: Sequence[int] = (0,)
+    ) -> None:
         if not is_loopback(interface) and gate.keys is None:
             raise ConfigError(
                 f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
             )
         _raise_limit(size)
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        try:
-            self._listener = socket.create_server((interface, 0), family=family, backlog=size + _BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
-        self.address = f"{tcp(interface)}:{self._listener.getsockname()[1]}"
+        self._listener = _listener(interface, ports, size + _BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
+        """At which it listens."""
+        self.address = f"{tcp(interface)}:{self.port}"
         self._sock, self._gate = sock, gate
         self._shut = False
 
@@ -103,6 +106,21 @@ class Door:
     def close(self) -> None:
         """Gives the port back; ZeroMQ's own hold on it goes with its socket."""
         self._listener.close()
+
+
+def _listener(interface: str, ports: Sequence[int], backlog: int) -> socket.socket:
+    """Listens at the first port that is free."""
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((interface, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
+    span = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+    raise ConfigError(
+        f"interface {interface}: {span} in use: give others with --port, one for each replica here"
+    )
 
 
 def _raise_limit(size: int) -> None:

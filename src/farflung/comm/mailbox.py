@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from farflung.comm.channel import in_words
-from farflung.errors import ProtocolError
-from farflung.tasks import Pending, failed
+from farflung.comm.forgotten import Forgotten
+from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
+from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
 __all__ = ["Mailbox", "Waiting"]
@@ -15,13 +19,23 @@ __all__ = ["Mailbox", "Waiting"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One receive on its way: who is waited for, for what, since when."""
+    """One receive on its way: who is waited for, for what, since when.
+
+    Args:
+      src: who; ``None``: whoever is first.
+      tag: of the message.
+      since: when the wait began, in seconds.
+      expect: what its tensors have to be like.
+      give: hands over the message, and who sent it.
+      fail: ends the wait with an error.
+    """
 
     src: int | None
     tag: Tag
     since: float
     expect: tuple[TensorSpec, ...] | None
-    pending: Pending[Payload]
+    give: Callable[[int, Payload], None]
+    fail: Callable[[BaseException], None]
 
     @property
     def what(self) -> str:
@@ -34,74 +48,168 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._waits: dict[tuple[int | None, Tag], Waiting] = {}
+        """Those that count against the deadline of the run, in the order in which they began."""
+        self._apart: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
+        """Those with a deadline of their own, and when that is over."""
         self._arrived: dict[Tag, deque[tuple[int, Payload]]] = {}
+        self._forgotten = Forgotten()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
-        self.longest_wait_s = 0.0
+        self._departed: deque[int] = deque()
+        """Senders that are gone, and that nobody was told of."""
+        self._departure: Pending[int] | None = None
+        self.dropped = 0
+        """Messages of exchanges that were forgotten."""
+
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     def recv(
-        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None, now: float
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None,
+        now: float,
+        deadline_s: float | None = None,
     ) -> Pending[Payload]:
         """See :meth:`farflung.types.Communicator.recv`."""
-        waiting = Waiting(src, tag, now, expect, Pending())
-        queue = self._arrived.get(tag)
-        if queue:
-            for index, (sender, payload) in enumerate(queue):
-                if src is None or src == sender:
-                    del queue[index]
-                    if not queue:
-                        del self._arrived[tag]
-                    _hand_over(waiting, sender, payload)
-                    return waiting.pending
-        ended = self._ended or (None if src is None else self._gone.get(src))
+        found: Pending[Payload] = Pending()
+        waiting = Waiting(src, tag, now, expect, lambda _, payload: found.set(payload), found.fail)
+        return self._wait(waiting, found, deadline_s)
+
+    def recv_any(
+        self,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None,
+        now: float,
+        deadline_s: float | None = None,
+    ) -> Pending[tuple[int, Payload]]:
+        """See :meth:`farflung.types.Communicator.recv_any`."""
+        found: Pending[tuple[int, Payload]] = Pending()
+        waiting = Waiting(None, tag, now, expect, lambda src, payload: found.set((src, payload)), found.fail)
+        return self._wait(waiting, found, deadline_s)
+
+    def _wait(self, waiting: Waiting, found: Pending[Any], deadline_s: float | None) -> Pending[Any]:
+        queue, key = self._arrived.get(waiting.tag), (waiting.src, waiting.tag)
+        for index, (sender, payload) in enumerate(queue or ()):
+            if waiting.src in (None, sender):
+                assert queue is not None
+                del queue[index]
+                if not queue:
+                    del self._arrived[waiting.tag]
+                _hand_over(waiting, sender, payload)
+                return found
+        ended = self._ended or (None if waiting.src is None else self._gone.get(waiting.src))
+        if ended is None and waiting.tag.exchange in self._forgotten:
+            ended = WaitEnded(waiting.src, waiting.what)
         if ended is not None:
             return failed(ended)
-        key = (src, tag)
-        if key in self._waits:
-            raise RuntimeError(f"two receives for {waiting.what} from {src}")
-        self._waits[key] = waiting
-        return waiting.pending
+        if key in self._waits or key in self._apart:
+            raise RuntimeError(f"two receives for {waiting.what} from {waiting.src}")
+        if deadline_s is None:
+            self._waits[key] = waiting
+        else:
+            self._apart[key] = waiting, waiting.since + deadline_s
+        return found
 
-    def deliver(self, src: int, tag: Tag, payload: Payload, now: float) -> None:
+    def departure(self) -> Pending[int]:
+        """See :meth:`farflung.types.Communicator.departure`."""
+        if self._departed:
+            return done(self._departed.popleft())
+        if self._ended is not None:
+            return failed(self._ended)
+        if self._departure is not None:
+            raise RuntimeError("two waits for a departure")
+        self._departure = Pending()
+        return self._departure
+
+    def deliver(self, src: int, tag: Tag, payload: Payload) -> None:
         """A message has come."""
-        waiting = self._waits.pop((src, tag), None) or self._waits.pop((None, tag), None)
-        if waiting is None:
+        waiting = self._take((src, tag)) or self._take((None, tag))
+        if waiting is not None:
+            _hand_over(waiting, src, payload)
+        elif tag.exchange in self._forgotten:
+            self.dropped += 1
+        else:
             self._arrived.setdefault(tag, deque()).append((src, payload))
-            return
-        self.longest_wait_s = max(self.longest_wait_s, now - waiting.since)
-        _hand_over(waiting, src, payload)
+
+    def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
+        waiting = self._waits.pop(key, None)
+        return waiting if waiting is not None else self._apart.pop(key, (None, 0.0))[0]
+
+    # --- how long -------------------------------------------------------------------------------------------------
 
     def oldest(self) -> Waiting | None:
-        """The wait that began first."""
+        """The wait that began first, of those that count against the deadline of the run."""
         return next(iter(self._waits.values()), None)
+
+    def any_wait(self) -> Waiting | None:
+        """The oldest, or else one with a deadline of its own."""
+        return next(iter(self._all()), None)
+
+    def next_due(self) -> float | None:
+        """When the next deadline of a wait's own is over; ``None``: there is none."""
+        return min((due for _, due in self._apart.values() if due < math.inf), default=None)
+
+    def fail(self, waiting: Waiting, error: BaseException) -> None:
+        """Fails one wait."""
+        self._take((waiting.src, waiting.tag))
+        waiting.fail(error)
+
+    def fail_due(self, now: float) -> None:
+        """Fails each wait whose own deadline is over, and it alone."""
+        for waiting in [waiting for waiting, due in self._apart.values() if due <= now]:
+            self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def forget(self, exchange: int) -> None:
+        """Ends every wait of an exchange, and drops its messages, now and from now on."""
+        self._forgotten.add(exchange)
+        for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
+            self.fail(waiting, WaitEnded(waiting.src, waiting.what))
+        for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
+            self.dropped += len(self._arrived.pop(tag))
 
     def fail_from(self, src: int, error: BaseException) -> None:
         """Fails every wait for one sender, now and from now on; what it has sent can still be received."""
+        if src in self._gone:
+            return
         self._gone[src] = error
-        for key in [key for key in self._waits if key[0] == src]:
-            self._waits.pop(key).pending.fail(error)
+        for waiting in [one for one in self._all() if one.src == src]:
+            self.fail(waiting, error)
+        told, self._departure = self._departure, None
+        if told is None:
+            self._departed.append(src)
+        else:
+            told.set(src)
 
     def end(self, error: BaseException) -> None:
         """Fails every wait, now and from now on; what has arrived can still be received."""
         if self._ended is None:
             self._ended = error
-        waits, self._waits = self._waits, {}
-        for waiting in waits.values():
-            waiting.pending.fail(self._ended)
+        for waiting in self._all():
+            self.fail(waiting, self._ended)
+        told, self._departure = self._departure, None
+        if told is not None:
+            told.fail(self._ended)
+
+    def _all(self) -> list[Waiting]:
+        """Every wait."""
+        return [*self._waits.values(), *(waiting for waiting, _ in self._apart.values())]
 
 
 def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
     if waiting.expect is not None:
         found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
         if found != waiting.expect:
-            waiting.pending.fail(
+            waiting.fail(
                 ProtocolError(
                     f"rank {src} sent {_describe(found)} for {waiting.what} where {_describe(waiting.expect)} was "
                     "due: do all ranks run the same model and recipe?"
                 )
             )
             return
-    waiting.pending.set(payload)
+    waiting.give(src, payload)
 
 
 def _describe(specs: tuple[TensorSpec, ...]) -> str:

@@ -15,21 +15,21 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import zmq
-
+from farflung.comm.keys import Keys
+from farflung.comm.peer import Peer
+from farflung.comm.transport import Listener, Transport
 from farflung.comm.virtual.clock import VirtualClock
 from farflung.comm.virtual.flows import Flows
-from farflung.comm.wire import Kind
-from farflung.comm.zeromq import ZmqCommunicator
+from farflung.comm.wire import Frame
 from farflung.errors import ConfigError, PeerLost, RunLost
 from farflung.network import NetworkProfile, Wiring
 from farflung.tasks import Pending, failed
-from farflung.types import Payload, Tag
 
-__all__ = ["NetworkModel", "PacedCommunicator"]
+__all__ = ["NetworkModel", "PacedTransport"]
 
 _SEND = struct.Struct("!QIIQ")
 """A message sets out: its number, source, destination, bits."""
@@ -101,72 +101,120 @@ class NetworkModel(threading.Thread):
             self._socket.sendto(what, address)
 
 
-class PacedCommunicator(ZmqCommunicator):
-    """Holds every message back until the model of a network has it arrive.
+class PacedTransport:
+    """Holds every message back until the model of a network has it arrive; what is said waits for nothing.
 
     Args:
-      rank: this replica.
-      size: number of replicas.
+      inner: carries the messages then.
       model: the folder of the :class:`NetworkModel`.
-      options: of :class:`farflung.comm.ZmqCommunicator`.
 
     Raises:
       RunLost: there is no model there.
     """
 
-    def __init__(self, rank: int, size: int, model: Path, **options: Any) -> None:
-        super().__init__(rank, size, **options)
-        self._held: dict[int, tuple[Pending[None], int, list[Any]]] = {}
+    def __init__(self, inner: Transport, model: Path) -> None:
+        self._inner = inner
+        self._listener: Listener | None = None
+        self._held: dict[int, tuple[Pending[None], int, Sequence[Frame]]] = {}
         self._count = 0
-        self._model = _bound(Path(_replica(model, rank)))
-        self._poller.register(self._model, zmq.POLLIN)
+        self._model = _bound(Path(_replica(model, inner.me.rank)))
+        inner.watch(self._model.fileno(), self._hear)
         try:
             self._model.connect(str(model / "network"))
         except OSError as error:
-            self.close()
+            self.close(linger=False)
             raise RunLost(f"the process that models the network is gone ({error})") from None
 
-    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+    @property
+    def holds(self) -> bool:
+        """Whether the model has some messages on their way."""
+        return bool(self._held)
+
+    def open(self, others: Sequence[Peer], listener: Listener) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._listener = listener
+        self._inner.open(others, listener)
+
+    def send(self, rank: int, frames: Sequence[Frame], nbytes: int) -> Pending[None]:
         """Done when the last bit has left in the model."""
         self._count += 1
         left: Pending[None] = Pending()
-        self._held[self._count] = left, dst, self._frames(Kind.DATA, tag, payload)
+        self._held[self._count] = left, rank, frames
         try:
-            self._model.send(_SEND.pack(self._count, self.rank, dst, 8 * payload.nbytes))
+            self._model.send(_SEND.pack(self._count, self.me.rank, rank, 8 * nbytes))
         except OSError as error:
             return failed(RunLost(f"the process that models the network is gone ({error})"))
         return left
 
-    def poll(self, timeout_s: float | None) -> bool:
-        """See :meth:`farflung.comm.ZmqCommunicator.poll`."""
-        rung = super().poll(timeout_s)
+    def _hear(self) -> None:
+        """What the model tells."""
         while True:
             try:
                 told = self._model.recv(4096, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return rung
+                return
             if len(told) != _TOLD.size:
-                self.end(RunLost(told.decode(errors="replace")))
-                return rung
+                assert self._listener is not None
+                self._listener.broken(RunLost(told.decode(errors="replace")))
+                return
             number, arrived = _TOLD.unpack(told)
-            left, dst, frames = self._held[number]
+            left, rank, frames = self._held[number]
             if not arrived:
                 left.set(None)
                 continue
             del self._held[number]
             with contextlib.suppress(PeerLost):  # which shows by itself
-                self._send(dst, frames)
+                self._inner.say(rank, frames)
 
-    def farewell(self, error: BaseException | None) -> None:
-        """Takes leave once everything held back has been sent; at once after an error."""
-        while self._held and error is None and self.lost is None:
-            self.poll(None)
-        super().farewell(error)
-
-    def close(self) -> None:
-        """See :meth:`farflung.comm.ZmqCommunicator.close`."""
+    def close(self, *, linger: bool) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
         self._model.close()
-        super().close()
+        self._inner.close(linger=linger)
+
+    @property
+    def me(self) -> Peer:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.me
+
+    @property
+    def keys(self) -> Keys | None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.keys
+
+    @property
+    def piece(self) -> int:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.piece
+
+    @property
+    def refused(self) -> int:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.refused
+
+    @property
+    def turned_away(self) -> int:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.turned_away
+
+    def expects(self, count: int) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.expects(count)
+
+    def failed_at(self, rank: int) -> bool:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._inner.failed_at(rank)
+
+    def say(self, rank: int, frames: Sequence[Frame]) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.say(rank, frames)
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.watch(fd, readable)
+
+    def poll(self, timeout_s: float | None) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.poll(timeout_s)
 
 
 def _bound(path: Path) -> socket.socket:

@@ -3,6 +3,7 @@
 from farflung.data.catalog import CATALOG, Entry, entries, source_named
 from farflung.data.datasets import Subset, TensorDataset
 from farflung.data.download import fetch
+from farflung.data.holding import Holding
 from farflung.data.partition import (
     IID,
     PARTITIONS,
@@ -17,7 +18,7 @@ from farflung.data.partition import (
     iid,
     in_order,
 )
-from farflung.data.sharing import SHARINGS, Injection, NoSharing
+from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
 from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
 from farflung.data.streams import STREAMS
 from farflung.data.streams.buffer import Buffer, Buffering
@@ -47,6 +48,7 @@ __all__ = [
     "Entry",
     "File",
     "FileOutlet",
+    "Holding",
     "InMemory",
     "Injection",
     "KafkaOutlet",
@@ -64,6 +66,7 @@ __all__ = [
     "Rates",
     "Reach",
     "Records",
+    "Resharding",
     "Share",
     "Source",
     "Subset",

@@ -118,9 +118,12 @@ CIFAR100 = Layout(
 """CIFAR-100 with its 100 fine classes."""
 
 
-def load(layout: Layout) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; training images are shifted by up to 2 pixels and mirrored at random (the usual
-    4 pixels slow the first epoch down).
+def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set; training images are shifted and mirrored at random.
+
+    Args:
+      layout: which of the two sets.
+      shift: by up to so many pixels; the usual 4 slow the first epoch down.
 
     Raises:
       DataError: absent, truncated or altered files.
@@ -129,11 +132,11 @@ def load(layout: Layout) -> tuple[TensorDataset, TensorDataset]:
     if found.names != tuple(file.name for file in layout.source.files):
         for name, md5 in layout.md5.items():
             verify(found.path(name), File(name, md5=md5))
-    return read(found, layout)
+    return read(found, layout, shift=shift)
 
 
-def read(found: Location, layout: Layout) -> tuple[TensorDataset, TensorDataset]:
-    """Reads what lies in ``found``: the archive, or the files it unpacks to.
+def read(found: Location, layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
+    """Reads what lies in ``found``: the archive, or the files it unpacks to; ``shift`` as for :func:`load`.
 
     Raises:
       DataError: absent or truncated files, or classes that do not exist.
@@ -148,13 +151,13 @@ def read(found: Location, layout: Layout) -> tuple[TensorDataset, TensorDataset]
         contents = [found.path(name).read_bytes() for name in names]
     split = len(layout.train)
     return (
-        _dataset(path, layout, layout.train, contents[:split], train=True),
-        _dataset(path, layout, layout.test, contents[split:], train=False),
+        _dataset(path, layout, layout.train, contents[:split], Chain(RandomShift(shift), RandomFlip())),
+        _dataset(path, layout, layout.test, contents[split:], None),
     )
 
 
 def _dataset(
-    path: Path, layout: Layout, files: dict[str, int], contents: list[bytes], *, train: bool
+    path: Path, layout: Layout, files: dict[str, int], contents: list[bytes], augment: Chain | None
 ) -> TensorDataset:
     size = layout.label_bytes + _PIXELS
     for (name, count), content in zip(files.items(), contents, strict=True):
@@ -173,6 +176,6 @@ def _dataset(
         labels,
         labels,
         transform=layout.normalize,
-        augment=Chain(RandomShift(2), RandomFlip()) if train else None,
+        augment=augment,
         origin=f"{layout.source.name}, {path}",
     )

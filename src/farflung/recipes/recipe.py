@@ -19,7 +19,7 @@ from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
+from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
 
 __all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
 
@@ -63,7 +63,8 @@ class Recipe:
       sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
       stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
         what makes one.
-      sharing: how samples move between replicas: none, or injection; as an object, what makes one from a ``seed``.
+      sharing: how samples move between replicas: none, injection, for one step, or resharding, for good; as an object,
+        what makes one from a ``seed``.
       scaling: how a step's learning rate follows the number of its samples, where that changes: none, linear or root.
       bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
     """
@@ -76,7 +77,7 @@ class Recipe:
     schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
     sampler: str | Callable[..., Sampler] = "uniform"
     stream: str | Callable[..., Stream] = "in_memory"
-    sharing: str | Callable[..., Sharing] = "none"
+    sharing: str | Callable[..., Sharing | Reshards] = "none"
     scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
@@ -112,7 +113,12 @@ class Recipe:
             sampler=_made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True),
             stream=stream,
             sharing=_made(
-                "sharing", self.sharing, SHARINGS, "exchange", {"seed": derive(seed, "sharing")}, fresh=True
+                "sharing",
+                self.sharing,
+                SHARINGS,
+                ("exchange", "swap"),
+                {"seed": derive(seed, "sharing")},
+                fresh=True,
             ),
             scaling=_made("scaling", self.scaling, SCALINGS, "factor"),
             bucket_nbytes=self.bucket_nbytes,
@@ -157,7 +163,7 @@ def _made(
     kind: str,
     member: object,
     registry: Mapping[str, Callable[..., Any]],
-    has: str,
+    has: str | tuple[str, ...],
     given: Mapping[str, object] | None = None,
     *,
     fresh: bool = False,
@@ -168,17 +174,19 @@ def _made(
       kind: the family.
       member: of it.
       registry: its members by name.
-      has: a method that all of them have.
+      has: a method that all of them have; several: each has one of these.
       given: options that have settings of their own.
       fresh: whether each replica needs one of its own, so that one that is there already will not do.
     """
+    methods = (has,) if isinstance(has, str) else has
+    lacks = (
+        f"it has no method {' or '.join(f'{name}()' for name in methods)}; see farflung.types.{kind.title()}"
+    )
     if isinstance(member, str):
         made = build(kind, member, registry, given)
-    elif isinstance(member, type) or not hasattr(member, has):
+    elif isinstance(member, type) or not any(hasattr(member, name) for name in methods):
         if not callable(member):
-            raise ConfigError(
-                f"{kind} {member!r}: it has no method {has}(); see farflung.types.{kind.title()}"
-            )
+            raise ConfigError(f"{kind} {member!r}: {lacks}")
         made = member(**taken(member, given or {}))
     elif fresh:
         raise ConfigError(
@@ -186,8 +194,8 @@ def _made(
         )
     else:
         made = member
-    if not hasattr(made, has):
-        raise ConfigError(f"{kind} {made!r}: it has no method {has}(); see farflung.types.{kind.title()}")
+    if not any(hasattr(made, name) for name in methods):
+        raise ConfigError(f"{kind} {made!r}: {lacks}")
     return made
 
 
@@ -284,6 +292,13 @@ RECIPES: dict[str, Recipe] = {
             "demo",
             "DeMo: momentum stays, its fast components are sent; with sign_sgd (Peng et al. 2024)",
             codec="demo",
+        ),
+        Recipe(
+            "mercury",
+            "Mercury: batches by scores that are made in waits; important samples change owner (Zeng et al. 2021)",
+            collective="ring",
+            sampler="grouped_importance(groups='bacc')",
+            sharing="resharding",
         ),
     )
 }

@@ -15,7 +15,6 @@ from farflung.types import (
     Channel,
     CodingCost,
     Contribution,
-    Feature,
     Payload,
     Reducer,
     Seeds,
@@ -65,7 +64,6 @@ def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> l
 class _Alone:
     """A channel on which sums come out as they went in, and nothing arrives but single tensors that are expected."""
 
-    features: frozenset[Feature] = frozenset({"tags", "any_source"})
     rank = 0
 
     def __init__(self, size: int) -> None:
@@ -94,9 +92,7 @@ class _Alone:
         del payload, dst, hop
         return done(None)
 
-    def recv(
-        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
-    ) -> Pending[Payload]:
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         del src, hop
         if expect is None or len(expect) > 1:
             return Pending()

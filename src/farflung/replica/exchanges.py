@@ -18,6 +18,7 @@ from farflung.files import deciding
 from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight, joined
+from farflung.replica.link_gate import LinkGate
 from farflung.replica.merges import mergers
 from farflung.replica.parts import buckets_of, numbered, spec_of
 from farflung.replica.slots import Slots
@@ -132,6 +133,8 @@ class Exchanges:
         """The learning rate when the step began."""
         self._settled = Settled()
         self._times = Times(runtime.now)
+        self.gate = LinkGate(runtime, self._are_under_way, overlaps=not self.at_once)
+        """For what is sent beside exchanges and must not hold up any that a step waits for."""
         self.sent_nbytes = 0
         self.arrived_s = 0.0
         """When the last exchange was there that has been merged, on the run's clock."""
@@ -286,6 +289,7 @@ class Exchanges:
         acting = {type(transfer.merge) for transfer in self._planned}
         acting.update([type(flight.transfer.merge) for flight in self._due("gradient")])
         merged = await self._merge("gradient")
+        self.gate.open()
         taking = [m for kind, m in self._mergers.items() if kind in acting and m.takes_gradient]
         asked = taking or [m for m in self._mergers.values() if not m.takes_gradient]
         self._behind |= bool(taking) and len(taking) < len(self._mergers)
@@ -307,6 +311,7 @@ class Exchanges:
         """
         self.close(updated=updated)
         await self._merge("update")
+        self.gate.open()
         return self._settled
 
     def close(self, *, updated: bool) -> None:
@@ -470,6 +475,8 @@ class Exchanges:
         return [flight for flight in self._in_flight if type(flight.transfer.merge) is kind]
 
     def _launch(self, transfer: Transfer) -> None:
+        if transfer.due_step <= self._step:
+            self.gate.shut()
         number = self._numbers[transfer.part]
         merger = self._mergers[type(transfer.merge)]
         leads, self._leads = self._leads, False
@@ -491,6 +498,9 @@ class Exchanges:
         self._depart(flight)
         if leads and self._schedule.asks(self._state, self._step):
             flight.times = self._runtime.decide("times", self._step, self._times.to_json)
+
+    def _are_under_way(self) -> bool:
+        return any(not flight.result.done for flight in tuple(self._in_flight))
 
     def _absent(self, part: Part) -> Places:
         found = [(bucket, self._buckets.absent(bucket.index)) for bucket in buckets_of(part)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
-from farflung.data import NoSharing, Subset
+from farflung.data import Holding, NoSharing
 from farflung.errors import CheckpointError, ConfigError
 from farflung.files import reading
 from farflung.rates import NoScaling
@@ -32,6 +32,7 @@ from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
+from farflung.replica.ownership import Ownership, Unmoved, check_movable, ownership
 from farflung.replica.placement import HOST, batch_on, state_on, wait_for
 from farflung.replica.scoring import Scoring, scores_of
 from farflung.replica.summary import Leg, Summary, TimeSplit
@@ -51,6 +52,7 @@ from farflung.types import (
     RateScaling,
     RateSchedule,
     Reducer,
+    Reshards,
     Runtime,
     SampleIds,
     Sampler,
@@ -76,21 +78,29 @@ STOP = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members of the families that one replica trains with; fresh for each replica."""
+    """The members of the families that one replica trains with; fresh for each replica.
+
+    Raises:
+      ConfigError: members that do not go together.
+    """
 
     reducer: Reducer
     schedule: Schedule
     sampler: Sampler
     stream: Stream
-    sharing: Sharing = field(default_factory=NoSharing)
+    sharing: Sharing | Reshards = field(default_factory=NoSharing)
     scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
 
+    def __post_init__(self) -> None:
+        check_movable(self.sharing, self.stream, self.sampler)
+
     @property
     def hold_shares(self) -> bool:
-        """Whether each replica needs samples of its own to pick from."""
-        return isinstance(self.sampler, Scores)
+        """Whether each replica needs samples of its own; where they stream in, it has those."""
+        own = isinstance(self.sampler, Scores) and self.stream.everything
+        return own or isinstance(self.sharing, Reshards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +112,23 @@ class _Drawn:
       weights: of each, for importance; ``None``: all weigh 1.
       weight: of the step in the mean; ``None``: by the number of samples.
       told: what telemetry says of the stream and the sampler.
+      pool: what they were picked from; see :class:`farflung.types.PoolView`.
     """
 
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
     told: Mapping[str, Json]
+    pool: int | SampleIds
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": dict(self.told)}
+        told = dict(self.told)
+        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"])
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
 
 
 def _never() -> bool:
@@ -178,6 +191,8 @@ class Replica:
     """The steps that had been done by then."""
     _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """What earlier legs took up to the checkpoint that this one goes on from."""
+    _sharing: Sharing = field(init=False)
+    _ownership: Ownership | Unmoved = field(init=False)
     _shared_nbytes: int = field(init=False, default=0)
     _even: bool = field(init=False)
     """Whether all replicas take as many samples as each other, in every step."""
@@ -193,23 +208,20 @@ class Replica:
                 f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
                 "use at most one replica per sample"
             )
+        held: Holding | None = None
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             self._share_of_mean = len(self.share) * comm.size / len(self._train)
-            self._train = Subset(self._train, self.share)
+            self._train = held = Holding(self._train, self.share)
         parts = self.parts
-        if isinstance(parts.sampler, Scores) and not parts.stream.everything:
-            raise ConfigError(
-                f"sampler {type(parts.sampler).__name__} picks from all samples of a replica, and those of "
-                f"{type(parts.stream).__name__} come and go: choose --sampler uniform, or leave out --stream"
-            )
-        if parts.hold_shares and self.share is None:
+        if isinstance(parts.sampler, Scores) and parts.stream.everything and self.share is None:
             raise ConfigError(
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        self._even = parts.stream.everything and not parts.sharing.data_leaves_device
+        self._sharing = NoSharing() if isinstance(parts.sharing, Reshards) else parts.sharing
+        self._even = parts.stream.everything and not self._sharing.data_leaves_device
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
         ]
@@ -245,6 +257,9 @@ class Replica:
             self._scoring = Scoring(
                 self.runtime, parts.sampler, self.score, overlaps=not self._exchanges.at_once
             )
+        self._ownership = ownership(
+            parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
+        )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
@@ -297,6 +312,7 @@ class Replica:
                 scored = await self._evaluated()
         if scored is None and not stopped:
             scored = await self._evaluated()
+        self._shared_nbytes += await self._ownership.land()
         end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
         for each in self._aside:
@@ -319,12 +335,18 @@ class Replica:
         return summary
 
     def _leg(self) -> Leg:
-        """What this leg of the run has taken so far."""
-        duration, spent = self.runtime.now() - self._begin, self.time_s
+        """What this leg of the run has taken so far.
+
+        What is left over after all parts is no part where it may be rounding alone: the parts of a step are a dozen
+        differences and sums of times, none of which is off by more than half of the clock's last place.
+        """
+        end, spent = self.runtime.now(), self.time_s
+        duration, steps = end - self._begin, self.step_done - self._from_step
         known = math.fsum(
             (spent.compute, spent.exposed_communication, spent.data_wait, spent.scoring, spent.evaluation)
         )
-        return Leg(self._from_step, duration, replace(spent, other=duration - known))
+        left, rounding = duration - known, 16 * (steps + 1) * math.ulp(end)
+        return Leg(self._from_step, duration, replace(spent, other=left if abs(left) > rounding else 0.0))
 
     async def step(self) -> Settled:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
@@ -422,7 +444,7 @@ class Replica:
             self._drawn = await self._draw()
         self._random.install()
         rows = self._source.rows(self._drawn.ids)
-        if self.parts.sharing.due(self.step_done):
+        if self._sharing.due(self.step_done):
             rows = await self._shared(rows)
             self._random.install()
         batch = self._source.prepare(rows, train=True)
@@ -433,18 +455,21 @@ class Replica:
 
     async def _draw(self) -> _Drawn:
         stream, comm = self.parts.stream, self.runtime.comm
+        self._shared_nbytes += await self._ownership.before_batch(self.step_done)
         arrivals = stream.poll(self.runtime.now(), self.step_done)
         while arrivals.ready is not None:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), self.step_done)
         wanted = self.training.batch_size if arrivals.count is None else arrivals.count
-        sharing = self.parts.sharing
+        pool = len(self._train) if stream.everything else arrivals.ids[:wanted]
+        if self._scoring is not None:
+            wanted = min(wanted, self.training.batch_size)
+        sharing = self._sharing
         size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
-        pool = len(self._train) if stream.everything else arrivals.ids[:size]
         draw = self.parts.sampler.next(self._view(pool, size))
         held: dict[str, Json] = {} if self._even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told})
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
 
     def _view(self, pool: int | SampleIds, count: int) -> PoolView:
         comm = self.runtime.comm
@@ -452,18 +477,19 @@ class Replica:
         return PoolView(self.step_done, rank, members, count, pool, self._share_of_mean)
 
     async def _score_meanwhile(self) -> Spare | None:
-        """Scores samples, where the sampler wants that."""
+        """Scores samples, where the sampler wants that; none that the step has used up."""
         if self._scoring is None:
             return None
-        return await self._scoring.meanwhile(self._view(len(self._train), self.training.batch_size))
+        assert self._drawn is not None
+        pool, used = self._drawn.pool, self._drawn.ids
+        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
+        return await self._scoring.meanwhile(self._view(left, len(used)))
 
     async def _shared(self, rows: Batch) -> Batch:
         """The step's rows after a round of the sharing."""
         step = self.step_done
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(
-            self.parts.sharing.exchange(channel, self._source, rows, step=step)
-        )
+        shared = await self.runtime.launch(self._sharing.exchange(channel, self._source, rows, step=step))
         self._shared_nbytes += channel.sent_nbytes
         return shared
 
@@ -471,7 +497,8 @@ class Replica:
         """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
         assert self._drawn is not None
         drawn, self._drawn = self._drawn, None
-        self.parts.stream.commit(drawn.ids, step=self.step_done)
+        used = drawn.ids if self._scoring is None else drawn.ids.unique()
+        self.parts.stream.commit(used, step=self.step_done)
         return drawn.told
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
@@ -621,6 +648,7 @@ class Replica:
             "exchanges": exchanges["own"],
             "samples": self._samples,
             "shared_nbytes": self._shared_nbytes,
+            "ownership": self._ownership.state_dict(),
             "time": self._leg().after(self._before).to_json(),
             "share": share_name(self.share),
         }
@@ -662,6 +690,7 @@ class Replica:
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self._exchanges.load_state_dict(state_on(exchanges, self.device))
         self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
+        self._ownership.load_state_dict(own.get("ownership", {}))
         self.step_done = shared["step"]
         self._before = Leg.from_state(own["time"])
 

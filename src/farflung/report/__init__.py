@@ -5,6 +5,7 @@ from farflung.report.comparison import Compared, Course, compare_courses, compar
 from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
 from farflung.report.pictures import run_picture
+from farflung.report.sampling import sampling_picture
 from farflung.report.summary import score_words, summary_table
 from farflung.report.tensorboard import TensorBoard
 from farflung.report.text import PLAIN_WIDTH, as_text
@@ -23,6 +24,7 @@ __all__ = [
     "partition_picture",
     "partition_table",
     "run_picture",
+    "sampling_picture",
     "score_words",
     "summary_table",
 ]

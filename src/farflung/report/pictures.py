@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-__all__ = ["picture", "run_picture"]
+__all__ = ["picture", "run_picture", "smooth"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
@@ -240,11 +240,11 @@ def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
         return
     half = max(2, len(values) // 50)
     axes.plot(steps, values, color=LIGHT_BLUE, linewidth=1, label="each step")
-    axes.plot(steps, _smooth(values, half), color=BLUE, linewidth=2, label=f"moving mean of {2 * half + 1:,}")
+    axes.plot(steps, smooth(values, half), color=BLUE, linewidth=2, label=f"moving mean of {2 * half + 1:,}")
     axes.legend(loc="upper right")
 
 
-def _smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
+def smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
     """The mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
     at = np.arange(len(values))
     reach = np.clip(at, half // 10, half)

@@ -35,6 +35,7 @@ class RunFolder:
         self.picture = path / "run.png"
         self.buffers_picture = path / "buffers.png"
         self.partition_picture = path / "partition.png"
+        self.sampling_picture = path / "sampling.png"
         self.curves = path / "tensorboard"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"

@@ -40,10 +40,14 @@ class Reach:
 
     Args:
       interface: the address or network interface to listen on; ``None``: the one on the way to the master address.
+      port: to listen at, or a range of them; ``None``: any that is free.
+      advertise: the host, or host and port, that the others are told; ``None``: what is listened at.
       keys: what to prove this machine with where the run's store is not trusted.
     """
 
     interface: str | None = None
+    port: str | None = None
+    advertise: str | None = None
     keys: Keys | None = None
 
     def address(self, seat: Seat) -> str:
@@ -96,6 +100,8 @@ def join(
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
             interface=reach.address(seat),
+            port=reach.port,
+            advertise=reach.advertise,
             encrypt=config.encrypt,
             keys=reach.keys,
             decisions=files.decision_log(),
@@ -137,8 +143,8 @@ def join(
             runtime.close(error)
             raise
         finally:
-            if runtime.comm.refusals:
-                telemetry.emit("refused", t=runtime.now(), **runtime.comm.refusals)
+            if runtime.view.refusals:
+                telemetry.emit("refused", t=runtime.now(), **runtime.view.refusals)
         runtime.close()
         if refused := files.refused(rank):
             summary["refused"] = dict(refused)

@@ -38,6 +38,8 @@ def train(
     resume: Path | str | None = None,
     replay: Path | str | None = None,
     interface: str | None = None,
+    port: str | None = None,
+    advertise: str | None = None,
     keys: Path | str | None = None,
     network: str | None = None,
     device: str = "cpu",
@@ -63,6 +65,9 @@ def train(
       resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
       replay: a ``decisions.jsonl`` whose decisions are made again.
       interface: under torchrun on several machines: where the others reach this one.
+      port: under torchrun: the port to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
+      advertise: under torchrun on several machines: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one,
+        where that is another address than the one it listens at.
       keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
       network: paces the messages of workers that are started here as this network would: a name or a TOML file.
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
@@ -83,6 +88,8 @@ def train(
         run,
         show,
         interface=interface,
+        port=port,
+        advertise=advertise,
         keys=keys,
         network=network,
         device=device,
@@ -117,6 +124,8 @@ def train_prepared(
     show: Sink = nowhere,
     *,
     interface: str | None = None,
+    port: str | None = None,
+    advertise: str | None = None,
     keys: Path | str | None = None,
     network: str | None = None,
     device: str = "cpu",
@@ -125,7 +134,15 @@ def train_prepared(
 ) -> Run:
     """Makes the folder and trains there; the arguments are those of :func:`train`."""
     with ready_to_train(
-        run, interface=interface, keys=keys, network=network, device=device, pace=pace, data_stays=data_stays
+        run,
+        interface=interface,
+        port=port,
+        advertise=advertise,
+        keys=keys,
+        network=network,
+        device=device,
+        pace=pace,
+        data_stays=data_stays,
     ) as begin:
         return begin(show)
 
@@ -135,6 +152,8 @@ def ready_to_train(
     run: Prepared[RunConfig],
     *,
     interface: str | None,
+    port: str | None,
+    advertise: str | None,
     keys: Path | str | None,
     network: str | None,
     device: str,
@@ -151,7 +170,7 @@ def ready_to_train(
     if data_stays and config.recipe.parts(config.seed).sharing.data_leaves_device:
         raise ConfigError(
             f"--data-stays: --sharing {config.recipe.members['sharing']} sends samples to other replicas: leave out "
-            "one of the two"
+            "--data-stays, or choose --sharing none"
         )
     seat = Seat.taken()
     if seat is not None:
@@ -160,7 +179,12 @@ def ready_to_train(
                 "--network paces workers that farflung train starts itself: "
                 f"leave {seat.started_by} out, or use farflung lab"
             )
-        reach = Reach(interface, None if keys is None else load_keys(Path(keys)))
+        if advertise is not None and ":" in advertise.rpartition("]")[2] and seat.local_size > 1:
+            raise ConfigError(
+                f"--advertise {advertise}: {seat.local_size} replicas here cannot be reached at one port: give the "
+                "host alone, and a --port range that is forwarded as it is"
+            )
+        reach = Reach(interface, port, advertise, None if keys is None else load_keys(Path(keys)))
         known = os.environ.get(NETWORK, "")
 
         def joined(show: Sink) -> Run:
@@ -170,8 +194,10 @@ def ready_to_train(
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined
         return
-    if interface is not None or keys is not None:
-        raise ConfigError("--interface and --keys are for several machines: start this under torchrun there")
+    if any(each is not None for each in (interface, port, advertise, keys)):
+        raise ConfigError(
+            "--interface, --port, --advertise and --keys are for several machines: start this under torchrun there"
+        )
     config.check_carried()
     place(device, local_size=config.workers)
     if pace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from farflung.comm import VirtualNetwork
@@ -29,6 +30,8 @@ class VirtualStage:
       network: of the world.
       plan: what will go wrong.
       deadline_s: how long any message may take.
+      whole: whether the view ends with the first replica that is lost; otherwise who leaves, ended or crashed, is gone
+        for the others, and they go on.
 
     Raises:
       Unsupported: a fault that is not carried.
@@ -36,12 +39,20 @@ class VirtualStage:
     """
 
     def __init__(
-        self, clock: VirtualClock, network: VirtualNetwork, plan: FaultPlan, deadline_s: float
+        self,
+        clock: VirtualClock,
+        network: VirtualNetwork,
+        plan: FaultPlan,
+        deadline_s: float,
+        *,
+        whole: bool = True,
     ) -> None:
         plan.check(len(network.mailboxes), CARRIED, "virtual time")
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
         self._standing = Standing(len(network.mailboxes))
-        self._crashed: set[int] = set()
+        self._whole = whole
+        self.crashed: set[int] = set()
+        """Replicas that are no more."""
         self._waiting_for_data: set[int] = set()
         self._excused: dict[int, float] = {}
         self._pauses: Pauses | None = None
@@ -90,12 +101,16 @@ class VirtualStage:
             (self._pauses.go_on if hung else self._pauses.stop)(rank)
 
     def _crash(self, rank: int) -> None:
-        self._crashed.add(rank)
-        lost = PeerLost(rank, "its connection was closed from its end")
+        self.crashed.add(rank)
+        self._gone(rank, PeerLost(rank, "its connection was closed from its end"))
+
+    def _gone(self, rank: int, lost: PeerLost) -> None:
+        """The others see that a replica is gone, one delay later."""
         for peer, mailbox in enumerate(self._network.mailboxes):
             if peer != rank:
                 seen = self._clock.now() + self._network.profile.link(rank, peer).latency_s
-                self._clock.at(seen, lambda mailbox=mailbox: mailbox.end(lost))  # type: ignore[misc]
+                ends = partial(mailbox.end, lost) if self._whole else partial(mailbox.fail_from, rank, lost)
+                self._clock.at(seen, ends)
 
     # --- what the replicas feel ---------------------------------------------------------------------------------
 
@@ -139,7 +154,7 @@ class VirtualStage:
             )
 
     def _silent(self, rank: int) -> bool:
-        return rank in self._crashed or (self._pauses is not None and self._pauses.stopped(rank))
+        return rank in self.crashed or (self._pauses is not None and self._pauses.stopped(rank))
 
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
         """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
@@ -154,7 +169,7 @@ class VirtualStage:
         return soon
 
     def _unless_crashed(self, rank: int, fn: Callable[[], None]) -> None:
-        if rank not in self._crashed:
+        if rank not in self.crashed:
             fn()
 
     # --- how it ends --------------------------------------------------------------------------------------------
@@ -162,13 +177,15 @@ class VirtualStage:
     def watch(self, running: Sequence[Pending[Any]]) -> None:
         """Follows the replicas: the first error ends the view for all."""
         self._running = running
-        for task in running:
-            task.on_done(self._one_ended)
+        for rank, task in enumerate(running):
+            task.on_done(partial(self._one_ended, rank))
         if self._pauses is not None:
             self._look()
 
-    def _one_ended(self, task: Pending[Any]) -> None:
+    def _one_ended(self, rank: int, task: Pending[Any]) -> None:
         if task.error is None:
+            if not self._whole:
+                self._gone(rank, PeerLost(rank, "it had left the run"))
             return
         if self.error is None:
             self.error = task.error
@@ -181,7 +198,9 @@ class VirtualStage:
         alive = [rank for rank, task in enumerate(self._running) if not task.done]
         if self.error is not None or not alive:
             return
-        if self._crashed.issuperset(alive):
+        if self.crashed.issuperset(alive):
+            if not self._whole and len(self.crashed) < len(self._running):
+                return
             self.error = PeerLost(alive[0], "its connection was closed from its end")
             return
         assert self._pauses is not None
@@ -197,7 +216,12 @@ class VirtualStage:
                 continue
             root = self._root_of(rank)
             if root not in self._waiting_for_data or self._silent(root):
-                self._network.mailboxes[rank].end(DeadlinePassed(root, waiting.what, now - waiting.since))
+                passed = DeadlinePassed(root, waiting.what, now - waiting.since)
+                if not self._whole:
+                    self._network.mailboxes[rank].fail(waiting, passed)
+                    self._clock.soon(self._look)
+                else:
+                    self._network.mailboxes[rank].end(passed)
                 return
         self._clock.at(again, self._look)
 

@@ -50,6 +50,8 @@ class VirtualWorld:
       deadline_s: how long any message may take where something goes wrong, in virtual seconds.
       decisions: where decisions are kept; a fresh log when not given.
       count_evaluation: whether evaluations and checkpoints take time; see :attr:`VirtualRuntime.off_clock`.
+      whole: whether the view ends with the first replica that is lost, as it has to where every exchange needs all of
+        them; otherwise its messages alone fail, and so do those of a replica whose coroutine has ended.
 
     Raises:
       ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
@@ -70,6 +72,7 @@ class VirtualWorld:
         deadline_s: float = DEADLINE_S,
         decisions: DecisionLog | None = None,
         count_evaluation: bool = False,
+        whole: bool = True,
     ) -> None:
         faults = faults or FaultPlan()
         if link is not None and network is not None:
@@ -89,7 +92,7 @@ class VirtualWorld:
         """Whether messages are, as those of real runs are that leave a machine."""
         self.seed = seed
         self.decisions = decisions or DecisionLog()
-        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s)
+        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole)
         self.injector = FaultInjector(faults, self.stage)
         """A sink for the events of all replicas."""
         self.runtimes = [
@@ -99,7 +102,7 @@ class VirtualWorld:
         self.network.charge([runtime.lane for runtime in self.runtimes])
 
     def run(self, coroutines: Sequence[Coroutine[Pending[Any], None, T]]) -> list[T]:
-        """Drives one coroutine for each replica to its end; their results in rank order.
+        """Drives one coroutine for each replica to its end; their results in rank order, without those that crashed.
 
         Raises:
           RunLost: a replica was lost, or everybody waits and nothing is on its way; names who waits for whom.
@@ -114,10 +117,11 @@ class VirtualWorld:
             self.clock.run()
         if self.stage.error is not None:
             raise self.stage.error
-        stuck = [rank for rank, task in enumerate(running) if not task.done]
+        left = [rank for rank in range(len(running)) if rank not in self.stage.crashed]
+        stuck = [rank for rank in left if not running[rank].done]
         if stuck:
             raise RunLost(self._deadlock(stuck))
-        return [task.result() for task in running]
+        return [running[rank].result() for rank in left]
 
     def settle_collective(
         self, name: str, nbytes: Sequence[int], *, step: int = 0, anew: bool = False

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,13 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung import tasks
-from farflung.comm import AUTO, PacedCommunicator, Peer, ZmqCommunicator, collective_named
+from farflung.comm import (
+    AUTO,
+    PacedTransport,
+    Peer,
+    Transport,
+    View,
+    WallCommunicator,
+    ZmqTransport,
+    collective_named,
+)
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
+from farflung.comm.ports import ports_in
 from farflung.comm.staging import to_host
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
 from farflung.network import NetworkProfile
+from farflung.runtime.communication import CommunicationThread
 from farflung.runtime.decisions import (
     COLLECTIVE,
     DecisionLog,
@@ -36,10 +43,10 @@ from farflung.runtime.decisions import (
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
 from farflung.seeding import RandomState
-from farflung.tasks import Pending, Task, done
+from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
 
-__all__ = ["CommunicationThread", "WallRuntime"]
+__all__ = ["WallRuntime"]
 
 T = TypeVar("T")
 
@@ -49,102 +56,6 @@ EXPANSION = 8
 a 2-byte number."""
 BESIDE_NBYTES = 1 << 24
 """What a message may take beside that: probes of the network, decisions, settings."""
-
-
-class CommunicationThread(threading.Thread):
-    """Owns a communicator's sockets, runs tasks and timers, ends the view when a wait passes its deadline.
-
-    Other threads reach it by :meth:`soon` alone, which wakes it through a socket pair.
-    """
-
-    def __init__(self, comm: ZmqCommunicator, now: Callable[[], float], deadline_s: float) -> None:
-        super().__init__(name="farflung-communication", daemon=True)
-        self._comm, self._now, self._deadline_s = comm, now, deadline_s
-        self._soon: deque[Callable[[], None]] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
-        self._sleeping = False
-        self._stopping = False
-        self._launched: set[Pending[Any]] = set()
-        self._lost: RunLost | None = None
-        self._bell, self._ear = socket.socketpair()
-        self._ear.setblocking(False)
-        comm.watch(self._ear.fileno())
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds that it has taken so far; for a thread that runs."""
-        assert self.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
-
-    def soon(self, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` on this thread; callable from any."""
-        self._soon.append(fn)
-        if self._sleeping:
-            self._bell.send(b"!")
-
-    def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` when the clock shows ``t``; callable from this thread only."""
-        self._sequence += 1
-        heapq.heappush(self._timers, (t, self._sequence, fn))
-
-    def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Runs a coroutine here; callable from any thread."""
-        task = Task(coroutine, self.soon)
-        self._launched.add(task)
-        task.on_done(self._launched.discard)
-        if self._lost is not None:
-            task.fail(self._lost)
-            coroutine.close()
-        return task
-
-    def stop(self) -> None:
-        """Ends the thread once what was queued before has run; returns when it has ended."""
-
-        def end() -> None:
-            self._stopping = True
-
-        self.soon(end)
-        self.join()
-        # Not before: `soon` may be about to ring while the thread is already past its last turn.
-        self._bell.close()
-        self._ear.close()
-
-    def run(self) -> None:
-        """The loop; an error in it fails everything that waits."""
-        try:
-            while not self._stopping:
-                self._turn()
-        except BaseException as error:
-            lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
-            lost.__cause__ = error
-            self._lost = lost
-            self._comm.end(lost)
-            for task in list(self._launched):
-                task.fail(lost)
-        finally:
-            self._sleeping = False
-            self._comm.close()
-
-    def _turn(self) -> None:
-        while self._soon:
-            self._soon.popleft()()
-        now = self._now()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
-        look_again = self._comm.check_deadline(self._deadline_s)
-        self._sleeping = True
-        # A callback queued before `_sleeping` was set rang no bell: look once more.
-        rung = self._comm.poll(0.0 if self._soon or self._stopping else self._patience(now, look_again))
-        self._sleeping = False
-        if rung:
-            self._ear.recv(4096)
-
-    def _patience(self, now: float, look_again: float | None) -> float | None:
-        ends = [] if look_again is None else [look_again]
-        if self._timers:
-            ends.append(self._timers[0][0])
-        return max(0.0, min(ends) - now) if ends else None
 
 
 class WallRuntime:
@@ -159,6 +70,9 @@ class WallRuntime:
       native: whether to join a process group for the backend's own collectives.
       join_s: how long the others may take to appear, in seconds.
       interface: the address or the name of the network interface to listen on.
+      port: to listen at, or a range of them: ``"7000-7100"``; ``None``: any that is free.
+      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one, where that is another address than
+        the one that is bound: behind port forwarding, in a container.
       encrypt: whether to encrypt on loopback too; elsewhere everything is.
       decisions: where decisions are kept; a fresh log when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
@@ -167,6 +81,7 @@ class WallRuntime:
       seed: of that device's stragglers.
       model: the folder of a :class:`farflung.comm.NetworkModel` whose pace messages keep; ``None``: they go as they
         can.
+      whole: see :class:`farflung.comm.View`.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted.
@@ -185,15 +100,18 @@ class WallRuntime:
         native: bool = False,
         join_s: float = DEADLINE_S,
         interface: str = LOOPBACK,
+        port: str | int | None = None,
+        advertise: str | None = None,
         encrypt: bool = False,
         keys: Keys | None = None,
         decisions: DecisionLog | None = None,
         device: DeviceProfile | None = None,
         seed: int = 0,
         model: Path | None = None,
+        whole: bool = True,
     ) -> None:
         address = interface_address(interface)
-        local = is_loopback(address)
+        local = is_loopback(address) and advertise is None
         if native and size > 1 and not local:
             raise ConfigError(
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
@@ -211,23 +129,25 @@ class WallRuntime:
             self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
-        options: dict[str, Any] = {
-            "now": self.now,
-            "interface": address,
-            "keys": keys or (Keys.fresh() if encrypt or not local else None),
-            "settings": settings,
-            "native": self._native_sum if native and size > 1 else None,
-            "stage": self._stage,
-        }
-        self.comm = (
-            ZmqCommunicator(rank, size, **options)
-            if model is None
-            else PacedCommunicator(rank, size, model, **options)
+        transport: Transport = ZmqTransport(
+            rank,
+            size,
+            interface=address,
+            ports=ports_in(0 if port is None else port),
+            advertise=advertise,
+            keys=keys or (Keys.fresh() if encrypt or not local else None),
         )
-        self._thread = CommunicationThread(self.comm, self.now, deadline_s)
+        if model is not None:
+            transport = PacedTransport(transport, model)
+        self.view = View(transport, size, now=self.now, whole=whole, settings=settings)
+        """The members, as this one sees them."""
+        self.comm = WallCommunicator(
+            self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
+        )
+        self._thread = CommunicationThread(self.view, self.now, deadline_s)
         try:
             if store is not None and size > 1:
-                self.comm.connect(self._meet(store, join_s))
+                self.view.connect(self._meet(store, join_s))
         except BaseException as error:
             self._thread.start()  # it closes the sockets
             self.close(error)
@@ -237,7 +157,7 @@ class WallRuntime:
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Refuses from now on what is larger than any message about these tensors, all that the model has."""
-        self.comm.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
+        self.view.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
 
     # --- the runtime ------------------------------------------------------------------------------------------
 
@@ -264,10 +184,10 @@ class WallRuntime:
         """Done at a time, or when another thread says so; fails when the view ends first."""
         arrived = ready if isinstance(ready, Pending) else self.sleep_until(ready)
         ended: Pending[None] = Pending()
-        self._thread.soon(lambda: self.comm.waits_for_data(ended))
+        self._thread.soon(lambda: self.view.waits_for_data(ended))
 
         def there(_: object) -> None:
-            self._thread.soon(self.comm.has_data)
+            self._thread.soon(self.view.has_data)
             if arrived.error is not None:
                 ended.fail(arrived.error)
             else:
@@ -393,14 +313,14 @@ class WallRuntime:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
-        self._thread.soon(lambda: self.comm.farewell(error))
+        self._thread.soon(lambda: self.view.farewell(error))
         self._thread.stop()
         if self._group is not None:
             self._group.shutdown()
 
     def _meet(self, store: dist.Store, join_s: float) -> list[Peer]:
-        prefix = f"farflung/{self.comm.view}"
-        store.set(f"{prefix}/{self.comm.rank}", self.comm.me.to_json())
+        prefix = f"farflung/{self.view.number}"
+        store.set(f"{prefix}/{self.comm.rank}", self.view.transport.me.to_json())
         peers = []
         for rank in range(self.comm.size):
             key = f"{prefix}/{rank}"
@@ -419,13 +339,13 @@ class WallRuntime:
 
     def _await_greetings(self, join_s: float) -> None:
         def give_up() -> None:
-            missing = self.comm.missing()
+            missing = self.view.missing()
             if missing:
-                self.comm.end(DeadlinePassed(missing[0], self.comm.greeting_of(missing[0]), self.now()))
+                self.view.end(DeadlinePassed(missing[0], self.view.greeting_of(missing[0]), self.now()))
 
         self._thread.soon(lambda: self._thread.at(join_s, give_up))
         try:
-            self.comm.ready.wait()
+            self.view.ready.wait()
         except BaseException as error:
             self.close(error)
             raise
@@ -439,7 +359,7 @@ class WallRuntime:
                 wait()
             except RuntimeError as error:  # the device is out of order
                 lost = RunLost(f"a gradient could not be copied from its device: {error}")
-                self._thread.soon(lambda: self.comm.end(lost))
+                self._thread.soon(lambda: self.view.end(lost))
             else:
                 self._thread.soon(arrived)
 

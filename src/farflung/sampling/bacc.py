@@ -23,6 +23,10 @@ class Bacc:
     computing there is none to speak of, and T is ``share`` of a forward and backward pass. All are means over the steps
     since the choice before. In step 0 one chunk is scored.
 
+    Where replicas take equal times, scoring ends within a chunk of the exchanges from the first choice on. Where they
+    do not, each one's wait depends on when the others are through with scoring, and the number follows it from choice
+    to choice; so scoring may end some chunks sooner or later.
+
     The number is a decision of the replica's own, so a replay needs no clock.
 
     Args:

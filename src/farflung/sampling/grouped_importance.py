@@ -13,6 +13,7 @@ from farflung.options import flag_option, number_option, whole_option
 from farflung.sampling.bacc import Bacc
 from farflung.sampling.importance import (
     importance_weights,
+    quantiles,
     quotas,
     smoothed,
     speed_up,
@@ -21,6 +22,7 @@ from farflung.sampling.importance import (
     with_replacement,
     without_replacement,
 )
+from farflung.sampling.renewal import Renewal
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
 from farflung.types import Decision, Draw, Json, PoolView, SampleIds, ScoredBy, Spare, State
@@ -32,7 +34,11 @@ Estimator = Literal["paper", "exact"]
 NAME = "grouped_importance"
 NEVER = -1.0
 """The score of a sample that was never scored; others are at least 0."""
+UNKNOWN = -1
+"""In place of the step at which a score was made here: none was, or its sample has come from another replica."""
 INERTIA = 0.9
+PERCENTS = (5, 25, 50, 75, 95)
+"""Of the scores of a group, for telemetry."""
 
 
 class _Take(NamedTuple):
@@ -90,7 +96,10 @@ class GroupedImportance:
 
     Telemetry: ``groups`` there are, ``scored`` samples of the newest; estimated by their scores, ``variance_ratio``
     (:func:`farflung.sampling.importance.variance_ratio`) and ``tau``, :math:`\tau` of
-    :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0 on.
+    :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0 on; the scores that 5, 25,
+    50, 75 and 95 % of them do not exceed (``score_quantiles``, ``None`` where none is scored); the ``largest_weight``
+    of the batch; and what :class:`farflung.sampling.renewal.Renewal` tells of samples that were scored anew in the step
+    before.
 
     Args:
       seed: of all that is random here; unlike on replicas with samples of their own.
@@ -103,6 +112,7 @@ class GroupedImportance:
       switch: whether batches are uniform while :math:`\tau \leq (M + 3|B|) / 3|B|`, with M samples in the newest group.
         That counts the time of scoring as lost, which in a wait it is not, and so asks for much.
       chunk: samples that are scored at once.
+      most: samples of a group at most, for ``"bacc"``: beyond that a longer wait is left idle; ``None``: all there are.
       every: steps between two choices of a group's size, for ``"bacc"``.
       share: of computing that scoring may take, for ``"bacc"``, where exchanges overlap with computing.
 
@@ -113,8 +123,8 @@ class GroupedImportance:
     ``switch`` and :math:`\tau`. The paper gives no D, d, :math:`\beta` or smoothing. Its released code draws from the
     newest group alone and smooths by its mean: the script by half a running mean, a class beside it by the mean itself.
     Ours is half the mean of each group, at the time of a draw, so groups of unlike age are each smoothed by their own.
-    Our choices as well: rounding at random, the weight by samples, which the paper's proof needs and its update leaves
-    out, and what becomes of samples without a score.
+    Our choices as well: ``most``, rounding at random, the weight by samples, which the paper's proof needs and its
+    update leaves out, and what becomes of samples without a score.
     """
 
     def __init__(
@@ -129,6 +139,7 @@ class GroupedImportance:
         estimator: Estimator = "paper",
         switch: bool = False,
         chunk: int = 64,
+        most: int | None = None,
         every: int = 10,
         share: float = 0.25,
     ) -> None:
@@ -145,19 +156,22 @@ class GroupedImportance:
         _one_of("estimator", estimator, get_args(Estimator))
         flag_option(NAME, "switch", switch)
         whole_option(NAME, "chunk", chunk, 1)
+        if most is not None:
+            whole_option(NAME, "most", most, chunk)
         self._groups, self._chosen, self._beta, self._smoothing = (
             groups,
             chosen,
             float(beta),
             float(smoothing),
         )
-        self._scored_by, self._exact, self._chunk = scored_by, estimator == "exact", chunk
+        self._scored_by, self._exact, self._chunk, self._most = scored_by, estimator == "exact", chunk, most
         self._seed, self._order = seed, Passes(derive(seed, "order"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform")) if switch else None
         self._tau, self._cursor = 0.0, 0
+        self._renewal = Renewal()
         none = torch.empty(0, dtype=torch.int64)
-        self._put(none, none.float(), none)
+        self._put(none, none.float(), none, none)
 
     @property
     def scored_by(self) -> ScoredBy:
@@ -182,6 +196,9 @@ class GroupedImportance:
             "scored": len(scores),
             "variance_ratio": variance_ratio(scores, smoothed(scores, self._smoothing)),
             "tau": self._tau,
+            "score_quantiles": [*quantiles(scores, PERCENTS)] if len(scores) else None,
+            "largest_weight": 1.0,
+            **self._renewal.told(view.step - 1),
         }
         weight = view.share if isinstance(view.pool, int) else None
         if self._uniform is not None:
@@ -195,7 +212,9 @@ class GroupedImportance:
             drawn = with_replacement(importances, take.size, random)
             rows.append(members[drawn])
             weights.append(take.factor * importance_weights(importances)[drawn])
-        return Draw(self._ids[torch.cat(rows)], torch.cat(weights).float(), weight, told)
+        weighed = torch.cat(weights).float()
+        told["largest_weight"] = float(weighed.max())
+        return Draw(self._ids[torch.cat(rows)], weighed, weight, told)
 
     def _takes(self, size: int, random: torch.Generator) -> list[_Take]:
         """What a batch of some size takes of which groups."""
@@ -238,8 +257,9 @@ class GroupedImportance:
         """The next group of all samples, or those of a stream that are in most need of a score; in chunks."""
         count = view.pool if isinstance(view.pool, int) else len(view.pool)
         if self._groups == "bacc":
-            chunks = self._bacc.chunks(view.step, max(1, -(-count // self._chunk)), decide)
-            size = min(chunks * self._chunk, count)
+            most = count if self._most is None else min(self._most, count)
+            chunks = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide)
+            size = min(chunks * self._chunk, most)
         elif isinstance(view.pool, int):
             size = _to_boundary(self._cursor, count, self._groups)
         else:
@@ -272,8 +292,12 @@ class GroupedImportance:
                 "them: choose scored_by='gradient_bound', or a loss that is never negative"
             )
         rows, there = self._find(ids)
-        self._scores[rows[there]] = scores[there].to(self._scores)
-        self._stamps[rows[there]] = step
+        rows, scores = rows[there], scores[there].to(self._scores)
+        again = self._made[rows] >= 0
+        before, ages = self._scores[rows][again], step - self._made[rows][again]
+        self._renewal.add(before, scores[again], ages, step)
+        self._scores[rows] = scores
+        self._stamps[rows] = self._made[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
     def observe(self, spare: Spare) -> None:
@@ -312,7 +336,7 @@ class GroupedImportance:
     def incoming(self, ids: SampleIds, scores: Tensor) -> None:
         """Other samples with other scores; their slots stay in the groups that they were in."""
         rows, there = self._find(ids)
-        self._scores[rows[there]] = scores[there]
+        self._scores[rows[there]], self._made[rows[there]] = scores[there], UNKNOWN
 
     # --- what is held -----------------------------------------------------------------------------------------------
 
@@ -322,6 +346,8 @@ class GroupedImportance:
             "ids": self._ids.clone(),
             "scores": self._scores.clone(),
             "stamps": self._stamps.clone(),
+            "made": self._made.clone(),
+            "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
             "tau": self._tau,
             "bacc": self._bacc.state_dict(),
@@ -330,7 +356,9 @@ class GroupedImportance:
 
     def load_state_dict(self, state: State) -> None:
         """Continues from there."""
-        self._put(state["ids"].clone(), state["scores"].clone(), state["stamps"].clone())
+        columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made"))
+        self._put(*columns)
+        self._renewal.load_state_dict(state["renewal"])
         self._cursor, self._tau = state["cursor"], state["tau"]
         self._bacc.load_state_dict(state["bacc"])
         if self._uniform is not None:
@@ -346,17 +374,19 @@ class GroupedImportance:
         ids = torch.arange(view.pool) if isinstance(view.pool, int) else view.pool
         if torch.equal(ids, self._ids):
             return
-        scores, stamps = (
+        scores, stamps, made = (
             torch.full(ids.shape, NEVER, dtype=torch.float32),
             torch.full_like(ids, view.step - 1),
+            torch.full_like(ids, UNKNOWN),
         )
         rows, there = self._find(ids)
         scores[there], stamps[there] = self._scores[rows[there]], self._stamps[rows[there]]
-        self._put(ids.clone(), scores, stamps)
+        made[there] = self._made[rows[there]]
+        self._put(ids.clone(), scores, stamps, made)
         self._cursor %= len(ids)
 
-    def _put(self, ids: SampleIds, scores: Tensor, stamps: Tensor) -> None:
-        self._ids, self._scores, self._stamps = ids, scores, stamps
+    def _put(self, ids: SampleIds, scores: Tensor, stamps: Tensor, made: Tensor) -> None:
+        self._ids, self._scores, self._stamps, self._made = ids, scores, stamps, made
         self._sorted, self._sorting = ids.sort()
 
     def _find(self, ids: SampleIds) -> tuple[Tensor, Tensor]:

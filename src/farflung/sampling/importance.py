@@ -8,6 +8,7 @@ the mean loss of the group. All here is computed in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from torch import Tensor
 __all__ = [
     "importance_weights",
     "probabilities",
+    "quantiles",
     "quotas",
+    "rank_changes",
     "smoothed",
     "speed_up",
     "speed_up_threshold",
@@ -102,6 +105,27 @@ def speed_up_threshold(candidates: int, batch_size: int) -> float:
     References: Katharopoulos & Fleuret 2018.
     """
     return (candidates + 3 * batch_size) / (3 * batch_size)
+
+
+def quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:
+    """For each per cent p the least of the scores that at least p % of them do not exceed: one of them, so unrounded.
+
+    Args:
+      scores: one at least.
+      percents: 0 to 100; of 0 the least.
+    """
+    ordered = scores.sort().values
+    return [float(ordered[max(0, -(-percent * len(ordered) // 100) - 1)]) for percent in percents]
+
+
+def rank_changes(before: Tensor, after: Tensor) -> Tensor:
+    """By how many places each sample moves when all are ordered by other scores, int64; equal ones stay in order."""
+    return (_ranks(after) - _ranks(before)).abs()
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    order = scores.argsort(stable=True)
+    return torch.empty_like(order).index_put((order,), torch.arange(len(order)))
 
 
 def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:

@@ -23,7 +23,6 @@ from farflung.types import (
     CodecState,
     CodingCost,
     Contribution,
-    Feature,
     Json,
     Payload,
     Reduced,
@@ -200,7 +199,6 @@ class _WatchedChannel:
     def __init__(self, channel: Channel) -> None:
         self.rank: int = channel.rank
         self.size: int = channel.size
-        self.features: frozenset[Feature] = channel.features
         self._ops: list[Op] = []
         self._channel = channel
 
@@ -240,9 +238,7 @@ class _WatchedChannel:
         self._ops.append(("send", dst, hop, payload.nbytes))
         return self._channel.send(payload, dst, hop)
 
-    def recv(
-        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
-    ) -> Pending[Payload]:
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         if src is None:
             raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
         self._ops.append(("recv", src, hop))

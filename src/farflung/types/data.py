@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.tasks import Pending
+from farflung.types.sampling import Carries
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Channel, Decision
 
@@ -19,6 +20,9 @@ __all__ = [
     "Dataset",
     "DrawsFewer",
     "Feed",
+    "Gate",
+    "Moved",
+    "Reshards",
     "Samples",
     "Sharing",
     "Stream",
@@ -193,7 +197,7 @@ class Stream(Protocol):
 
 
 class Sharing(Protocol):
-    """Moves samples between replicas."""
+    """Lends samples to other replicas for one step; those that change owner for good are moved by :class:`Reshards`."""
 
     @property
     def data_leaves_device(self) -> bool:
@@ -215,6 +219,99 @@ class Sharing(Protocol):
 
         Returns:
           The rows that the step trains on: the first are ``rows``, others may follow.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Samples that change owner.
+
+    Args:
+      ids: of each in the whole training set.
+      rows: as stored.
+      scores: what the sampler that had them knows of each, float32; ``None`` where it knows nothing.
+    """
+
+    ids: SampleIds
+    rows: Batch
+    scores: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Gate(Protocol):
+    """When samples that change owner may set out: while a step waits for none of this replica's exchanges."""
+
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+        ...
+
+    async def opened(self, rest_s: float = 0.0) -> float:
+        """Waits until it is open.
+
+        Args:
+          rest_s: seconds to leave the link alone before, if exchanges are under way that nobody waits for yet.
+
+        Returns:
+          When that is.
+        """
+        ...
+
+
+@runtime_checkable
+class Reshards(Protocol):
+    """A sharing that moves samples for good, in rounds beside training.
+
+    In a round each replica has one partner at most. What it gives away it goes on drawing from until the round takes
+    effect, at a step that is known when the round begins; then what the partner has given stands in the same places.
+    """
+
+    @property
+    def data_leaves_device(self) -> bool:
+        """Whether samples are sent to other replicas."""
+        ...
+
+    @property
+    def by_importance(self) -> bool:
+        """Whether the sampler chooses, by what it knows of samples; then it has to be one that :class:`Carries`."""
+        ...
+
+    def begins(self, step: int) -> bool:
+        """Whether a round begins at ``step``; alike on all replicas, and never before the one before has ended."""
+        ...
+
+    def due_step(self, step: int) -> int:
+        """The later step before whose batch the round that begins at ``step`` takes effect; alike on all replicas."""
+        ...
+
+    def partner(self, step: int, rank: int, size: int) -> int | None:
+        """With whom a replica swaps in the round that begins at ``step``; ``None``: with nobody."""
+        ...
+
+    def outgoing(self, held: int, sampler: Carries | None, *, step: int, rank: int) -> SampleIds:
+        """The places of the samples that a replica gives away, in an order of which the first are as good as the last.
+
+        Args:
+          held: how many samples the replica holds, in places from 0 on.
+          sampler: what chooses, where it carries scores.
+          step: at which the round begins.
+          rank: the replica.
+        """
+        ...
+
+    async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
+        """One round of one replica.
+
+        Args:
+          channel: of this round.
+          partner: see :meth:`partner`.
+          given: what it gives away at most.
+          gate: says when a message may set out.
+
+        Returns:
+          What the partner has given; as many of ``given`` are its own now, the first.
         """
         ...
 

@@ -95,7 +95,7 @@ class Scores(Protocol):
     """A sampler that has samples scored while a replica waits for its exchanges.
 
     Such a sampler picks from the samples that one replica holds, so replicas hold shares of the training set; where
-    none are asked for, equal random ones.
+    none are asked for, equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
     """
 
     @property

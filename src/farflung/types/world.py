@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ __all__ = [
     "Cost",
     "Decision",
     "Decisions",
-    "Feature",
     "Runtime",
     "SegmentCoding",
     "Tag",
@@ -35,10 +34,6 @@ class Tag(NamedTuple):
     exchange: int
     part: int = 0
     hop: int = 0
-
-
-Feature: TypeAlias = Literal["any_source", "native", "tags"]
-"""What a communicator may offer; a part that needs an absent one is refused by name."""
 
 
 class SegmentCoding(Protocol):
@@ -128,22 +123,48 @@ class Communicator(Protocol):
         """Number of replicas."""
         ...
 
-    @property
-    def features(self) -> frozenset[Feature]:
-        """What it offers."""
-        ...
-
     def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
         """Done when the transport has taken the message over."""
         ...
 
     def recv(
-        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
     ) -> Pending[Payload]:
-        """The message with this tag from ``src``; ``None``: from whoever is first.
+        """The message with this tag from ``src``; its tensors are read-only.
 
-        A message whose tensors are not as ``expect`` says fails the wait with :class:`ProtocolError`; without it
-        any size up to the communicator's bound will do. The tensors received are read-only.
+        Args:
+          src: who sends it.
+          tag: of the message.
+          expect: what its tensors are; any up to the communicator's bound when not given. Others fail the wait with
+            :class:`ProtocolError`.
+          deadline_s: for how long to wait, in seconds; then this wait fails, with :class:`DeadlinePassed`, and nothing
+            else. ``math.inf``: for ever. ``None``: as long as the run's deadline says, which ends the view.
+        """
+        ...
+
+    def recv_any(
+        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
+    ) -> Pending[tuple[int, Payload]]:
+        """The first message with this tag from anybody, and who has sent it; see :meth:`recv`."""
+        ...
+
+    def forget(self, exchange: int) -> None:
+        """Waits for messages of an exchange end with :class:`WaitEnded`; what has come of it and what comes is dropped.
+
+        Args:
+          exchange: its number, as in :class:`Tag`.
+        """
+        ...
+
+    def departure(self) -> Pending[int]:
+        """The rank of the next member that leaves or is lost, each told once; one wait at a time.
+
+        In a view that ends with its first loss that ends this wait too.
         """
         ...
 
@@ -152,7 +173,7 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """The sum by the backend's own collective. Feature ``native``."""
+        """The sum by the backend's own collective, where there is one."""
         ...
 
 
@@ -221,11 +242,6 @@ class Channel(Protocol):
         ...
 
     @property
-    def features(self) -> frozenset[Feature]:
-        """What it offers."""
-        ...
-
-    @property
     def auto(self) -> Mapping[int, str]:
         """See :attr:`Communicator.auto`."""
         ...
@@ -253,9 +269,7 @@ class Channel(Protocol):
         """See :meth:`Communicator.send`; leaves once the device is through with what was computed before."""
         ...
 
-    def recv(
-        self, src: int | None, hop: int, expect: tuple[TensorSpec, ...] | None = None
-    ) -> Pending[Payload]:
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """See :meth:`Communicator.recv`."""
         ...
 

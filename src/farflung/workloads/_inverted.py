@@ -1,4 +1,4 @@
-"""Inverted residual blocks: MobileNetV2 cut down to pictures of 64 x 64."""
+"""Inverted residual blocks: MobileNetV2, and cut down to pictures of 64 x 64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farflung.workloads._residual import BATCH_NORM_MOMENTUM
 
-__all__ = ["mobilenet"]
+__all__ = ["mobilenet", "mobilenetv2"]
 
 
 def mobilenet(classes: int) -> nn.Module:
@@ -30,20 +30,64 @@ def mobilenet(classes: int) -> nn.Module:
     )
 
 
-def _conv(width: int, out: int, kernel: int, *, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+def mobilenetv2(classes: int) -> nn.Module:
+    """MobileNetV2 of width 1: 17 inverted residual blocks, with 32 pixels of the picture to each of the last ones.
+
+    Args:
+      classes: outputs.
+
+    References: Sandler et al. 2018, arXiv:1801.04381, table 2.
+    """
+    layers: list[nn.Module] = [*_conv(3, 32, 3, stride=2, momentum=0.1)]
+    width = 32
+    for expansion, out, count, stride in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
+        for index in range(count):
+            layers.append(_Inverted(width, out, 1 if index else stride, expansion, momentum=0.1))
+            width = out
+    layers += _conv(width, 1280, 1, momentum=0.1)
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, classes)
+    )
+
+
+def _conv(
+    width: int,
+    out: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    momentum: float = BATCH_NORM_MOMENTUM,
+) -> list[nn.Module]:
     conv = nn.Conv2d(width, out, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(out, momentum=BATCH_NORM_MOMENTUM), nn.ReLU6()]
+    return [conv, nn.BatchNorm2d(out, momentum=momentum), nn.ReLU6()]
 
 
 class _Inverted(nn.Module):
-    def __init__(self, width: int, out: int, stride: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        out: int,
+        stride: int,
+        expansion: int = 4,
+        *,
+        momentum: float = BATCH_NORM_MOMENTUM,
+    ) -> None:
         super().__init__()
-        wide = 4 * width
+        wide = expansion * width
         self.body = nn.Sequential(
-            *_conv(width, wide, 1),
-            *_conv(wide, wide, 3, stride=stride, groups=wide),
+            *(_conv(width, wide, 1, momentum=momentum) if expansion > 1 else []),
+            *_conv(wide, wide, 3, stride=stride, groups=wide, momentum=momentum),
             nn.Conv2d(wide, out, 1, bias=False),
-            nn.BatchNorm2d(out, momentum=BATCH_NORM_MOMENTUM),
+            nn.BatchNorm2d(out, momentum=momentum),
         )
         self.residual = stride == 1 and width == out
 

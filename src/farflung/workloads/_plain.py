@@ -7,18 +7,26 @@ from torch import nn
 __all__ = ["vgg"]
 
 
-def vgg(shape: tuple[int, int, int], widths: tuple[int | None, ...], hidden: int, classes: int) -> nn.Module:
+def vgg(
+    shape: tuple[int, int, int],
+    widths: tuple[int | None, ...],
+    hidden: int,
+    classes: int,
+    *,
+    norm: bool = False,
+) -> nn.Module:
     """Convolutions of the given widths, then two dense layers.
 
-    There is no batch norm, as in the original: in trainings of a few hundred steps its running statistics lag behind
-    the weights. Filters start as He et al. 2015 (arXiv:1502.01852) propose, without which deep plain networks hardly
-    begin to learn.
+    Without ``norm`` there is no batch norm, as in the original: in trainings of a few hundred steps its running
+    statistics lag behind the weights. Filters start as He et al. 2015 (arXiv:1502.01852) propose, without which deep
+    plain networks hardly begin to learn.
 
     Args:
       shape: channels, height and width of the input.
       widths: of each convolution; ``None`` halves the picture.
       hidden: width of the first dense layer.
       classes: outputs.
+      norm: puts batch norm behind each convolution.
 
     References: Simonyan & Zisserman 2014, arXiv:1409.1556.
     """
@@ -32,7 +40,7 @@ def vgg(shape: tuple[int, int, int], widths: tuple[int | None, ...], hidden: int
             conv = nn.Conv2d(channels, out, 3, padding=1)
             nn.init.kaiming_normal_(conv.weight)
             nn.init.zeros_(conv.get_parameter("bias"))
-            layers += [conv, nn.ReLU()]
+            layers += [conv, *([nn.BatchNorm2d(out)] if norm else []), nn.ReLU()]
             channels = out
     return nn.Sequential(
         *layers,

@@ -1,4 +1,4 @@
-"""Residual networks for images of 32 x 32."""
+"""Residual networks for images of 32 x 32: small ones, and those for large images with another stem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["BATCH_NORM_MOMENTUM", "resnet"]
+__all__ = ["BATCH_NORM_MOMENTUM", "resnet", "resnet18", "resnet50"]
 
 BATCH_NORM_MOMENTUM = 0.3
 """Share of a new batch in the running statistics: they then follow the last few batches instead of the last ten, since
@@ -30,6 +30,74 @@ def resnet(depth: int, classes: int) -> nn.Module:
             layers.append(_Block(width, stage))
             width = stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+
+def resnet18(classes: int) -> nn.Module:
+    """Two blocks of two convolutions in each of four stages of 64, 128, 256 and 512 channels.
+
+    Args:
+      classes: outputs.
+
+    References: He et al. 2015, arXiv:1512.03385, table 1; for small images the stem is one 3 x 3 convolution, without
+      pooling.
+    """
+    return _four_stages(_Basic, (2, 2, 2, 2), classes)
+
+
+def resnet50(classes: int) -> nn.Module:
+    """3, 4, 6 and 3 bottlenecks in four stages of 256, 512, 1,024 and 2,048 channels; see :func:`resnet18`."""
+    return _four_stages(_Bottleneck, (3, 4, 6, 3), classes)
+
+
+def _four_stages(
+    block: type[_Basic | _Bottleneck], counts: tuple[int, int, int, int], classes: int
+) -> nn.Module:
+    layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
+    width = 64
+    for stage, count in enumerate(counts):
+        for index in range(count):
+            layers.append(block(width, 64 << stage, 2 if stage and not index else 1))
+            width = block.expansion * 64 << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+def _conv(width: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(width, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out)]
+
+
+class _Basic(nn.Module):
+    expansion = 1
+
+    def __init__(self, width: int, inner: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*_conv(width, inner, 3, stride), nn.ReLU(), *_conv(inner, inner, 3))
+        self.shortcut = _projection(width, inner, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class _Bottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(self, width: int, inner: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_conv(width, inner, 1),
+            nn.ReLU(),
+            *_conv(inner, inner, 3, stride),
+            nn.ReLU(),
+            *_conv(inner, 4 * inner, 1),
+        )
+        self.shortcut = _projection(width, 4 * inner, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def _projection(width: int, out: int, stride: int) -> nn.Module:
+    """The shortcut of option B: nothing where the shape stays, else a 1 x 1 convolution."""
+    return nn.Identity() if (width, stride) == (out, 1) else nn.Sequential(*_conv(width, out, 1, stride))
 
 
 def _norm(width: int) -> nn.Module:

@@ -17,23 +17,32 @@ from farflung.workloads import (
     news,
     shakespeare,
     speech_commands,
+    svhn,
     synthetic,
 )
 
-__all__ = ["DATA", "WORKLOADS", "check_workload", "workload"]
+__all__ = ["DATA", "WORKLOADS", "check_workload", "data_of", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "ag-news/attentive-lstm": news.ag_news_attentive_lstm,
     "ag-news/lstm": news.ag_news_lstm,
     "aid/mobilenet": aid.mobilenet,
+    "aid/mobilenetv2": aid.mobilenetv2,
+    "cifar10/resnet18": cifar.resnet18,
     "cifar10/resnet20": cifar.resnet20,
     "cifar10/resnet32": cifar.resnet32,
     "cifar10/resnet8": cifar.resnet8,
     "cifar10/vgg": cifar.small_vgg,
+    "cifar100/resnet50": cifar.cifar100_resnet50,
+    "cifar100/resnet8": cifar.cifar100_resnet8,
     "covtype/softmax": covtype.softmax,
     "fashion-mnist/cnn": fashion_mnist.cnn,
     "fashion-mnist/mlp": fashion_mnist.mlp,
     "newsgroups/lstm": news.newsgroups_lstm,
     "speech-commands/vgg": speech_commands.vgg,
+    "speech-commands/vgg13": speech_commands.vgg13,
+    "svhn/resnet18": svhn.resnet18,
+    "svhn/resnet8": svhn.resnet8,
     "synthetic/quadratic": synthetic.Quadratic,
     "tinyshakespeare/gpt": shakespeare.GPT,
     "tinyshakespeare/lstm": shakespeare.LSTM,
@@ -45,15 +54,23 @@ DATA: dict[str, Source | None] = {
     "ag-news": CATALOG["ag-news"],
     "aid": CATALOG["aid-64"],
     "cifar10": CATALOG["cifar-10"],
+    "cifar100": CATALOG["cifar-100"],
     "covtype": CATALOG["covtype"],
     "fashion-mnist": CATALOG["fashion-mnist"],
     "newsgroups": CATALOG["20newsgroups"],
     "speech-commands": CATALOG["speech-commands-9"],
+    "speech-commands/vgg13": CATALOG["speech-commands-v0.02"],
+    "svhn": CATALOG["svhn"],
     "synthetic": None,
     "tinyshakespeare": CATALOG["tinyshakespeare"],
 }
-"""The data set that each family of workloads (the part of a name before the slash) trains on without options;
-``None`` where the samples are made up."""
+"""The data set that each family of workloads (the part of a name before the slash) trains on without options, and that
+of those which have another; ``None`` where the samples are made up."""
+
+
+def data_of(name: str) -> Source | None:
+    """The data set that the workload called ``name`` trains on without options; ``None`` where samples are made up."""
+    return DATA[name] if name in DATA else DATA[name.split("/", maxsplit=1)[0]]
 
 
 def workload(name: str, **options: Json) -> Workload:

@@ -28,7 +28,6 @@ from farflung.types import (
     Channel,
     CodingLane,
     Communicator,
-    Feature,
     Payload,
     SegmentCoding,
     Tag,
@@ -109,8 +108,8 @@ class VirtualNetwork:
             self._symmetric.interrupt()
         mailbox = self.mailboxes[dst]
 
-        def arrived(t: float) -> None:
-            mailbox.deliver(src, tag, payload, t)
+        def arrived(_: float) -> None:
+            mailbox.deliver(src, tag, payload)
 
         if not self._charged:
             return self._move(src, dst, payload.nbytes, priority, arrived)
@@ -145,11 +144,15 @@ class VirtualNetwork:
         goodput = lossy.goodput_bps(link.latency_s + back.latency_s, self.profile.congestion)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
-    def recv(
-        self, rank: int, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None
-    ) -> Pending[Payload]:
-        """Waits at ``rank``."""
-        return self.mailboxes[rank].recv(src, tag, expect, self._clock.now())
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now()
+
+    def ends_wait(self, rank: int, deadline_s: float | None) -> None:
+        """A wait that begins now at a rank fails after so many seconds, where it has a deadline of its own."""
+        if deadline_s is not None and deadline_s < math.inf:
+            due = self._clock.now() + deadline_s
+            self._clock.at(due, lambda: self.mailboxes[rank].fail_due(due))
 
     def collective(self, rank: int, name: str) -> AllReduce:
         """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
@@ -171,7 +174,7 @@ class VirtualNetwork:
 
     def waits_for(self, rank: int) -> str | None:
         """Whom a rank waits for and for what, where it waits for a message."""
-        waiting = self.mailboxes[rank].oldest()
+        waiting = self.mailboxes[rank].any_wait()
         if waiting is not None:
             return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
         return None if self._whole is None else self._whole.waits_for(rank)
@@ -180,12 +183,10 @@ class VirtualNetwork:
 class VirtualCommunicator:
     """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
 
-    features: frozenset[Feature] = frozenset({"tags", "any_source"})
-
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.auto: Mapping[int, str] = {}
-        self._network = network
+        self._network, self._mailbox = network, network.mailboxes[rank]
 
     @property
     def lane(self) -> CodingLane | None:
@@ -197,10 +198,31 @@ class VirtualCommunicator:
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
     def recv(
-        self, src: int | None, tag: Tag, expect: tuple[TensorSpec, ...] | None = None
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
     ) -> Pending[Payload]:
         """Receives."""
-        return self._network.recv(self.rank, src, tag, expect)
+        self._network.ends_wait(self.rank, deadline_s)
+        return self._mailbox.recv(src, tag, expect, self._network.now(), deadline_s)
+
+    def recv_any(
+        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
+    ) -> Pending[tuple[int, Payload]]:
+        """Receives from anybody."""
+        self._network.ends_wait(self.rank, deadline_s)
+        return self._mailbox.recv_any(tag, expect, self._network.now(), deadline_s)
+
+    def forget(self, exchange: int) -> None:
+        """Gives its waits up, and drops what comes."""
+        self._mailbox.forget(exchange)
+
+    def departure(self) -> Pending[int]:
+        """Waits for somebody to leave."""
+        return self._mailbox.departure()
 
     def collective(self, name: str) -> AllReduce:
         """As a whole where that is exact."""

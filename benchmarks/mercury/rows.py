@@ -1,0 +1,481 @@
+"""The rows, what each is measured by, and the trainings that these need, in the order in which they are made."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from benchmarks.common import Measured
+from benchmarks.mercury.applications import APPLICATIONS, MBPS, REPLICAS
+from benchmarks.mercury.curves import Ask, Method, Target, at_the_end, times_faster
+from benchmarks.mercury.methods import (
+    ALONE,
+    MERCURY_RATES,
+    PUBLISHED_RATE,
+    RATES,
+    adacomm,
+    best_rate,
+    curves_of,
+    grouped,
+    mercury,
+    mercury_at,
+    reference,
+    resharded,
+    seeds_of,
+    uniform,
+)
+from benchmarks.mercury.watched import SEEN, SHARES, Point, Watched
+from farflung.errors import DataError, Unsupported
+
+__all__ = [
+    "JOBS",
+    "MISSING",
+    "PICTURED",
+    "Job",
+    "Rows",
+    "adacomm_row",
+    "mercury_row",
+    "pictured",
+    "why_missing",
+]
+
+Measure: TypeAlias = Callable[[Ask], Mapping[str, Measured]]
+AT_HAND = ("cifar10", "speech", "aid", "agnews")
+NOT_AT_HAND = ("cifar100", "svhn")
+SLOWEST, FASTEST = MBPS[0], MBPS[-1]
+DEVICES = (4, 8, 12)
+ALPHAS = (10, 1, 0.5)
+FEDERATED = 12
+SHARE = 2048
+"""Samples of each replica where all of them are scored in every step."""
+FIRST_STEPS = 300
+"""Of such a training."""
+MOVED, MOVED_SEEDS = 100, (0, 1)
+"""Samples that a replica gives away in a round without regard to importance: in all some four fifths of its share."""
+RANKED = (200, 500, 1000, 1500)
+SEQUENTIAL_MBPS = 200
+"""Where groups fill the exchange, and none is cut off at the most; the paper does not say which bandwidth it is."""
+DRIFT = {(1, 0): 50.0, (1, 1): 70.0, (10, 1): 65.0}
+"""Rows by steps and share, with what is published."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are measured together.
+
+    Args:
+      names: of the rows.
+      measure: measures them by what trainings came to.
+    """
+
+    names: tuple[str, ...]
+    measure: Measure
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trainings that are made together, for some rows.
+
+    Args:
+      what: they are.
+      rows: that need them.
+      first: trainings that others need too.
+    """
+
+    what: str
+    rows: Sequence[Rows] = ()
+    first: Sequence[Watched] = field(default_factory=list)
+
+    def go_through(self, ask: Ask) -> None:
+        """Asks for all of its trainings."""
+        for training in self.first:
+            ask(training)
+        for rows in self.rows:
+            rows.measure(ask)
+
+
+def mercury_row(application: str, mbps: float) -> str:
+    """Its name in ``expected.toml``, as of those that follow."""
+    return f"mercury {application} at {mbps:g} Mbit/s"
+
+
+def adacomm_row(application: str, mbps: float) -> str:
+    return f"adacomm {application} at {mbps:g} Mbit/s"
+
+
+def tictac_row(mbps: float) -> str:
+    return f"tictac cifar10 at {mbps:g} Mbit/s"
+
+
+def devices_row(replicas: int) -> str:
+    return f"mercury cifar10, {replicas} devices, 10 Mbit/s"
+
+
+def federated_row(alpha: float) -> str:
+    return f"federated, Dirichlet {alpha:g}, 12 devices"
+
+
+def alone_row(name: str) -> str:
+    return f"{name} alone, cifar10 at 10 Mbit/s"
+
+
+def together_row(name: str) -> str:
+    return f"mercury with {name}, cifar10 at 10 Mbit/s"
+
+
+def drift_row(steps: int, share: float) -> str:
+    return (
+        f"samples that move less than {100 * share:g}% in rank, {steps} step{'s' if steps > 1 else ''} later"
+    )
+
+
+GROUP_WISE = "group-wise over all-inclusive scoring"
+SEQUENTIAL = "BACC over sequential"
+FIXED = "BACC over fixed group size, 10 Mbit/s"
+AGNOSTIC = "importance-aware resharding at 50% minus agnostic at 100%"
+RESHARDED = "resharding at 50% minus none"
+
+
+# --- what is common to rows -------------------------------------------------------------------------------------
+
+
+def _setting(application: str, mbps: float, replicas: int = REPLICAS) -> dict[str, Any]:
+    """The paper's model and links, and what trains in their place."""
+    what = APPLICATIONS[application]
+    return {
+        "workload": what.small,
+        "stands_for": what.whole,
+        "gradient_nbytes": 4 * what.parameters,
+        "mbps": mbps,
+        "device_step_s": what.step_s,
+        "exchange_over_step": what.ratio(mbps, replicas),
+        "replicas": replicas,
+        "batch_size": what.batch_size,
+        "group": what.group(mbps, replicas),
+    }
+
+
+def _faster(theirs: Method, ours: Method, target: Target, config: Mapping[str, Any]) -> Measured:
+    """Times faster in the mean of the seeds; 0 where one of ours never reaches the target."""
+    figures = times_faster(theirs, ours, target)
+    found: dict[str, Any] = {
+        "target": {"of": target.of, "value": target.value},
+        "uniform": theirs.told(target),
+        "ours": ours.told(target),
+        "gain_in_steps": times_faster(theirs, ours, target, "steps"),
+    }
+    if None in theirs.there(target):
+        found["uniform is not there at its end"] = "counted as there, so the figure is one from below"
+    if 0.0 in figures:
+        found["not reached"] = True
+    ours_s = 0.0 if 0.0 in figures else statistics.fmean(figures)
+    return Measured(ours_s, (min(figures), max(figures)), {**config, **found}, simulated=True)
+
+
+# --- Mercury ----------------------------------------------------------------------------------------------------
+
+
+def _mercury(ask: Ask, application: str, mbps: float, rate: float, seeds: Sequence[int]) -> Method:
+    """Mercury's trainings, in the times of some links."""
+    at = mercury_at(application, mbps)
+    found = curves_of(ask, mercury(application, mbps=at, learning_rate=rate), seeds)
+    return found if at == mbps else found.at(mbps)
+
+
+def _main(application: str, mbps: float, name: str, ask: Ask) -> Mapping[str, Measured]:
+    """Both at the published rate; in the configuration each at its own best, and other targets."""
+    seeds = seeds_of(application)
+    theirs = reference(ask, uniform(application), seeds)
+    target, before = theirs.target, theirs.uniform.at(mbps)
+    ours = _mercury(ask, application, mbps, PUBLISHED_RATE, seeds)
+    rate = best_rate(ask, uniform(application), RATES, target)
+    best = curves_of(ask, uniform(application, learning_rate=rate), seeds).at(mbps)
+    at = mercury_at(application, mbps)
+    own = best_rate(ask, mercury(application, mbps=at), MERCURY_RATES, target)
+    own_best = _mercury(ask, application, mbps, own, seeds[:1])
+    config = {
+        **_setting(application, mbps),
+        "trained_at_mbps": at,
+        "times": "as trained" if at == mbps else f"groups as at {at} Mbit/s, the exchange of {mbps} Mbit/s",
+        "against_uniform_at_its_best_rate": {
+            "rate": rate,
+            "times_faster": times_faster(best, ours, target),
+            **best.told(target),
+        },
+        "at_its_best_rate": {
+            "rate": own,
+            "times_faster": times_faster(before, own_best, target),
+            "against_uniform_at_its_best_rate": times_faster(best, own_best, target),
+            **own_best.told(target),
+        },
+        "to_the_same": {of: times_faster(before, ours, one) for of, one in theirs.beside.items()},
+    }
+    return {name: _faster(before, ours, target, config)}
+
+
+def _devices(replicas: int, ask: Ask) -> Mapping[str, Measured]:
+    theirs = reference(ask, uniform("cifar10", replicas=replicas))
+    ours = curves_of(ask, mercury("cifar10", replicas=replicas))
+    config = _setting("cifar10", SLOWEST, replicas)
+    return {devices_row(replicas): _faster(theirs.uniform.at(SLOWEST), ours, theirs.target, config)}
+
+
+def _sequential(ask: Ask) -> Mapping[str, Measured]:
+    """The same trainings, with samples scored once the exchange is there."""
+    theirs, mbps = reference(ask, uniform("cifar10"), seeds_of("cifar10")), SEQUENTIAL_MBPS
+    figures = {}
+    for one in MBPS:
+        ours = _mercury(ask, "cifar10", one, PUBLISHED_RATE, (0,))
+        figures[one] = times_faster(ours.at(one, sequential=True), ours.at(one), theirs.target)[0]
+    ours = _mercury(ask, "cifar10", mbps, PUBLISHED_RATE, (0,))
+    config = {**_setting("cifar10", mbps), "by_mbps": figures, "ours": ours.told(theirs.target)}
+    return {SEQUENTIAL: Measured(figures[mbps], (figures[mbps],) * 2, config, simulated=True)}
+
+
+def _fixed(ask: Ask) -> Mapping[str, Measured]:
+    """Groups of the size that 200 Mbit/s have time for, on links of 10 Mbit/s."""
+    target = reference(ask, uniform("cifar10"), seeds_of("cifar10")).target
+    ours = _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,))
+    fixed = _mercury(ask, "cifar10", FASTEST, PUBLISHED_RATE, (0,)).at(SLOWEST)
+    figures = times_faster(fixed, ours, target)
+    config = {
+        **_setting("cifar10", SLOWEST),
+        "fixed_group": APPLICATIONS["cifar10"].group(FASTEST),
+        "fixed": fixed.told(target),
+        "ours": ours.told(target),
+    }
+    return {FIXED: Measured(figures[0], (figures[0],) * 2, config, simulated=True)}
+
+
+PICTURED = {mercury_row("cifar10", SLOWEST), adacomm_row("cifar10", SLOWEST)}
+"""Rows whose trainings the picture shows."""
+
+
+def pictured(ask: Ask) -> tuple[dict[str, Sequence[Point]], Target]:
+    """Curves of the first seed at 10 Mbit/s by what they are called, and the target."""
+    theirs = reference(ask, uniform("cifar10"), seeds_of("cifar10"))
+    rate = best_rate(ask, uniform("cifar10"), RATES, theirs.target)
+    methods = {
+        f"uniform, rate {PUBLISHED_RATE:g}": theirs.uniform.at(SLOWEST),
+        f"uniform at its best rate, {rate:g}": curves_of(ask, uniform("cifar10", learning_rate=rate)).at(
+            SLOWEST
+        ),
+        "AdaComm": curves_of(ask, adacomm("cifar10", SLOWEST)),
+        "Mercury": _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,)),
+    }
+    return {name: method.curves[0] for name, method in methods.items()}, theirs.target
+
+
+# --- others -----------------------------------------------------------------------------------------------------
+
+
+def _adacomm(application: str, mbps: float, ask: Ask) -> Mapping[str, Measured]:
+    theirs = reference(ask, uniform(application), seeds_of(application))
+    ours = curves_of(ask, adacomm(application, mbps))
+    config = _setting(application, mbps)
+    return {adacomm_row(application, mbps): _faster(theirs.uniform.at(mbps), ours, theirs.target, config)}
+
+
+def _group_wise(ask: Ask) -> Mapping[str, Measured]:
+    """Both score once the exchange is there, as the paper's do, on small shares; until all-inclusive scoring ends."""
+    usual = uniform("cifar10", mbps=FASTEST, samples=SHARE * REPLICAS, every=10)
+    all_inclusive = replace(
+        usual, steps=FIRST_STEPS, parts={"sampler": "grouped_importance(groups=1, chosen=1)"}
+    )
+    group_wise = replace(usual, steps=2 * FIRST_STEPS, parts={"sampler": "grouped_importance(groups=8)"})
+    theirs = curves_of(ask, all_inclusive)
+    target = Target("loss", at_the_end(theirs.curves[0], "loss"))
+    ours = curves_of(ask, group_wise)
+    by_mbps = {
+        mbps: times_faster(theirs.at(mbps, sequential=True), ours.at(mbps, sequential=True), target)[0]
+        for mbps in MBPS
+    }
+    config = {
+        **_setting("cifar10", FASTEST),
+        "samples_per_replica": SHARE,
+        "groups": 8,
+        "by_mbps": by_mbps,
+        "target": {"of": target.of, "value": target.value},
+        "all_inclusive": theirs.told(target),
+        "ours": ours.told(target),
+    }
+    figure = by_mbps[FASTEST]
+    return {GROUP_WISE: Measured(figure, (figure, figure), config, simulated=True)}
+
+
+def _resharding(ask: Ask) -> Mapping[str, Measured]:
+    """Accuracy at the end on shares of unlike classes, of the same two seeds."""
+    usual = mercury("cifar10", mbps=50, partition="dirichlet(alpha=0.5)")
+    sharings = {
+        "none": "none",
+        "importance-aware": resharded(MOVED // 2),
+        "agnostic": resharded(MOVED, "uniform"),
+    }
+    found = {
+        name: [
+            at_the_end(curve, "accuracy")
+            for curve in curves_of(
+                ask, replace(usual, parts={**usual.parts, "sharing": sharing}), MOVED_SEEDS
+            ).curves
+        ]
+        for name, sharing in sharings.items()
+    }
+    config = {
+        **_setting("cifar10", 50),
+        "partition": usual.partition,
+        "sharings": sharings,
+        "accuracy": found,
+    }
+
+    def points(other: str) -> Measured:
+        pairs = zip(found["importance-aware"], found[other], strict=True)
+        figures = [ours - theirs for ours, theirs in pairs]
+        return Measured(statistics.fmean(figures), (min(figures), max(figures)), config)
+
+    return {AGNOSTIC: points("agnostic"), RESHARDED: points("none")}
+
+
+def _federated(alpha: float, ask: Ask) -> Mapping[str, Measured]:
+    """Steps, on any links."""
+    usual = uniform(
+        "cifar10",
+        replicas=FEDERATED,
+        partition=f"dirichlet(alpha={alpha:g})",
+        parts={"schedule": "local_sgd(sync_every=5)"},
+    )
+    theirs = reference(ask, usual)
+    ours = curves_of(ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=8)"}))
+    figures = times_faster(theirs.uniform, ours, theirs.target, "steps")
+    config = {
+        **_setting("cifar10", SLOWEST, FEDERATED),
+        "partition": usual.partition,
+        "target": {"of": "accuracy", "value": theirs.target.value},
+        "uniform": theirs.uniform.told(theirs.target),
+        "ours": ours.told(theirs.target),
+    }
+    return {federated_row(alpha): Measured(figures[0], (figures[0],) * 2, config)}
+
+
+def _product(name: str, ask: Ask) -> Mapping[str, Measured]:
+    """What saves bytes or waits, alone and with Mercury: gains in the times of both."""
+    theirs = reference(ask, uniform("cifar10"), seeds_of("cifar10"))
+    target, before = theirs.target, theirs.uniform.at(SLOWEST)
+    sampler = {"sampler": grouped("cifar10", ", share=1.0")} if name == "delayed" else {}
+    alone = curves_of(ask, uniform("cifar10", parts=ALONE[name]))
+    together = curves_of(ask, mercury("cifar10", parts={**ALONE[name], **sampler}))
+    ours = _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,))
+    gains = [times_faster(before, one, target)[0] for one in (ours, alone)]
+    product = {"mercury": gains[0], name: gains[1], "product": gains[0] * gains[1]}
+    config = _setting("cifar10", SLOWEST)
+    return {
+        alone_row(name): _faster(before, alone, target, config),
+        together_row(name): _faster(before, together, target, {**config, "gains_alone": product}),
+    }
+
+
+def _drift(ask: Ask) -> Mapping[str, Measured]:
+    """In the mean over several steps of a training with uniform sampling."""
+    one = replace(uniform("cifar10"), ranked=list(RANKED), steps=RANKED[-1] + 20, every=500)
+    moved = one.moved(ask(one))
+    config = {
+        **_setting("cifar10", SLOWEST),
+        "samples": SEEN,
+        "learning_rate": one.learning_rate,
+        "moved": [[each.since, each.steps, *each.shares] for each in moved],
+    }
+    rows = {}
+    for steps, nth in DRIFT:
+        figures = [100 * each.shares[nth] for each in moved if each.steps == steps]
+        rows[drift_row(steps, SHARES[nth])] = Measured(
+            statistics.fmean(figures), (min(figures), max(figures)), config
+        )
+    return rows
+
+
+# --- what there is ----------------------------------------------------------------------------------------------
+
+
+def _application(name: str) -> Iterator[Rows]:
+    """Mercury at all bandwidths."""
+    for mbps in MBPS:
+        row = mercury_row(name, mbps)
+        yield Rows((row,), partial(_main, name, mbps, row))
+
+
+JOBS: dict[str, Job] = {
+    "targets": Job(
+        "uniform sampling at the published rate, by which targets are set",
+        first=[replace(uniform(name), seed=seed) for name in AT_HAND for seed in seeds_of(name)],
+    ),
+    "cifar10": Job(
+        "Mercury on CIFAR-10, learning rates",
+        [
+            *_application("cifar10"),
+            Rows((devices_row(REPLICAS),), partial(_main, "cifar10", SLOWEST, devices_row(REPLICAS))),
+            Rows((SEQUENTIAL,), _sequential),
+            Rows((FIXED,), _fixed),
+        ],
+    ),
+    "speech": Job("Mercury on Speech Commands, learning rates", list(_application("speech"))),
+    "aid": Job("Mercury on AID, learning rates", list(_application("aid"))),
+    "agnews": Job("Mercury on AG News, learning rates", list(_application("agnews"))),
+    "adacomm": Job(
+        "AdaComm on all",
+        [
+            Rows((adacomm_row(name, mbps),), partial(_adacomm, name, mbps))
+            for name in AT_HAND
+            for mbps in (MBPS if name == "cifar10" else (SLOWEST, FASTEST))
+        ],
+    ),
+    "all-inclusive": Job("all samples scored in each step, and groups", [Rows((GROUP_WISE,), _group_wise)]),
+    "resharding": Job("shares of unlike classes, resharded", [Rows((AGNOSTIC, RESHARDED), _resharding)]),
+    "products": Job(
+        "delayed updates and codecs, alone and with Mercury",
+        [Rows((alone_row(name), together_row(name)), partial(_product, name)) for name in ALONE],
+    ),
+    "drift": Job(
+        "ranks on the way", [Rows(tuple(drift_row(steps, SHARES[nth]) for steps, nth in DRIFT), _drift)]
+    ),
+    "devices": Job(
+        "8 and 12 replicas",
+        [Rows((devices_row(count),), partial(_devices, count)) for count in DEVICES if count != REPLICAS],
+    ),
+    "federated": Job(
+        "12 replicas with local SGD",
+        [Rows((federated_row(alpha),), partial(_federated, alpha)) for alpha in ALPHAS],
+    ),
+}
+"""By name, in the order of what they are worth."""
+
+
+def _data_lacks(name: str, ask: Ask) -> Mapping[str, Measured]:
+    del ask
+    raise DataError(why_missing(mercury_row(name, SLOWEST)))
+
+
+def _no_priorities(ask: Ask) -> Mapping[str, Measured]:
+    del ask
+    raise Unsupported(why_missing(tictac_row(SLOWEST)))
+
+
+def why_missing(row: str) -> str:
+    """Why a row cannot be measured yet whatever is trained; empty where it can."""
+    if row.startswith("tictac "):
+        return "missing: prioritized transfers"
+    for name in NOT_AT_HAND:
+        if row.startswith(f"mercury {name} "):
+            return f"missing: data of {name}, for {APPLICATIONS[name].small} in the place of {APPLICATIONS[name].whole}"
+    return ""
+
+
+MISSING = [
+    *(
+        Rows(tuple(mercury_row(name, mbps) for mbps in MBPS), partial(_data_lacks, name))
+        for name in NOT_AT_HAND
+    ),
+    Rows(tuple(tictac_row(mbps) for mbps in MBPS), _no_priorities),
+]
+"""Rows that cannot be measured yet."""

@@ -1,0 +1,83 @@
+"""What one member of a view of real processes sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from farflung.comm.collectives import collective_named
+from farflung.comm.staging import Stage, at_once, on_host
+from farflung.comm.view import View
+from farflung.tasks import Pending, done
+from farflung.types import AllReduce, Payload, Tag, TensorSpec
+
+__all__ = ["WallCommunicator"]
+
+
+class WallCommunicator:
+    """The communicator of one view; see :class:`farflung.types.Communicator`. It belongs to the view's thread.
+
+    Args:
+      view: whose messages.
+      native: sums a tensor by the backend's collective, or ``None`` where there is none.
+      stage: how a payload of another device comes to the host.
+    """
+
+    lane: None = None
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        native: Callable[[Tensor], Pending[Tensor]] | None = None,
+        stage: Stage = at_once,
+    ) -> None:
+        self.rank, self.size = view.rank, view.size
+        self.auto: Mapping[int, str] = {}
+        self.view = view
+        """The members."""
+        self._native, self._stage = native, stage
+
+    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+        """Hands the message to the transport, or the payload to what brings it to the host before."""
+        if not on_host(payload):
+            self._stage(payload, lambda host: self.send(host, dst, tag))
+            return done(None)
+        return self.view.send(payload, dst, tag)
+
+    def recv(
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Pending[Payload]:
+        """Waits for a message."""
+        return self.view.mailbox.recv(src, tag, expect, self.view.now(), deadline_s)
+
+    def recv_any(
+        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
+    ) -> Pending[tuple[int, Payload]]:
+        """Waits for a message of anybody's."""
+        return self.view.mailbox.recv_any(tag, expect, self.view.now(), deadline_s)
+
+    def forget(self, exchange: int) -> None:
+        """Gives its waits up, and drops what comes."""
+        self.view.mailbox.forget(exchange)
+
+    def departure(self) -> Pending[int]:
+        """Waits for somebody to leave."""
+        return self.view.mailbox.departure()
+
+    def collective(self, name: str) -> AllReduce:
+        """Hop by hop."""
+        return collective_named(name).run
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """The backend's sum; calls match by their order, so all ranks make them in the same one."""
+        del tag
+        if self._native is None:
+            raise RuntimeError("native collectives were not asked for when the run began")
+        return self._native(tensor)

@@ -1,0 +1,120 @@
+"""What carries frames between the processes of a run, and who is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from farflung.comm.keys import Keys
+from farflung.comm.peer import Peer
+from farflung.comm.wire import Buffer, Frame
+from farflung.tasks import Pending
+
+__all__ = ["Listener", "Transport"]
+
+
+class Listener(Protocol):
+    """Who is told what a transport sees; on the thread that polls it."""
+
+    def arrived(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """A message of a member's, who has proved to be it.
+
+        Raises:
+          WireError: it is none; it is counted, and nothing of it is used.
+        """
+        ...
+
+    def closed(self, rank: int) -> None:
+        """A member's connection was closed from its end; all that came before has been told."""
+        ...
+
+    def denied(self, rank: int) -> None:
+        """A member does not let this process in."""
+        ...
+
+    def broken(self, error: BaseException) -> None:
+        """Nothing can be carried any more."""
+        ...
+
+
+class Transport(Protocol):
+    """Connections to the other processes of a run: each proves who it is, and what is too large is refused.
+
+    It belongs to one thread, which calls :meth:`poll`; only :meth:`open` may come before.
+    """
+
+    @property
+    def me(self) -> Peer:
+        """How this process is reached and recognised."""
+        ...
+
+    @property
+    def keys(self) -> Keys | None:
+        """What this process proves itself with where it encrypts; ``None``: it does not."""
+        ...
+
+    @property
+    def piece(self) -> int:
+        """Bytes of each frame but the last of a large tensor."""
+        ...
+
+    @property
+    def refused(self) -> int:
+        """Messages that were none of this run's, or malformed."""
+        ...
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that closed before they had proved who they were from."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds back what was sent."""
+        ...
+
+    def open(self, others: Sequence[Peer], listener: Listener) -> None:
+        """Lets the higher ranks in, and connects to the lower ones."""
+        ...
+
+    def expects(self, count: int) -> None:
+        """So many are still to come in; when none is, nobody gets in any more."""
+        ...
+
+    def failed_at(self, rank: int) -> bool:
+        """Whether somebody was reached at a member's address who did not prove to be it."""
+        ...
+
+    def send(self, rank: int, frames: Sequence[Frame], nbytes: int) -> Pending[None]:
+        """Done when the message has been taken over; fails with :class:`farflung.errors.PeerLost`.
+
+        Args:
+          rank: of whom it is for.
+          frames: of the message.
+          nbytes: of its payload.
+        """
+        ...
+
+    def say(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Sends what waits for no pace.
+
+        Raises:
+          PeerLost: the connection is gone.
+        """
+        ...
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Lets :meth:`poll` wake up when ``fd`` becomes readable, and call ``readable``."""
+        ...
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Waits for something to happen, and tells all there is."""
+        ...
+
+    def close(self, *, linger: bool) -> None:
+        """Closes all connections.
+
+        Args:
+          linger: whether what was sent leaves first, for a few seconds at most.
+        """
+        ...

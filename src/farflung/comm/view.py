@@ -1,0 +1,304 @@
+"""One membership view of real processes: who is in it, who has come, who waits for whom, who is gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from farflung.comm.blame import Blame
+from farflung.comm.mailbox import Mailbox
+from farflung.comm.peer import Peer, check_peers
+from farflung.comm.transport import Transport
+from farflung.comm.wire import Buffer, Kind, Message, WireError, decode, encode, json_of
+from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
+from farflung.tasks import Pending, done
+from farflung.types import Json, Payload, Tag
+
+__all__ = ["View"]
+
+PARTING_S = 1.0
+"""How long a replica that leaves waits for the others to leave too."""
+_CONTROL = Tag(0)
+
+
+class View:
+    """The members of a run, as one of them sees them.
+
+    It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
+
+    Args:
+      transport: carries its messages.
+      size: number of members.
+      now: the clock, in seconds.
+      number: of the view; messages of others are refused.
+      whole: whether it ends for this member with the first that is lost, as it has to where every exchange needs all
+        of them; otherwise that member's messages alone fail.
+      settings: what must be equal on all members, by name; compared at the start.
+      max_nbytes: the largest payload accepted, in bytes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        size: int,
+        *,
+        now: Callable[[], float],
+        number: int = 0,
+        whole: bool = True,
+        settings: Mapping[str, Json] | None = None,
+        max_nbytes: int = 1 << 31,
+    ) -> None:
+        self.transport = transport
+        self.rank, self.size, self.number = transport.me.rank, size, number
+        self.mailbox = Mailbox()
+        self.ready: Pending[None] = Pending()
+        """Done when all have greeted."""
+        self.lost: BaseException | None = None
+        """What has ended the view."""
+        self.max_nbytes = max_nbytes
+        """The largest payload accepted, in bytes; to be lowered once the model is known."""
+        self._now, self._whole = now, whole
+        self._settings = {"number of replicas": size, **(settings or {})}
+        self._addresses: dict[int, str] = {}
+        """Of the others, once it is known who they are."""
+        self._greeted: set[int] = set()
+        self._left: set[int] = set()
+        self._blame = Blame(self.rank)
+        self._data: Pending[None] = done(None)
+        self._parting: tuple[Kind, dict[str, Json]] | None = None
+        """What is said to everybody when leaving."""
+        if size == 1:
+            self.ready.set(None)
+            transport.expects(0)
+
+    # --- meeting ----------------------------------------------------------------------------------------------------
+
+    def connect(self, peers: Iterable[Peer]) -> None:
+        """Learns everybody's address and key; connects to the lower ranks and greets them.
+
+        Raises:
+          ConfigError: a key is not on this replica's list, or some encrypt and others do not.
+          ProtocolError: the peers do not make up a run.
+        """
+        others = [peer for peer in peers if peer.rank != self.rank]
+        check_peers(self.transport.me, others, self.transport.keys)
+        self._addresses = {peer.rank: peer.address for peer in others}
+        self.transport.open(others, self)
+        for peer in others:
+            if peer.rank < self.rank:
+                self._greet(peer.rank)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not greeted yet."""
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+
+    def greeting_of(self, rank: int) -> str:
+        """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
+        if not self.transport.failed_at(rank):
+            return "its greeting"
+        return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
+
+    @property
+    def refusals(self) -> dict[str, Json]:
+        """What has been refused so far, by kind; empty where nothing was."""
+        counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
+        return dict(counts) if any(counts.values()) else {}
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+        """Done when the transport has taken the message over."""
+        return self.transport.send(dst, self._frames(Kind.DATA, tag, payload), payload.nbytes)
+
+    def now(self) -> float:
+        """The view's clock, in seconds."""
+        return self._now()
+
+    def arrived(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """See :class:`farflung.comm.transport.Listener`."""
+        message = decode(frames, max_nbytes=self.max_nbytes, piece=self.transport.piece)
+        if message.view != self.number:
+            raise WireError("a message of another view")
+        if message.kind is Kind.HELLO:
+            self._hello(rank, json_of(message.payload))
+        elif rank not in self._greeted:
+            raise WireError("a message before a greeting")
+        elif message.kind is Kind.DATA:
+            self._blame.moves(rank)
+            self.mailbox.deliver(rank, message.tag, message.payload)
+        else:
+            self._control(rank, message)
+
+    def closed(self, rank: int) -> None:
+        """See :class:`farflung.comm.transport.Listener`."""
+        if rank not in self._left:
+            self._lose(rank, PeerLost(rank, "its connection was closed from its end"))
+
+    def denied(self, rank: int) -> None:
+        """See :class:`farflung.comm.transport.Listener`."""
+        if rank not in self._greeted:
+            self.end(
+                ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
+            )
+
+    def broken(self, error: BaseException) -> None:
+        """See :class:`farflung.comm.transport.Listener`."""
+        self.end(error)
+
+    def _hello(self, rank: int, body: dict[str, Any]) -> None:
+        if body.get("rank") != rank:
+            raise WireError("a greeting under another's name")
+        if rank > self.rank:
+            self._greet(rank)
+        if self._parting is not None:
+            self._say(self._parting[0], rank, self._parting[1])
+        self._greeted.add(rank)
+        self._compare(rank, body.get("settings"))
+        missing = self.missing()
+        self.transport.expects(sum(other > self.rank for other in missing))
+        if not missing:
+            self.ready.set(None)
+
+    def _compare(self, rank: int, theirs: object) -> None:
+        if not isinstance(theirs, dict):
+            raise WireError("a greeting without settings")
+        for name in sorted(self._settings.keys() | theirs.keys()):
+            mine, other = self._settings.get(name), theirs.get(name)
+            if mine != other:
+                self.end(
+                    ProtocolError(
+                        f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
+                        "start all of them with the same command"
+                    )
+                )
+                return
+
+    def _control(self, rank: int, message: Message) -> None:
+        body = json_of(message.payload)
+        if message.kind is Kind.FAREWELL:
+            self._left.add(rank)
+            self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        elif message.kind is Kind.WAITING:
+            self._blame.heard(rank, body, self.mailbox.oldest(), self._now())
+        elif message.kind is Kind.ABORT:
+            failed_rank, detail = body.get("rank"), str(body.get("detail"))
+            if failed_rank == rank:
+                self._lose(rank, PeerFailed(rank, detail))
+            elif self._whole and isinstance(failed_rank, int) and failed_rank != self.rank:
+                self._lose(rank, PeerLost(failed_rank, f"rank {rank} says: {detail}"))
+            else:
+                self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
+
+    def _greet(self, rank: int) -> None:
+        self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings})
+
+    def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
+        try:
+            self.transport.say(rank, self._frames(kind, _CONTROL, Payload((text,))))
+        except PeerLost as error:
+            self._lose(rank, error)
+
+    def _frames(self, kind: Kind, tag: Tag, payload: Payload) -> list[Any]:
+        return encode(kind, self.number, tag, payload, piece=self.transport.piece)
+
+    # --- waits ------------------------------------------------------------------------------------------------------
+
+    def check_deadline(self, deadline_s: float) -> float | None:
+        """Ends the view when the oldest wait is older than ``deadline_s``, or that wait alone where the view is not
+        whole, and each wait whose own deadline is over; returns when to look again.
+
+        Halfway there it tells everybody whom it waits for, and is told what they wait for; see
+        :class:`farflung.comm.blame.Blame`. So a replica that is itself held up by another is not taken for the one
+        that was lost, and time in which samples are waited for counts against nobody.
+        """
+        now = self._now()
+        self.mailbox.fail_due(now)
+        again = [self.mailbox.next_due(), self._check_oldest(now, deadline_s)]
+        return min((each for each in again if each is not None), default=None)
+
+    def _check_oldest(self, now: float, deadline_s: float) -> float | None:
+        """Whether the oldest of the waits that have no deadline of their own is too old; when to look again."""
+        waiting = self.mailbox.oldest()
+        holdup = self._blame.holdup(waiting)
+        for rank in self._blame.to_tell(holdup, now, deadline_s):
+            if rank in self.present():
+                self._say(Kind.WAITING, rank, {"for": holdup})
+        if waiting is None:
+            return None
+        since = self._blame.counts_from(waiting)
+        if now - since >= deadline_s:
+            passed = DeadlinePassed(
+                self._blame.root_of(waiting.src), waiting.what, now - waiting.since, slow=True
+            )
+            if not self._whole:
+                self.mailbox.fail(waiting, passed)
+                return self._check_oldest(now, deadline_s)
+            self.end(passed)
+            return None
+        if now - since >= deadline_s / 2 and self._blame.asks(waiting):
+            for rank in self.present():
+                self._say(Kind.WAITING, rank, {"for": holdup, "asks": True})
+        return since + (deadline_s if self._blame.asked(waiting) else deadline_s / 2)
+
+    def waits_for_data(self, ready: Pending[None]) -> None:
+        """This replica waits for samples until ``ready`` is done, which it also is when the view ends."""
+        self._blame.waits_for_data = True
+        self._data = ready
+        if self.lost is not None:
+            ready.fail(self.lost)
+
+    def has_data(self) -> None:
+        """It does so no more."""
+        self._blame.waits_for_data = False
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def present(self) -> set[int]:
+        """Those who have greeted and are not gone."""
+        return self._greeted - self._left
+
+    def end(self, error: BaseException) -> None:
+        """Ends the view: every wait fails with ``error``, and so does every later one."""
+        if self.lost is None:
+            self.lost = error
+        self.mailbox.end(self.lost)
+        self.ready.fail(self.lost)
+        self._data.fail(self.lost)
+
+    def _lose(self, rank: int, error: BaseException) -> None:
+        """A member is lost: ends the view, or the waits for that member where the view is not whole."""
+        self._left.add(rank)
+        if self._whole:
+            self.end(error)
+        else:
+            self.mailbox.fail_from(rank, error)
+
+    def farewell(self, error: BaseException | None) -> None:
+        """Tells everybody that this replica leaves, and why if it failed by itself."""
+        while self.transport.holds and error is None and self.lost is None:
+            self.transport.poll(None)
+        body: dict[str, Json]
+        if error is None:
+            kind, body = Kind.FAREWELL, {}
+        elif isinstance(error, (PeerLost, PeerFailed, DeadlinePassed)):
+            kind, body = Kind.ABORT, {"detail": str(error), "rank": error.rank}
+        else:
+            detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
+            kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
+        self._parting = (kind, body)
+        for rank in self._addresses.keys() - self._left:
+            if rank in self._greeted or rank < self.rank:
+                self._say(kind, rank, body)
+        # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
+        # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
+        until = self._now() + PARTING_S
+        while self._addresses.keys() - self._left and (left_s := until - self._now()) > 0:
+            self.transport.poll(left_s)
+
+    def close(self) -> None:
+        """Closes the transport; what was sent to those still here leaves, for a few seconds at most."""
+        self.transport.close(linger=bool(self.present()))

@@ -1,0 +1,220 @@
+"""Which samples a replica holds, and the rounds in which some of them change owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel, Purpose
+from farflung.data import Holding
+from farflung.errors import ConfigError, ProtocolError
+from farflung.tasks import Pending
+from farflung.types import (
+    Carries,
+    Gate,
+    Moved,
+    Reshards,
+    Runtime,
+    SampleIds,
+    Sampler,
+    Sharing,
+    State,
+    Stream,
+)
+
+__all__ = ["Ownership", "Unmoved", "check_movable", "ownership"]
+
+
+def check_movable(sharing: Sharing | Reshards, stream: Stream, sampler: Sampler) -> None:
+    """Whether samples can change owner, where a sharing would have them do so.
+
+    Raises:
+      ConfigError: the stream or the sampler is of the wrong kind; says what to do.
+    """
+    if not isinstance(sharing, Reshards):
+        return
+    name = f"sharing {type(sharing).__name__}"
+    if not stream.everything:
+        raise ConfigError(
+            f"{name}: moves samples between shares that stay, and those of stream {type(stream).__name__} come and go: "
+            "leave out one of --sharing and --stream"
+        )
+    if sharing.by_importance and not isinstance(sampler, Carries):
+        raise ConfigError(
+            f"{name}: chooses by what the sampler knows of samples, and {type(sampler).__name__} knows nothing: choose "
+            "another --sampler, or samples at random (by='uniform')"
+        )
+
+
+def ownership(
+    sharing: Sharing | Reshards,
+    runtime: Runtime,
+    held: Holding | None,
+    sampler: Sampler,
+    gate: Gate,
+    steps: int,
+) -> Ownership | Unmoved:
+    """What a run does about the owners of samples.
+
+    Args:
+      sharing: the run's.
+      runtime: the world.
+      held: the replica's own samples; ``None``: it has none of its own.
+      sampler: draws from them.
+      gate: of the replica's exchanges.
+      steps: of the run.
+
+    Raises:
+      ConfigError: no samples to move.
+    """
+    if not isinstance(sharing, Reshards):
+        return Unmoved()
+    if held is None:
+        raise ConfigError(
+            f"sharing {type(sharing).__name__}: moves samples between shares, and all replicas draw from the whole "
+            "set: give each a share (--partition iid)"
+        )
+    return Ownership(sharing, runtime, held, sampler, gate, steps)
+
+
+class Unmoved:
+    """Every sample stays where it is."""
+
+    async def before_batch(self, step: int) -> int:
+        """Nothing is sent."""
+        del step
+        return 0
+
+    async def land(self) -> int:
+        """Nothing is under way."""
+        return 0
+
+    def state_dict(self) -> State:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from nothing.
+
+        Raises:
+          ValueError: samples have changed owner.
+        """
+        if state:
+            raise ValueError("its samples have changed owner")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Round:
+    """One round under way.
+
+    Args:
+      step: at which it began.
+      places: of the samples that are given away.
+      scores: what the sampler knew of them then.
+      channel: counts its bytes.
+      came: what the partner gives.
+    """
+
+    step: int
+    places: SampleIds
+    scores: Tensor | None
+    channel: ExchangeChannel
+    came: Pending[Moved]
+
+
+class Ownership:
+    """The samples of one replica, and the rounds of a sharing that moves them.
+
+    Rounds go on beside training and end at steps that are known when they begin, on all replicas the same. So every
+    sample has one owner at every step, whatever the clock says, and a checkpoint needs no more than the ids. A round
+    that was under way is made again from what was chosen.
+
+    Args:
+      sharing: says when, with whom and what.
+      runtime: the world.
+      held: the replica's samples.
+      sampler: draws from them.
+      gate: says when samples may set out.
+      steps: of the run; no round begins that would take effect after the last of them.
+    """
+
+    def __init__(
+        self,
+        sharing: Reshards,
+        runtime: Runtime,
+        held: Holding,
+        sampler: Sampler,
+        gate: Gate,
+        steps: int,
+    ) -> None:
+        self._sharing, self._runtime, self._held, self._gate = sharing, runtime, held, gate
+        self._carries = sampler if isinstance(sampler, Carries) else None
+        self._steps = steps
+        self._round: _Round | None = None
+
+    async def before_batch(self, step: int) -> int:
+        """Ends the round that is due before the batch of ``step`` is drawn, and begins one that begins there.
+
+        Returns:
+          The bytes that the ended round has sent.
+        """
+        nbytes, under_way = 0, self._round
+        if under_way is not None and self._sharing.due_step(under_way.step) <= step:
+            came = await under_way.came
+            nbytes, self._round = under_way.channel.sent_nbytes, None
+            self._settle(under_way, came)
+        if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
+            rank = self._runtime.comm.rank
+            places = self._sharing.outgoing(len(self._held), self._carries, step=step, rank=rank)
+            self._begin(step, places, None if self._carries is None else self._carries.scores_of(places))
+        return nbytes
+
+    async def land(self) -> int:
+        """Waits for a round that is under way at the end of a run, and leaves it at that: a run that goes on from the
+        last checkpoint makes it again.
+
+        Returns:
+          The bytes that it has sent.
+        """
+        if self._round is None:
+            return 0
+        await self._round.came
+        nbytes, self._round = self._round.channel.sent_nbytes, None
+        return nbytes
+
+    def state_dict(self) -> State:
+        """The ids in the order of their places, and what a round under way has begun with."""
+        state: State = {"ids": self._held.ids.clone(), "round": {}}
+        if self._round is not None:
+            scores = {} if self._round.scores is None else {"scores": self._round.scores}
+            state["round"] = {"step": self._round.step, "places": self._round.places, **scores}
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from :meth:`state_dict`; a round that was under way begins again."""
+        self._held.load_ids(state["ids"])
+        if begun := state["round"]:
+            self._begin(begun["step"], begun["places"], begun.get("scores"))
+
+    def _begin(self, step: int, places: SampleIds, scores: Tensor | None) -> None:
+        comm = self._runtime.comm
+        partner = self._sharing.partner(step, comm.rank, comm.size)
+        if partner is None:
+            return
+        given = Moved(self._held.ids[places], self._held.rows(places), scores)
+        channel = ExchangeChannel(comm, Purpose.SHARING.at(step), 0)
+        came = self._runtime.launch(self._sharing.swap(channel, partner, given, self._gate))
+        self._round = _Round(step, places, scores, channel, came)
+
+    def _settle(self, under_way: _Round, came: Moved) -> None:
+        known = len(self._held.data)
+        if int(came.ids.min()) < 0 or int(came.ids.max()) >= known:
+            raise ProtocolError(
+                f"samples swapped at step {under_way.step} are none of the {known} of the training set: do all ranks "
+                "train on the same?"
+            )
+        places = under_way.places[: len(came)]
+        self._held.exchange(places, came.ids, came.rows)
+        if self._carries is not None and came.scores is not None:
+            self._carries.incoming(places, came.scores)

@@ -1,0 +1,117 @@
+"""The thread that carries all exchanges of a real replica: messages, timers, deadlines."""
+
+from __future__ import annotations
+
+import heapq
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from farflung.comm import View
+from farflung.errors import RunLost
+from farflung.tasks import Pending, Task
+
+__all__ = ["CommunicationThread"]
+
+T = TypeVar("T")
+
+
+class CommunicationThread(threading.Thread):
+    """Owns the sockets of a view's transport, runs tasks and timers, ends the view when a wait passes its deadline.
+
+    Other threads reach it by :meth:`soon` alone, which wakes it through a socket pair.
+    """
+
+    def __init__(self, view: View, now: Callable[[], float], deadline_s: float) -> None:
+        super().__init__(name="farflung-communication", daemon=True)
+        self._view, self._now, self._deadline_s = view, now, deadline_s
+        self._soon: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._sleeping = False
+        self._stopping = False
+        self._launched: set[Pending[Any]] = set()
+        self._lost: RunLost | None = None
+        self._bell, self._ear = socket.socketpair()
+        self._ear.setblocking(False)
+        view.transport.watch(self._ear.fileno(), self._heard)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds that it has taken so far; for a thread that runs."""
+        assert self.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` on this thread; callable from any."""
+        self._soon.append(fn)
+        if self._sleeping:
+            self._bell.send(b"!")
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        """Runs ``fn`` when the clock shows ``t``; callable from this thread only."""
+        self._sequence += 1
+        heapq.heappush(self._timers, (t, self._sequence, fn))
+
+    def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
+        """Runs a coroutine here; callable from any thread."""
+        task = Task(coroutine, self.soon)
+        self._launched.add(task)
+        task.on_done(self._launched.discard)
+        if self._lost is not None:
+            task.fail(self._lost)
+            coroutine.close()
+        return task
+
+    def stop(self) -> None:
+        """Ends the thread once what was queued before has run; returns when it has ended."""
+
+        def end() -> None:
+            self._stopping = True
+
+        self.soon(end)
+        self.join()
+        # Not before: `soon` may be about to ring while the thread is already past its last turn.
+        self._bell.close()
+        self._ear.close()
+
+    def run(self) -> None:
+        """The loop; an error in it fails everything that waits."""
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self._lost = lost
+            self._view.end(lost)
+            for task in list(self._launched):
+                task.fail(lost)
+        finally:
+            self._sleeping = False
+            self._view.close()
+
+    def _turn(self) -> None:
+        while self._soon:
+            self._soon.popleft()()
+        now = self._now()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        look_again = self._view.check_deadline(self._deadline_s)
+        self._sleeping = True
+        # A callback queued before `_sleeping` was set rang no bell: look once more.
+        patience = 0.0 if self._soon or self._stopping else self._patience(now, look_again)
+        self._view.transport.poll(patience)
+        self._sleeping = False
+
+    def _heard(self) -> None:
+        self._ear.recv(4096)
+
+    def _patience(self, now: float, look_again: float | None) -> float | None:
+        ends = [] if look_again is None else [look_again]
+        if self._timers:
+            ends.append(self._timers[0][0])
+        return max(0.0, min(ends) - now) if ends else None

@@ -1,0 +1,329 @@
+"""Mercury's benchmark: links by the paper's devices, targets, other links' times, rates, rows, and what is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common import main
+from benchmarks.common.rows import Stored, load_expected
+from benchmarks.mercury import trained
+from benchmarks.mercury.applications import APPLICATIONS, MBPS, QUADRATIC
+from benchmarks.mercury.curves import Method, Target, at_the_end, on_links, smooth, times_faster
+from benchmarks.mercury.methods import (
+    PUBLISHED_RATE,
+    RATES,
+    WITHIN,
+    adacomm,
+    best_rate,
+    mercury,
+    mercury_at,
+    reference,
+    uniform,
+)
+from benchmarks.mercury.pictures import draw
+from benchmarks.mercury.plan import MOST_HOURS, made_up, minutes, plan, scored
+from benchmarks.mercury.rows import JOBS, MISSING, mercury_row, pictured, why_missing
+from benchmarks.mercury.run import BENCHMARK, NotTrained, stored
+from benchmarks.mercury.table import (
+    FOLDER,
+    ROWS,
+    TRAININGS,
+    UNTRAINED,
+    rows_table,
+    trainings_table,
+    with_table,
+)
+from benchmarks.mercury.watched import Found, Point, Watched
+from farflung.data import TensorDataset
+from farflung.seeding import generator
+from farflung.timing import forward_flops
+from farflung.workloads import workload
+
+TINY = Watched(QUADRATIC, steps=24, every=4)
+SHAPES = {"aid": (3, 64, 64), "speech": (1, 64, 101), "agnews": (48,)}
+
+
+def curve(*accuracies: float, step_s: float = 5.0, scoring: float = 0.0) -> list[Point]:
+    """An accuracy every ten steps."""
+    return [
+        Point(10 * at, 10 * at * step_s, accuracy, 2.0 - accuracy / 100, accuracy, 10 * at * scoring)
+        for at, accuracy in enumerate(accuracies, 1)
+    ]
+
+
+def method(*curves: list[Point], mbps: float = 10) -> Method:
+    return Method(replace(TINY, mbps=mbps), list(curves))
+
+
+# --- devices and links ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in APPLICATIONS if name != QUADRATIC])
+def test_the_papers_models_are_as_large_and_take_as_many_operations_as_is_said(name: str) -> None:
+    what = APPLICATIONS[name]
+    task: Any = workload(what.whole)
+    shape, kind = SHAPES.get(name, (3, 32, 32)), torch.int64 if name == "agnews" else torch.float32
+    labels = torch.zeros(1, dtype=torch.int64)
+    data = TensorDataset(torch.zeros(1, *shape, dtype=kind), labels, labels, origin="zeros")
+    model = task.model(generator(0, "model"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == what.parameters
+    task = replace(task, network=lambda: model, load=lambda: (data, data))
+    assert forward_flops(task) == what.flops
+
+
+def test_an_exchange_takes_what_the_papers_does_on_the_papers_device() -> None:
+    what = APPLICATIONS["cifar10"]
+    assert what.step_s == pytest.approx(3 * 32 * 1.110845e9 / 128e9, rel=1e-5)
+    exchange_s = 1.5 * 4 * 11_173_962 * 8 / 10e6
+    assert what.ratio(10) == pytest.approx(exchange_s / what.step_s, rel=1e-3)
+    assert what.ratio(10, replicas=12) == pytest.approx(what.ratio(10) * (11 / 12) / (3 / 4), rel=1e-3)
+
+
+@pytest.mark.parametrize("mbps", [10, 200])
+def test_uniform_sampling_on_other_links_takes_what_it_would_when_trained_there(mbps: int) -> None:
+    there = replace(TINY, mbps=mbps)
+    found, wanted = TINY.points(TINY.accuracy()), there.points(there.accuracy())
+    for one, other in zip(on_links(found, TINY.what, mbps, TINY.replicas), wanted, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=0.02)
+        assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
+
+
+@pytest.mark.parametrize("mbps", MBPS)
+def test_groups_are_as_large_as_was_foreseen(mbps: int) -> None:
+    training = mercury(QUADRATIC, mbps=mbps, every=8)
+    first, *_, last = training.points(training.accuracy())
+    steps, seconds = last.steps - first.steps, last.scoring - first.scoring
+    assert 3 * training.what.batch_size * seconds / steps == pytest.approx(training.what.group(mbps))
+
+
+def test_a_step_waits_for_its_exchange_or_for_scoring_or_for_one_after_the_other() -> None:
+    what = APPLICATIONS["cifar10"]
+    points = curve(10, 20, scoring=5.0)
+    fast, slow = (on_links(points, what, mbps, 4)[-1].seconds for mbps in (200, 10))
+    assert fast == pytest.approx(20 * (1 + 5))
+    assert slow == pytest.approx(20 * (1 + what.ratio(10)))
+    after = on_links(points, what, 10, 4, sequential=True)[-1].seconds
+    assert after == pytest.approx(slow + 20 * 5)
+
+
+# --- targets ----------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_is_the_median_of_three_and_reached_by_that() -> None:
+    points = curve(10, 50, 20, 40, 45)
+    assert smooth([point.accuracy for point in points]) == [30, 20, 40, 40, 42.5]
+    there = Target("accuracy", 40).reached(points)
+    assert there is not None
+    assert there.steps == 30
+    assert Target("accuracy", 45).reached(points) is None
+    assert Target("accuracy", 45).missed_by(points) == 2.5
+    assert Target("accuracy", 40).missed_by(points) == 0.0
+    assert Target("loss", 1.6).reached(points) == points[2]
+    assert at_the_end(points, "accuracy") == 35
+
+
+def test_what_never_reaches_the_target_counts_nothing_and_a_baseline_that_does_not_counts_its_end() -> None:
+    target = Target("accuracy", 40)
+    theirs, ours = curve(20, 20, 40, 40, 40), curve(40, 40, 40, step_s=2.0)
+    assert times_faster(method(theirs), method(ours), target) == [150 / 20]
+    assert times_faster(method(theirs), method(ours), target, "steps") == [3.0]
+    assert times_faster(method(theirs), method(curve(30, 39, 39)), target) == [0.0]
+    assert times_faster(method(curve(10, 10, 10)), method(ours), target) == [150 / 20]
+
+
+def test_the_target_is_what_uniform_sampling_comes_to_less_half_a_point() -> None:
+    def ask(training: Watched) -> Found:
+        return {
+            "curve": [[50 * at, 1.0, 60.0 + training.seed, 1.0, 70.0, 0.0] for at in (1, 2, 3)],
+            "moved": [],
+        }
+
+    found = reference(ask, TINY, (0, 1, 2))
+    assert found.target == Target("accuracy", 61.0 - WITHIN)
+    assert found.beside["training loss"].value == pytest.approx(1.05)
+
+
+def test_the_best_rate_is_the_one_that_is_there_first_or_ends_best() -> None:
+    def learns(steps: dict[float, int]) -> Callable[[Watched], Found]:
+        def ask(training: Watched) -> Found:
+            late, rate = steps[training.learning_rate], training.learning_rate
+            accuracies = [[at, at, 50.0 - rate if at >= late else 10.0, 1.0, 1.0, 0.0] for at in range(1, 9)]
+            return {"curve": accuracies, "moved": []}
+
+        return ask
+
+    steps = dict(zip(RATES, (6, 5, 3, 4, 6), strict=True))
+    assert best_rate(learns(steps), TINY, RATES, Target("accuracy", 40)) == RATES[2]
+    assert best_rate(learns(steps), TINY, RATES, Target("accuracy", 60)) == RATES[4]
+
+
+# --- trainings --------------------------------------------------------------------------------------------------
+
+
+def test_others_take_the_training_whose_groups_are_nearest() -> None:
+    assert [mercury_at("cifar10", mbps) for mbps in MBPS] == [10, 10, 10, 200]
+    assert [mercury_at("speech", mbps) for mbps in MBPS] == [10, 10, 10, 200]
+    assert {mercury_at("aid", mbps) for mbps in MBPS} == {10}
+
+
+def test_ranks_are_looked_at_again_one_and_ten_steps_later() -> None:
+    training = replace(TINY, ranked=[3, 8])
+    moved = training.moved(training.accuracy())
+    assert [(one.since, one.steps) for one in moved] == [(3, 1), (8, 1), (3, 10), (8, 10)]
+    assert all(0 <= small <= large <= 1 for small, large in (one.shares for one in moved))
+    assert training.points(training.accuracy()) == TINY.points(TINY.accuracy())
+
+
+def test_local_sgd_is_looked_at_behind_an_exchange_alone() -> None:
+    training = replace(TINY, parts={"schedule": "local_sgd(sync_every=6)"})
+    assert [point.steps for point in training.points(training.accuracy())] == [6, 12, 18, 24]
+
+
+def test_fewer_samples_are_held_and_looked_at() -> None:
+    few = replace(TINY, samples=64, parts={"sampler": "grouped_importance(groups=1, chosen=1)"})
+    last = few.points(few.accuracy())[-1]
+    assert 3 * few.what.batch_size * last.scoring / last.steps == pytest.approx(64 / few.replicas)
+
+
+@pytest.mark.parametrize(
+    ("training", "steps"),
+    [(uniform("cifar10"), 20), (mercury("cifar10"), 61), (adacomm("cifar10", 10), 440)],
+)
+def test_first_steps_last_until_samples_moved_or_periods_changed_twice(training: Watched, steps: int) -> None:
+    assert training.first_steps() == steps
+    assert replace(training, steps=15).first_steps() == 15
+
+
+def test_a_digest_knows_the_links() -> None:
+    found = TINY.digest(4)
+    assert TINY.digest(4) == found
+    assert replace(TINY, mbps=200).digest(4) != found
+
+
+# --- rows -------------------------------------------------------------------------------------------------------
+
+
+def test_every_expected_row_is_measured_by_one_group() -> None:
+    measured = [row for group in BENCHMARK.groups for row in group.rows]
+    assert sorted(measured) == sorted(row.name for row in load_expected(BENCHMARK.folder))
+
+
+def test_jobs_make_all_that_their_rows_ask_for_and_no_row_needs_what_is_not_planned() -> None:
+    asked: list[Watched] = []
+
+    def ask(training: Watched) -> Found:
+        asked.append(training)
+        return made_up(training)
+
+    planned = [training for one in plan([], made_up) for training in one.trainings]
+    for job in JOBS.values():
+        for rows in job.rows:
+            assert set(rows.measure(ask)) == set(rows.names)
+    pictured(ask)
+    assert all(training in planned for training in asked)
+    assert all(planned.count(training) == 1 for training in planned)
+
+
+def test_rows_have_the_ratio_the_rates_and_the_gain_in_steps() -> None:
+    (rows,) = [rows for rows in JOBS["speech"].rows if mercury_row("speech", 100) in rows.names]
+    ((_, row),) = rows.measure(made_up).items()
+    what = APPLICATIONS["speech"]
+    assert row.config["exchange_over_step"] == what.ratio(100)
+    assert row.config["batch_size"] == 64
+    assert row.config["trained_at_mbps"] == 10
+    assert row.config["uniform"]["learning_rate"] == row.config["ours"]["learning_rate"] == PUBLISHED_RATE
+    assert row.config["against_uniform_at_its_best_rate"]["rate"] != PUBLISHED_RATE
+    assert row.config["gain_in_steps"] == [1.0]
+    assert row.simulated
+
+
+def test_what_cannot_be_measured_says_what_is_missing() -> None:
+    assert why_missing("tictac cifar10 at 10 Mbit/s") == "missing: prioritized transfers"
+    assert "cifar100/resnet8" in why_missing(mercury_row("cifar100", 50))
+    assert not why_missing(mercury_row("cifar10", 50))
+    assert all(why_missing(row) for rows in MISSING for row in rows.names)
+
+
+def test_a_training_that_is_not_stored_is_said_and_not_made() -> None:
+    with pytest.raises(NotTrained, match="not stored yet"):
+        stored(replace(TINY, seed=12345))
+
+
+def test_a_quick_run_makes_rows_and_stores_none(capsys: pytest.CaptureFixture[str]) -> None:
+    before = list((BENCHMARK.folder / "results").glob("*"))
+    assert main(BENCHMARK, ["--quick", "--json", "--only", "mercury aid at 10 Mbit/s"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["ours"] is not None
+    assert list((BENCHMARK.folder / "results").glob("*")) == before
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------
+
+
+def test_all_trainings_take_no_longer_than_allowed() -> None:
+    found = plan([], made_up)
+    assert [one.name for one in found] == list(JOBS)
+    assert 0 < sum(one.minutes for one in found) / 60 <= MOST_HOURS
+    assert all(one.left == one.trainings for one in found)
+
+
+def test_what_is_stored_is_not_left() -> None:
+    everything = [training for one in plan([], made_up) for training in one.trainings]
+    assert not any(one.left for one in plan(everything, made_up))
+    first = plan(everything[:1], made_up)[0]
+    assert first.minutes_left == pytest.approx(first.minutes - minutes(everything[0]))
+
+
+def test_scoring_is_counted_by_the_size_of_groups() -> None:
+    assert scored(uniform("cifar10")) == 0
+    assert scored(mercury("cifar10", mbps=200)) == 288
+    one = uniform("cifar10", parts={"sampler": "grouped_importance(groups=8)"})
+    assert scored(one) == 50_000 / 4 / 8
+    assert scored(replace(one, samples=8192)) == 256
+
+
+def test_jobs_are_made_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Watched] = []
+
+    def ask(training: Watched) -> Found:
+        asked.append(training)
+        return made_up(training)
+
+    assert trained.main(["targets", "drift"], ask) == 0
+    assert {training.application for training in asked} == {"cifar10", "speech", "aid", "agnews"}
+    assert trained.main(["drifts"], ask) == 2
+    assert "drifts" in capsys.readouterr().err
+
+
+# --- tables and the picture -------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_what_is_stored_and_why_others_are_missing() -> None:
+    expected = [row for row in load_expected(FOLDER) if row.name.endswith("at 200 Mbit/s")]
+    config = {"gain_in_steps": [1.5, 2.5], "against_uniform_at_its_best_rate": {"times_faster": [1.25]}}
+    known = Stored(mercury_row("cifar10", 200), 3.5, (3.0, 4.0), True, "", config)
+    lines = rows_table(expected, {known.name: known}).splitlines()
+    assert lines[2] == "| mercury cifar10 at 200 Mbit/s | 3.48 | 3.5 | 2 | 1.25 |  |"
+    assert sum(UNTRAINED in line for line in lines) > 5
+    assert sum("prioritized" in line for line in lines) == 1
+
+
+def test_the_readme_has_the_trainings_as_they_are_planned_and_a_place_for_rows() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert with_table(text, TRAININGS, trainings_table()) == text
+    again = with_table(with_table(text, ROWS, "| a |"), ROWS, "| b |")
+    assert "| a |" not in again
+    assert "| b |" in again
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    draw(path, *pictured(made_up))
+    assert path.stat().st_size
