@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args, overload
 
 from farflung.data.streams.buffer import Buffering, buffered
 from farflung.data.streams.live import LiveStream, Reach, Records
@@ -21,9 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["ANSWER_S", "QUEUE", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
 
 Begin = Literal["earliest", "latest", "committed"]
+T = TypeVar("T")
 
 ANSWER_S = 10.0
 """How long a broker may take to answer what is asked at the start."""
+AGAIN_S = 0.1
+"""After how long a broker is asked again that was not ready."""
+NOT_READY = frozenset(
+    {
+        "COORDINATOR_LOAD_IN_PROGRESS",
+        "COORDINATOR_NOT_AVAILABLE",
+        "LEADER_NOT_AVAILABLE",
+        "NOT_COORDINATOR",
+        "NOT_LEADER_FOR_PARTITION",
+        "OFFSET_NOT_AVAILABLE",
+        "_WAIT_COORD",
+    }
+)
+"""What brokers answer while they settle who leads a partition: right after a topic is made, or a broker restarted."""
 
 QUEUE = {"fetch.queue.backoff.ms": 20}
 """How long the client fetches nothing once it has read far ahead; a second otherwise, and what it has lasts less."""
@@ -120,7 +136,9 @@ class KafkaSource:
             raise ConfigError(f"stream kafka: {reason(error)}") from None
         consumer = self._consumer
         try:
-            found = consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
+            found = self._answer(
+                lambda: consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
+            )
             if found.error is not None:
                 raise DataError(f"{self.name}: {found.error.str()}: make it, or name another")
             if not each and len(found.partitions) < size:
@@ -130,7 +148,8 @@ class KafkaSource:
                 )
             self._partitions = [one for one in sorted(found.partitions) if each or one % size == rank]
             asked = [TopicPartition(self._topic, one) for one in self._partitions]
-            begins = consumer.committed(asked, ANSWER_S) if self._begin == "committed" else asked
+            committed = self._begin == "committed"
+            begins = self._answer(lambda: consumer.committed(asked, ANSWER_S)) if committed else asked
             return {one.partition: self._reach(one) for one in begins}
         except KafkaException as error:
             raise DataError(
@@ -199,10 +218,26 @@ class KafkaSource:
 
     def _reach(self, partition: Any) -> Reach:
         """Of one partition, whose offset is the committed one, if any."""
-        assert self._consumer is not None
-        first, end = self._consumer.get_watermark_offsets(partition, timeout=ANSWER_S)
+        consumer = self._consumer
+        assert consumer is not None
+        first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
         committed = partition.offset if first <= partition.offset <= end else first
         return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
+
+    def _answer(self, ask: Callable[[], T]) -> T:
+        """What the broker says, once it is ready to."""
+        from confluent_kafka import KafkaError, KafkaException
+
+        assert self._consumer is not None
+        not_ready = {getattr(KafkaError, name) for name in NOT_READY}
+        until = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return ask()
+            except KafkaException as error:
+                if error.args[0].code() not in not_ready or time.monotonic() > until:
+                    raise
+            self._consumer.poll(AGAIN_S)
 
     def _hear(self, error: KafkaError) -> None:
         """Of connections that break, and the like; the client mends them by itself."""
