@@ -292,6 +292,9 @@ class Group:
             if not view._addresses:
                 view.connect(self.peers)
         self.until(lambda: all(view.ready.done for view in self.views))
+        self.until(
+            lambda: not any(one._urgent_due for one in self.transports) or any(one.lost for one in self.views)
+        )
         return self
 
     def until(self, condition: Callable[[], bool]) -> None:

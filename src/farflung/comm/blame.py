@@ -41,6 +41,8 @@ class Blame:
         self._excused = -math.inf
         self._asked: tuple[Waiting, float] | None = None
         self._askers: dict[int, tuple[float, Holdup]] = {}
+        self._behind: dict[int, int] = {}
+        """How many messages each had sent when it told whom it waits for."""
 
     def holdup(self, waiting: Waiting | None) -> Holdup:
         """What this replica waits for, where ``waiting`` is its oldest wait for a message."""
@@ -80,12 +82,15 @@ class Blame:
             self._excused = now
         if body.get("asks") is not True:
             return
+        behind = body.get("behind")
+        self._behind[rank] = behind if isinstance(behind, int) else 0
         self.blocked_on[rank] = None if holdup == "data" else holdup
         self._askers[rank] = now, None
 
-    def moves(self, rank: int) -> None:
-        """A replica has sent something."""
-        self.blocked_on.pop(rank, None)
+    def moves(self, rank: int, count: int) -> None:
+        """A replica's message has come, its ``count``-th; what it says of its waits overtakes those before."""
+        if count > self._behind.get(rank, 0):
+            self.blocked_on.pop(rank, None)
 
     def to_tell(self, holdup: Holdup, now: float, deadline_s: float) -> list[int]:
         """Who has asked within the deadline and does not know yet what this replica waits for now."""

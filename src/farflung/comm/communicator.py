@@ -39,12 +39,12 @@ class WallCommunicator:
         """The members."""
         self._native, self._stage = native, stage
 
-    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Hands the message to the transport, or the payload to what brings it to the host before."""
         if not on_host(payload):
-            self._stage(payload, lambda host: self.send(host, dst, tag))
+            self._stage(payload, lambda host: self.send(host, dst, tag, priority))
             return done(None)
-        return self.view.send(payload, dst, tag)
+        return self.view.send(payload, dst, tag, priority)
 
     def recv(
         self,

@@ -1,4 +1,4 @@
-"""Which connection belongs to which rank, and which have closed: what a socket's monitor tells."""
+"""Which connection belongs to which peer, and which have closed: what a socket's monitor tells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAILED = (
 @dataclass(eq=False, slots=True)
 class _Connection:
     accepted: bool
-    rank: int | None = None
+    owner: bytes | None = None
     closed: bool = False
 
 
@@ -33,7 +33,7 @@ class Connections:
     2. Rank 3 connects and gets descriptor 20. Its greeting is read.
     3. The event of the first closing is read, and rank 3 is taken for lost.
 
-    So all events there are get read before a greeting binds a descriptor to a rank. ZeroMQ tells of a closing before
+    So all events there are get read before a greeting binds a descriptor to a peer. ZeroMQ tells of a closing before
     it frees the descriptor, so by then that of any earlier connection is among them.
 
     Args:
@@ -53,18 +53,18 @@ class Connections:
         self._latest: dict[int, _Connection] = {}
         self._closed: list[_Connection] = []
 
-    def bind(self, descriptor: int, rank: int) -> None:
-        """A greeting from ``rank`` has come over this connection."""
+    def bind(self, descriptor: int, owner: bytes) -> None:
+        """A message of this routing id has come over a connection, and proved to be of its owner."""
         self.read()
         connection = self._latest.setdefault(descriptor, _Connection(accepted=True, closed=True))
-        connection.rank = rank
+        connection.owner = owner
         if connection.closed and connection not in self._closed:
             self._closed.append(connection)
 
-    def rank_of(self, descriptor: int) -> int | None:
+    def owner_of(self, descriptor: int) -> bytes | None:
         """Whose connection this is; it stays theirs until another has its descriptor."""
         connection = self._latest.get(descriptor)
-        return None if connection is None else connection.rank
+        return None if connection is None else connection.owner
 
     def read(self) -> None:
         """Takes in all events there are."""
@@ -90,7 +90,7 @@ class Connections:
     def waiting(self) -> int:
         """How many have come here, are open, and have not greeted."""
         return sum(
-            connection.accepted and connection.rank is None and not connection.closed
+            connection.accepted and connection.owner is None and not connection.closed
             for connection in self._latest.values()
         )
 
@@ -99,14 +99,14 @@ class Connections:
         """Whether :meth:`take_closed` has something to tell."""
         return bool(self._closed)
 
-    def take_closed(self) -> tuple[list[int], int]:
-        """The ranks whose connections have closed, and how many closed that came here and never greeted.
+    def take_closed(self) -> tuple[list[bytes], int]:
+        """The routing ids whose connections have closed, and how many closed that came here and never greeted.
 
         Read the socket first: a greeting may have come before its connection closed.
         """
         closed, self._closed = self._closed, []
-        ranks = [connection.rank for connection in closed if connection.rank is not None]
-        return ranks, sum(connection.rank is None and connection.accepted for connection in closed)
+        owners = [connection.owner for connection in closed if connection.owner is not None]
+        return owners, sum(connection.owner is None and connection.accepted for connection in closed)
 
     def close(self) -> None:
         """Ends the monitor; the socket stays."""

@@ -16,10 +16,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from farflung.comm.keys import Keys
+from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer
 from farflung.comm.transport import Listener, Transport
 from farflung.comm.virtual.clock import VirtualClock
@@ -31,8 +33,8 @@ from farflung.tasks import Pending, failed
 
 __all__ = ["NetworkModel", "PacedTransport"]
 
-_SEND = struct.Struct("!QIIQ")
-"""A message sets out: its number, source, destination, bits."""
+_SEND = struct.Struct("!QIIQi")
+"""A message sets out: its number, source, destination, bits, priority."""
 _TOLD = struct.Struct("!Q?")
 """To its sender: its number, and whether it has arrived; otherwise its last bit has left."""
 
@@ -87,11 +89,13 @@ class NetworkModel(threading.Thread):
         return time.monotonic() - self._begin
 
     def _hear(self) -> None:
-        number, src, dst, bits = _SEND.unpack(self._socket.recv(_SEND.size))
+        number, src, dst, bits, priority = _SEND.unpack(self._socket.recv(_SEND.size))
         sender = _replica(self._folder, src)
 
         def set_out() -> None:
-            left = self._flows.send(src, dst, bits, 0, lambda _: self._tell(sender, _TOLD.pack(number, True)))
+            left = self._flows.send(
+                src, dst, bits, priority, lambda _: self._tell(sender, _TOLD.pack(number, True))
+            )
             left.on_done(lambda _: self._tell(sender, _TOLD.pack(number, False)))
 
         self._clock.at(self._now(), set_out)
@@ -99,6 +103,25 @@ class NetworkModel(threading.Thread):
     def _tell(self, address: str, what: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended, and waits for nothing
             self._socket.sendto(what, address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A message that the model has on its way.
+
+    Args:
+      left: done when its last bit has left there.
+      rank: of whom it is for.
+      frames: of the message.
+      nbytes: of its payload.
+      view: whose it is.
+    """
+
+    left: Pending[None]
+    rank: int
+    frames: Sequence[Frame]
+    nbytes: int
+    view: int
 
 
 class PacedTransport:
@@ -115,7 +138,7 @@ class PacedTransport:
     def __init__(self, inner: Transport, model: Path) -> None:
         self._inner = inner
         self._listener: Listener | None = None
-        self._held: dict[int, tuple[Pending[None], int, Sequence[Frame]]] = {}
+        self._held: dict[int, _Held] = {}
         self._count = 0
         self._model = _bound(Path(_replica(model, inner.me.rank)))
         inner.watch(self._model.fileno(), self._hear)
@@ -126,22 +149,25 @@ class PacedTransport:
             raise RunLost(f"the process that models the network is gone ({error})") from None
 
     @property
-    def holds(self) -> bool:
-        """Whether the model has some messages on their way."""
-        return bool(self._held)
+    def held_nbytes(self) -> int:
+        """Bytes of messages that the model has on their way, or that have left it and not this process."""
+        return sum(one.nbytes for one in self._held.values()) + self._inner.held_nbytes
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
         self._listener = listener
         self._inner.open(others, listener)
 
-    def send(self, rank: int, frames: Sequence[Frame], nbytes: int) -> Pending[None]:
+    def send(
+        self, rank: int, frames: Sequence[Frame], nbytes: int, *, priority: int = 0, view: int = 0
+    ) -> Pending[None]:
         """Done when the last bit has left in the model."""
         self._count += 1
         left: Pending[None] = Pending()
-        self._held[self._count] = left, rank, frames
+        # A message without a payload is one that is held all the same.
+        self._held[self._count] = _Held(left, rank, frames, max(1, nbytes), view)
         try:
-            self._model.send(_SEND.pack(self._count, self.me.rank, rank, 8 * nbytes))
+            self._model.send(_SEND.pack(self._count, self.me.rank, rank, 8 * nbytes, priority))
         except OSError as error:
             return failed(RunLost(f"the process that models the network is gone ({error})"))
         return left
@@ -158,13 +184,22 @@ class PacedTransport:
                 self._listener.broken(RunLost(told.decode(errors="replace")))
                 return
             number, arrived = _TOLD.unpack(told)
-            left, rank, frames = self._held[number]
+            if number not in self._held:
+                continue
+            held = self._held[number]
             if not arrived:
-                left.set(None)
+                held.left.set(None)
                 continue
             del self._held[number]
             with contextlib.suppress(PeerLost):  # which shows by itself
-                self._inner.say(rank, frames)
+                self._inner.say(held.rank, held.frames)
+
+    def withdraw(self, view: int) -> None:
+        """Nothing of it arrives; the bits that are under way in the model go on."""
+        for number, held in [item for item in self._held.items() if item[1].view == view]:
+            del self._held[number]
+            held.left.fail(Withdrawn())
+        self._inner.withdraw(view)
 
     def close(self, *, linger: bool) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -204,9 +239,18 @@ class PacedTransport:
         """See :class:`farflung.comm.transport.Transport`."""
         return self._inner.failed_at(rank)
 
-    def say(self, rank: int, frames: Sequence[Frame]) -> None:
+    @property
+    def max_nbytes(self) -> int:
         """See :class:`farflung.comm.transport.Transport`."""
-        self._inner.say(rank, frames)
+        return self._inner.max_nbytes
+
+    @max_nbytes.setter
+    def max_nbytes(self, most: int) -> None:
+        self._inner.max_nbytes = most
+
+    def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.say(rank, frames, last=last)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """See :class:`farflung.comm.transport.Transport`."""

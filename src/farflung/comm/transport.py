@@ -7,20 +7,23 @@ from typing import Protocol
 
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
-from farflung.comm.wire import Buffer, Frame
+from farflung.comm.wire import Frame, Message
 from farflung.tasks import Pending
 
-__all__ = ["Listener", "Transport"]
+__all__ = ["FIRST", "LAST", "Listener", "Transport"]
+
+FIRST, LAST = -(1 << 31), 1 << 31
+"""Priorities that nothing has that is sent: before and behind it all."""
 
 
 class Listener(Protocol):
     """Who is told what a transport sees; on the thread that polls it."""
 
-    def arrived(self, rank: int, frames: Sequence[Buffer]) -> None:
+    def arrived(self, rank: int, message: Message) -> None:
         """A message of a member's, who has proved to be it.
 
         Raises:
-          WireError: it is none; it is counted, and nothing of it is used.
+          WireError: it is none of this run's; it is counted, and nothing of it is used.
         """
         ...
 
@@ -68,9 +71,12 @@ class Transport(Protocol):
         """Connections that closed before they had proved who they were from."""
         ...
 
+    max_nbytes: int
+    """The largest payload accepted, in bytes; to be lowered once the model is known."""
+
     @property
-    def holds(self) -> bool:
-        """Whether it holds back what was sent."""
+    def held_nbytes(self) -> int:
+        """Bytes that were sent and have not left yet, and can be overtaken or withdrawn."""
         ...
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
@@ -85,22 +91,31 @@ class Transport(Protocol):
         """Whether somebody was reached at a member's address who did not prove to be it."""
         ...
 
-    def send(self, rank: int, frames: Sequence[Frame], nbytes: int) -> Pending[None]:
-        """Done when the message has been taken over; fails with :class:`farflung.errors.PeerLost`.
+    def send(
+        self, rank: int, frames: Sequence[Frame], nbytes: int, *, priority: int = 0, view: int = 0
+    ) -> Pending[None]:
+        """Done when the message has left, or fails with :class:`farflung.errors.PeerLost`.
 
         Args:
           rank: of whom it is for.
           frames: of the message.
           nbytes: of its payload.
+          priority: the smallest leaves first; below 0 it waits behind no message of 0 or more, however much of that is
+            under way.
+          view: for :meth:`withdraw`.
         """
         ...
 
-    def say(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Sends what waits for no pace.
+    def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
+        """Sends what waits for no pace, and for nothing that was sent before, or else for all of it.
 
         Raises:
           PeerLost: the connection is gone.
         """
+        ...
+
+    def withdraw(self, view: int) -> None:
+        """Takes back what a view has sent and has not left yet."""
         ...
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from farflung.comm.blame import Blame
+from farflung.comm.blame import Blame, Holdup
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.transport import Transport
-from farflung.comm.wire import Buffer, Kind, Message, WireError, decode, encode, json_of
+from farflung.comm.wire import Kind, Message, WireError, encode, json_of
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done
 from farflung.types import Json, Payload, Tag
@@ -21,6 +22,8 @@ __all__ = ["View"]
 
 PARTING_S = 1.0
 """How long a replica that leaves waits for the others to leave too."""
+STUCK_S = 5.0
+"""How long it waits for something of what it has sent to leave."""
 _CONTROL = Tag(0)
 
 
@@ -58,14 +61,17 @@ class View:
         """Done when all have greeted."""
         self.lost: BaseException | None = None
         """What has ended the view."""
-        self.max_nbytes = max_nbytes
-        """The largest payload accepted, in bytes; to be lowered once the model is known."""
+        transport.max_nbytes = max_nbytes
         self._now, self._whole = now, whole
         self._settings = {"number of replicas": size, **(settings or {})}
         self._addresses: dict[int, str] = {}
         """Of the others, once it is known who they are."""
         self._greeted: set[int] = set()
         self._left: set[int] = set()
+        self._sent: Counter[int] = Counter()
+        """Messages to each member."""
+        self._heard: Counter[int] = Counter()
+        """And from each."""
         self._blame = Blame(self.rank)
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
@@ -109,17 +115,18 @@ class View:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
-        """Done when the transport has taken the message over."""
-        return self.transport.send(dst, self._frames(Kind.DATA, tag, payload), payload.nbytes)
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+        """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`."""
+        self._sent[dst] += 1
+        frames = self._frames(Kind.DATA, tag, payload)
+        return self.transport.send(dst, frames, payload.nbytes, priority=priority, view=self.number)
 
     def now(self) -> float:
         """The view's clock, in seconds."""
         return self._now()
 
-    def arrived(self, rank: int, frames: Sequence[Buffer]) -> None:
+    def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
-        message = decode(frames, max_nbytes=self.max_nbytes, piece=self.transport.piece)
         if message.view != self.number:
             raise WireError("a message of another view")
         if message.kind is Kind.HELLO:
@@ -127,7 +134,8 @@ class View:
         elif rank not in self._greeted:
             raise WireError("a message before a greeting")
         elif message.kind is Kind.DATA:
-            self._blame.moves(rank)
+            self._heard[rank] += 1
+            self._blame.moves(rank, self._heard[rank])
             self.mailbox.deliver(rank, message.tag, message.payload)
         else:
             self._control(rank, message)
@@ -154,7 +162,7 @@ class View:
         if rank > self.rank:
             self._greet(rank)
         if self._parting is not None:
-            self._say(self._parting[0], rank, self._parting[1])
+            self._say(self._parting[0], rank, self._parting[1], last=True)
         self._greeted.add(rank)
         self._compare(rank, body.get("settings"))
         missing = self.missing()
@@ -193,12 +201,12 @@ class View:
                 self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
 
     def _greet(self, rank: int) -> None:
-        self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings})
+        self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings}, last=True)
 
-    def _say(self, kind: Kind, rank: int, body: Mapping[str, Json]) -> None:
+    def _say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
         try:
-            self.transport.say(rank, self._frames(kind, _CONTROL, Payload((text,))))
+            self.transport.say(rank, self._frames(kind, _CONTROL, Payload((text,))), last=last)
         except PeerLost as error:
             self._lose(rank, error)
 
@@ -226,7 +234,7 @@ class View:
         holdup = self._blame.holdup(waiting)
         for rank in self._blame.to_tell(holdup, now, deadline_s):
             if rank in self.present():
-                self._say(Kind.WAITING, rank, {"for": holdup})
+                self._say_waits(rank, holdup)
         if waiting is None:
             return None
         since = self._blame.counts_from(waiting)
@@ -241,8 +249,12 @@ class View:
             return None
         if now - since >= deadline_s / 2 and self._blame.asks(waiting):
             for rank in self.present():
-                self._say(Kind.WAITING, rank, {"for": holdup, "asks": True})
+                self._say_waits(rank, holdup, asks=True)
         return since + (deadline_s if self._blame.asked(waiting) else deadline_s / 2)
+
+    def _say_waits(self, rank: int, holdup: Holdup, *, asks: bool = False) -> None:
+        """Overtakes what was sent before, so it tells how much that was."""
+        self._say(Kind.WAITING, rank, {"for": holdup, "asks": asks, "behind": self._sent[rank]})
 
     def waits_for_data(self, ready: Pending[None]) -> None:
         """This replica waits for samples until ``ready`` is done, which it also is when the view ends."""
@@ -278,9 +290,11 @@ class View:
             self.mailbox.fail_from(rank, error)
 
     def farewell(self, error: BaseException | None) -> None:
-        """Tells everybody that this replica leaves, and why if it failed by itself."""
-        while self.transport.holds and error is None and self.lost is None:
-            self.transport.poll(None)
+        """Tells everybody that this replica leaves, and why if it failed by itself.
+
+        What was sent leaves before, as long as it moves; where something has failed it is withdrawn.
+        """
+        self._send_all() if error is None and self.lost is None else self.transport.withdraw(self.number)
         body: dict[str, Json]
         if error is None:
             kind, body = Kind.FAREWELL, {}
@@ -292,12 +306,20 @@ class View:
         self._parting = (kind, body)
         for rank in self._addresses.keys() - self._left:
             if rank in self._greeted or rank < self.rank:
-                self._say(kind, rank, body)
+                self._say(kind, rank, body, last=True)
         # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
         # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
         until = self._now() + PARTING_S
         while self._addresses.keys() - self._left and (left_s := until - self._now()) > 0:
             self.transport.poll(left_s)
+
+    def _send_all(self) -> None:
+        """Until all that was sent has left, or nothing of it has for some seconds."""
+        until, held = self._now() + STUCK_S, self.transport.held_nbytes
+        while held and self.lost is None and (left_s := until - self._now()) > 0:
+            self.transport.poll(left_s)
+            if self.transport.held_nbytes != held:
+                until, held = self._now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
         """Closes the transport; what was sent to those still here leaves, for a few seconds at most."""

@@ -4,6 +4,10 @@ A message is a header frame, which also carries tensors of up to :data:`INLINE` 
 :data:`PIECE` bytes, and for each other tensor one frame, or several of equal size: so every frame is bounded, whatever
 the tensors. An encrypted frame is encrypted and decrypted as a whole, so in small pieces a tensor is on the wire while
 the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is taken.
+
+What crosses a connection at once is a parcel: whole messages, and parts of some that are larger than it. Each begins
+with a header frame that says how many frames of it follow there; the rest of a message that is in parts comes later,
+behind headers of its number, and between other parcels. See :mod:`farflung.comm.outbox` and :mod:`farflung.comm.inbox`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,19 +35,24 @@ __all__ = [
     "WHOLE",
     "Buffer",
     "Frame",
+    "Header",
     "Kind",
     "Message",
     "WireError",
+    "begin",
     "decode",
     "encode",
+    "frames_due",
+    "header_of",
     "json_of",
+    "part",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
 
 MAGIC = b"FF"
-VERSION = 2
+VERSION = 3
 INLINE = 4096
 """Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
@@ -51,7 +60,9 @@ PIECE = 1 << 17
 WHOLE = 1 << 25
 """The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
 
-_HEADER = struct.Struct("<2sBBIQIII")
+_HEADER = struct.Struct("<2sBBIQIIIII")
+_PARTS = struct.Struct("<II")
+"""The last two numbers of a header; see :class:`Header`."""
 _ALIGNMENT = 8
 """The description and each small tensor are padded to a multiple of this many bytes."""
 _PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
@@ -88,6 +99,12 @@ class Kind(IntEnum):
     FAREWELL = 2
     ABORT = 3
     WAITING = 4
+    PART = 5
+    """More frames of a message that came in part."""
+    WITHDRAWN = 6
+    """No more frames of it will come."""
+    OPEN = 7
+    """A connection is there."""
 
 
 _KINDS = tuple(Kind)
@@ -103,14 +120,25 @@ class Message:
     payload: Payload
 
 
+class Header(NamedTuple):
+    """How a message lies in parcels.
+
+    Args:
+      kind: of message, or of part.
+      number: of a message in parts among those of its connection, from 1 on; 0: it is whole.
+      follow: how many frames behind the header belong to it.
+    """
+
+    kind: Kind
+    number: int
+    follow: int
+
+
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
     """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
     tensors: list[Tensor] = []
     description = _description(_structure(payload, tensors))
-    head: list[Frame] = [
-        _HEADER.pack(MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description)),
-        description,
-    ]
+    head: list[Frame] = [b"", description]
     frames: list[Frame] = []
     at = _HEADER.size + len(description)
     for tensor in tensors:
@@ -123,7 +151,64 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WH
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         at += dense.nbytes + -dense.nbytes % _ALIGNMENT
+    head[0] = _HEADER.pack(
+        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), 0, len(frames)
+    )
     return [b"".join(head), *frames]
+
+
+def begin(head: Frame, number: int, follow: int) -> bytes:
+    """The header frame of a message of which only some frames follow."""
+    at = _HEADER.size - _PARTS.size
+    return b"".join((head[:at], _PARTS.pack(number, follow), head[_HEADER.size :]))
+
+
+def part(kind: Kind, number: int, follow: int) -> bytes:
+    """A header alone: for more frames of a message, or for the end of one that is not whole."""
+    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, number, follow)
+
+
+def header_of(head: Buffer) -> Header:
+    """What a header frame says of the frames behind it.
+
+    Raises:
+      WireError: it is none.
+    """
+    kind, *_, number, follow = _header(memoryview(head))
+    return Header(kind, number, follow)
+
+
+def frames_due(head: Buffer, *, max_nbytes: int, piece: int) -> int:
+    """How many frames a message has behind its header frame, by its description.
+
+    Raises:
+      WireError: the description is malformed, or of more than ``max_nbytes``.
+    """
+    return sum(
+        -(-leaf.nbytes // piece)
+        for leaf in _described(memoryview(head), max_nbytes).leaves
+        if leaf.at is None
+    )
+
+
+def _header(head: memoryview) -> tuple[Any, ...]:
+    """Its fields behind magic and version."""
+    if len(head) < _HEADER.size:
+        raise WireError(f"a header of {len(head)} bytes")
+    magic, version, kind, *others = _HEADER.unpack_from(head)
+    if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
+        raise WireError("not a frame of this protocol and version")
+    return (_KINDS[kind], *others)
+
+
+def _described(head: memoryview, max_nbytes: int) -> _Layout:
+    described = _header(head)[5]
+    if _HEADER.size + described > len(head):
+        raise WireError("a description that ends early")
+    layout = _layout(bytes(head[_HEADER.size : _HEADER.size + described]))
+    if layout.nbytes > max_nbytes:
+        raise WireError("larger than any message of this run")
+    return layout
 
 
 def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
@@ -138,16 +223,8 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
       WireError: anything that :func:`encode` would not have made.
     """
     head = memoryview(frames[0] if frames else b"")
-    if len(head) < _HEADER.size:
-        raise WireError(f"a header of {len(head)} bytes")
-    magic, version, kind, view, exchange, part, hop, described = _HEADER.unpack_from(head)
-    if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
-        raise WireError("not a frame of this protocol and version")
-    if _HEADER.size + described > len(head):
-        raise WireError("a description that ends early")
-    layout = _layout(bytes(head[_HEADER.size : _HEADER.size + described]))
-    if layout.nbytes > max_nbytes:
-        raise WireError("larger than any message of this run")
+    kind, view, exchange, part, hop, *_ = _header(head)
+    layout = _described(head, max_nbytes)
     if len(head) != layout.head_nbytes:
         raise WireError("more or fewer bytes than described")
     small = bytearray(head) if layout.any_small else None
@@ -156,7 +233,7 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
     if next(large, None) is not None:
         raise WireError("more frames than described")
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-    return Message(_KINDS[kind], view, Tag(exchange, part, hop), payload)
+    return Message(kind, view, Tag(exchange, part, hop), payload)
 
 
 def _rides(nbytes: int, at: int) -> bool:
@@ -210,6 +287,10 @@ class _Leaf:
     numel: int
     at: int | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def read(self, small: bytearray | None, large: Iterator[Buffer], piece: int) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -217,7 +298,7 @@ class _Leaf:
             assert small is not None
             tensor = torch.frombuffer(small, dtype=self.dtype, count=self.numel, offset=self.at)
         else:
-            data = _whole(large, self.numel * self.dtype.itemsize, piece)
+            data = _whole(large, self.nbytes, piece)
             tensor = torch.frombuffer(data, dtype=self.dtype)
             if tensor.data_ptr() % self.dtype.itemsize:
                 tensor = torch.frombuffer(bytearray(data), dtype=self.dtype)

@@ -1,8 +1,13 @@
 """Frames between real processes over ZeroMQ.
 
-One ROUTER socket per process both listens and connects: of two the higher rank connects, so each pair shares one TCP
-connection and works where one side alone can be reached. A routing id is a random token that only the run's processes
-learn, through the store; whatever comes from another id is refused and counted.
+One ROUTER socket per process both listens and connects: of two the higher rank connects, so it is enough that one side
+can be reached, at one port. It connects twice: messages that are urgent have a connection of their own, which waits
+behind no bulk; a connection that is lost loses the peer, one for urgent messages only the haste. A routing id is a
+random token that only the run's processes learn, through the store; whatever comes from another id is refused and
+counted.
+
+Little is left to ZeroMQ's own queues, where nothing can be overtaken or taken back: see :mod:`farflung.comm.sending`.
+Off loopback the kernel is told to take no more than a piece that it cannot send yet, for the same reason.
 
 Whoever connects proves first who it is, and a rank is bound to that: see :mod:`farflung.comm.gate`. Off loopback
 everything is encrypted too, and both ends prove themselves. Once all have come in the door is shut: see
@@ -16,34 +21,46 @@ deadline, whereas a connection closed from the peer's end is told at once.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import zmq
 
 from farflung.comm.connections import Connections
 from farflung.comm.door import Door
 from farflung.comm.gate import Gate
+from farflung.comm.inbox import Inbox
 from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
 from farflung.comm.ports import advertised
-from farflung.comm.transport import Listener
-from farflung.comm.wire import PIECE, WHOLE, Frame, WireError
+from farflung.comm.sending import Sending, Unreachable
+from farflung.comm.transport import FIRST, LAST, Listener
+from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, WireError, encode
 from farflung.errors import ConfigError, PeerLost
-from farflung.tasks import Pending, done, failed
+from farflung.tasks import Pending, failed
+from farflung.types import Payload, Tag
 
 __all__ = ["ZmqTransport"]
 
-ZERO_COPY_NBYTES = 1 << 19
-"""Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
-gives each frame's memory back."""
 HEAD_NBYTES = 1 << 20
 """The most that a header frame may take, and what a frame takes beside its piece of a tensor."""
 KNOCK_S = 5.0
 """After how long a replica whose connection is not taken up knocks anew."""
 LINGER_S = 5
-_SENT = done(None)
+BURST = 32
+"""Parcels that are read in a row; then it is seen whether there is room to send."""
+LOOK_AGAIN_S = 0.01
+"""How long to sleep at most while messages wait for room: ZeroMQ may take in that there is some while it sends
+another."""
+_URGENT = b"!"
+"""Behind a token: the routing id of the connection for urgent messages."""
+_TCP_NOTSENT_LOWAT = 25
+_OPEN = encode(Kind.OPEN, 0, Tag(0), Payload(()))
 
 
 class ZmqTransport:
@@ -62,8 +79,6 @@ class ZmqTransport:
       ConfigError: the address is none of this machine's, or not loopback and there are no keys.
     """
 
-    holds = False
-
     def __init__(
         self,
         rank: int,
@@ -77,19 +92,23 @@ class ZmqTransport:
         self.keys = keys
         self.refused = self.turned_away = 0
         self.piece = PIECE if keys else WHOLE
+        self.max_nbytes = 1 << 31
         self._listener: Listener | None = None
         self._peers: dict[int, Peer] = {}
-        self._rank_of: dict[bytes, int] = {}
+        self._inboxes: dict[bytes, tuple[int, Inbox]] = {}
+        """By routing id: whose it is, and what has come in part."""
         self._denied: set[int] = set()
         self._due = size - 1 - rank
+        self._urgent: set[int] = set()
+        """Ranks with a connection for urgent messages."""
+        self._urgent_due = set(range(rank + 1, size))
+        """Those that are to open one."""
         self._watched: dict[int, Callable[[], None]] = {}
         token = secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTING_ID, token),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, self.piece + HEAD_NBYTES),
             (zmq.CONNECT_TIMEOUT, int(KNOCK_S * 1000)),
@@ -98,6 +117,7 @@ class ZmqTransport:
             (zmq.TCP_KEEPALIVE_IDLE, 30),
         ):
             self._socket.setsockopt(option, value)
+        self._sending = Sending(self._socket, self.piece)
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
         self._gate = Gate(self._context, token, keys)
@@ -110,7 +130,8 @@ class ZmqTransport:
             raise
         self.me = Peer(rank, address, token, keys.public if keys else None)
         self._poller = zmq.Poller()
-        for readable in (self._socket, self._monitor, self._gate.questions):
+        # Not the socket itself: of that the poller tells only what can be read, and not that there is room again.
+        for readable in (self._socket.fileno(), self._monitor, self._gate.questions):
             self._poller.register(readable, zmq.POLLIN)
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
@@ -119,15 +140,19 @@ class ZmqTransport:
         self._listener = listener
         for peer in others:
             self._peers[peer.rank] = peer
-            self._rank_of[peer.token] = peer.rank
+            for name in (peer.token, peer.token + _URGENT):
+                self._inboxes[name] = peer.rank, Inbox(self.piece)
         self._gate.admit(peer for peer in others if peer.rank > self.me.rank)
         self._door.open()
         for peer in others:
             if peer.rank < self.me.rank:
                 self._gate.approach(self._socket, self.me.rank, peer)
                 self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
-                self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token)
-                self._socket.connect(peer.address)
+                for suffix in (b"", _URGENT):
+                    self._socket.setsockopt(zmq.ROUTING_ID, self.me.token + suffix)
+                    self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token + suffix)
+                    self._socket.connect(peer.address)
+                self._sending.put(peer.token + _URGENT, _OPEN, FIRST, 0)
 
     def expects(self, count: int) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -140,29 +165,36 @@ class ZmqTransport:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, rank: int, frames: Sequence[Frame], nbytes: int) -> Pending[None]:
-        """Hands the frames to ZeroMQ's own thread."""
+    @property
+    def held_nbytes(self) -> int:
+        """See :class:`farflung.comm.transport.Transport`."""
+        return self._sending.held_nbytes
+
+    def send(
+        self, rank: int, frames: Sequence[Frame], nbytes: int, *, priority: int = 0, view: int = 0
+    ) -> Pending[None]:
+        """See :class:`farflung.comm.transport.Transport`."""
         del nbytes
         try:
-            self.say(rank, frames)
+            return self._put(rank, frames, priority, view)
         except PeerLost as error:
             return failed(error)
-        return _SENT
 
-    def say(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Hands the frames to ZeroMQ's own thread.
+    def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._put(rank, frames, LAST if last else FIRST, 0)
 
-        Raises:
-          PeerLost: the connection is gone.
-        """
+    def withdraw(self, view: int) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._sending.withdraw(view)
+
+    def _put(self, rank: int, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
+        token = self._peers[rank].token
         try:
-            self._socket.send(self._peers[rank].token, zmq.SNDMORE)
-            for frame in frames[:-1]:
-                self._socket.send(frame, zmq.SNDMORE, copy=len(frame) < ZERO_COPY_NBYTES)
-            self._socket.send(frames[-1], 0, copy=len(frames[-1]) < ZERO_COPY_NBYTES)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+            if priority < 0 and rank in self._urgent:
+                return self._sending.put(token + _URGENT, frames, priority, view)
+            return self._sending.put(token, frames, priority, view)
+        except Unreachable:
             raise PeerLost(rank, "its connection is gone") from None
 
     # --- hearing ----------------------------------------------------------------------------------------------------
@@ -174,11 +206,15 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float | None) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
+        self._sending.flush()
+        if self._readable():
+            timeout_s = 0.0
+        elif self._sending.waits:
+            timeout_s = LOOK_AGAIN_S if timeout_s is None else min(timeout_s, LOOK_AGAIN_S)
         events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
         if self._gate.questions in events:
             self._gate.answer()
-        if self._socket in events:
-            self._receive_all()
+        self._receive(BURST)
         if self._monitor in events or self._connections.any_closed:
             self._look_for_losses()
         for fd in self._watched.keys() & events.keys():
@@ -193,58 +229,92 @@ class ZmqTransport:
         self._socket.close(linger=LINGER_S * 1000 if linger else 0)
         self._context.term()
 
-    def _receive_all(self) -> None:
-        receive, state = self._socket.recv, self._socket.getsockopt
-        while int(state(zmq.EVENTS)) & zmq.POLLIN:
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _receive(self, most: float) -> None:
+        """Reads so many parcels, or all there are."""
+        receive = self._socket.recv
+        while most > 0 and self._readable():
+            most -= 1
             sender = receive()
             frames = [receive(copy=False)]
             while frames[-1].more:
                 frames.append(receive(copy=False))
-            try:
+            with self._counting():
                 self._take(sender, frames)
-            except WireError as error:
-                self.refused += 1
-                self._report(f"a message ({error})")
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Refuses what turns out to be none of the run's."""
+        try:
+            yield
+        except WireError as error:
+            self.refused += 1
+            self._report(f"a message ({error})")
 
     def _take(self, sender: bytes, frames: Sequence[zmq.Frame]) -> None:
-        rank = self._rank_of.get(sender)
-        if rank is None:
+        if sender not in self._inboxes:
             raise WireError("a message from nobody of this run")
+        rank, inbox = self._inboxes[sender]
+        self._prove(sender, rank, frames[0])
         assert self._listener is not None
-        self._prove(rank, frames[0])
-        self._listener.arrived(rank, [frame.buffer for frame in frames])
+        for message in inbox.take([frame.buffer for frame in frames], self.max_nbytes):
+            with self._counting():
+                if message.kind is Kind.OPEN:
+                    self._opened(sender, rank)
+                else:
+                    self._listener.arrived(rank, message)
 
-    def _prove(self, rank: int, frame: zmq.Frame) -> None:
+    def _opened(self, sender: bytes, rank: int) -> None:
+        """A connection for urgent messages is there; who has opened it is told so."""
+        if sender != self._peers[rank].token + _URGENT:
+            raise WireError("a connection opened under another's name")
+        self._urgent.add(rank)
+        if rank in self._urgent_due:
+            self._urgent_due.discard(rank)
+            self._mind_the_door()
+            self._sending.put(sender, _OPEN, FIRST, 0)
+
+    def _prove(self, sender: bytes, rank: int, frame: zmq.Frame) -> None:
         """Holds the first message over a connection against what that has proved; all others come over the same one."""
         descriptor = frame.get(zmq.SRCFD)
-        if self._connections.rank_of(descriptor) == rank:
+        if self._connections.owner_of(descriptor) == sender:
             return
         due = self._gate.name_of(self._peers[rank]) if rank > self.me.rank else None
         if self._gate.named(frame) != due:
             raise WireError("a message under another's name")
-        self._connections.bind(descriptor, rank)
+        self._connections.bind(descriptor, sender)
+        if self.keys is not None:
+            _hold_little(descriptor, self.piece)
 
     def _look_for_losses(self) -> None:
         self._connections.read()
         # What a peer sent before it went is in the socket by now, its farewell too.
-        self._receive_all()
-        ranks, strangers = self._connections.take_closed()
+        self._receive(math.inf)
+        closed, strangers = self._connections.take_closed()
         if strangers:
             self.turned_away += strangers
             self._report("a connection")
         self._mind_the_door()
-        for rank in ranks:
-            assert self._listener is not None
-            self._listener.closed(rank)
+        for name in closed:
+            self._lost(name, *self._inboxes[name])
         for rank, peer in self._peers.items():
             if peer.address in self._connections.denied and rank not in self._denied:
                 assert self._listener is not None
                 self._denied.add(rank)
                 self._listener.denied(rank)
 
+    def _lost(self, name: bytes, rank: int, _: Inbox) -> None:
+        self._sending.close(name, PeerLost(rank, "its connection is gone"))
+        self._urgent.discard(rank)
+        if name == self._peers[rank].token:
+            assert self._listener is not None
+            self._listener.closed(rank)
+
     def _mind_the_door(self) -> None:
         assert self._door is not None
-        self._door.mind(self._due, self._connections.waiting)
+        self._door.mind(self._due + len(self._urgent_due), self._connections.waiting)
 
     def _report(self, what: str) -> None:
         if self.refused + self.turned_away == 1:
@@ -254,3 +324,9 @@ class ZmqTransport:
                 self.me.address,
                 what,
             )
+
+
+def _hold_little(descriptor: int, nbytes: int) -> None:
+    """Has the kernel take no more for a connection than so many bytes that it cannot send yet."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)

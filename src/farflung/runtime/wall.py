@@ -157,7 +157,7 @@ class WallRuntime:
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Refuses from now on what is larger than any message about these tensors, all that the model has."""
-        self.view.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
+        self.view.transport.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
 
     # --- the runtime ------------------------------------------------------------------------------------------
 

@@ -123,8 +123,16 @@ class Communicator(Protocol):
         """Number of replicas."""
         ...
 
-    def send(self, payload: Payload, dst: int, tag: Tag) -> Pending[None]:
-        """Done when the transport has taken the message over."""
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+        """Done when the message has left this process.
+
+        Args:
+          payload: given away: nobody writes in its tensors until all receivers have provably read them.
+          dst: whom it is for.
+          tag: of the message.
+          priority: of those to one receiver the smallest leaves first, and equal ones in their order; below 0 it waits
+            behind no message of 0 or more, however much of that is under way.
+        """
         ...
 
     def recv(

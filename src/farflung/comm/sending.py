@@ -1,0 +1,122 @@
+"""Hands parcels to a ROUTER socket, as many as each of its connections takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zmq
+
+from farflung.comm.outbox import Outbox
+from farflung.comm.wire import Frame
+from farflung.tasks import Pending, done
+
+__all__ = ["AT_ONCE", "Sending", "Unreachable"]
+
+AT_ONCE = 2
+"""Parcels that the socket holds for a connection; all others wait here, where they can be overtaken and taken back."""
+ZERO_COPY_NBYTES = 1 << 19
+"""Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
+gives each frame's memory back."""
+_SENT = done(None)
+
+
+class Unreachable(Exception):
+    """A connection is not there, or not any more."""
+
+
+class Sending:
+    """The outboxes of a socket's connections, by routing id.
+
+    Args:
+      socket: the ROUTER; it belongs to the same thread.
+      piece: see :class:`farflung.comm.outbox.Outbox`.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], piece: int) -> None:
+        self._socket, self._piece = socket, piece
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._full: set[bytes] = set()
+        """Connections whose outbox is not empty."""
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDHWM, AT_ONCE)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return sum(self._outboxes[to].nbytes for to in self._full)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything that the socket has not taken yet."""
+        return bool(self._full)
+
+    def put(self, to: bytes, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
+        """Sends a message, or queues it; done when the socket has taken all of it.
+
+        Raises:
+          Unreachable: nobody is connected under that id.
+        """
+        if to not in self._full and (len(frames) == 1 or sum(map(len, frames)) <= self._piece):
+            if self._takes(to):
+                self._send(frames)
+                return _SENT
+        outbox = self._outboxes.setdefault(to, Outbox(self._piece))
+        left = outbox.put(frames, priority, view)
+        self._full.add(to)
+        self._drain(to)
+        return left
+
+    def flush(self) -> None:
+        """Sends what there is room for now."""
+        for to in tuple(self._full):
+            try:
+                self._drain(to)
+            except Unreachable as error:
+                self.close(to, error)
+
+    def withdraw(self, view: int) -> None:
+        """Takes back what a view has queued; see :meth:`farflung.comm.outbox.Outbox.withdraw`."""
+        for outbox in self._outboxes.values():
+            outbox.withdraw(view)
+
+    def close(self, to: bytes, error: BaseException) -> None:
+        """A connection is gone: what waits for it ends with an error."""
+        self._full.discard(to)
+        outbox = self._outboxes.pop(to, None)
+        if outbox is not None:
+            outbox.close(error)
+
+    def _drain(self, to: bytes) -> None:
+        outbox = self._outboxes[to]
+        while outbox and self._takes(to):
+            parcel, through = outbox.take()
+            self._send(parcel)
+            for left in through:
+                left.set(None)
+        if not outbox:
+            self._full.discard(to)
+
+    def _takes(self, to: bytes) -> bool:
+        """Whether a connection has room for a parcel; then its frames have to follow.
+
+        Raises:
+          Unreachable: nobody is connected under that id.
+        """
+        for last in (False, True):
+            try:
+                self._socket.send(to, zmq.SNDMORE | zmq.NOBLOCK)
+            except zmq.Again:
+                if not last:
+                    self._socket.getsockopt(zmq.EVENTS)  # has it take in that there is room
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                raise Unreachable from None
+            else:
+                return True
+        return False
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        for frame in frames[:-1]:
+            self._socket.send(frame, zmq.SNDMORE, copy=len(frame) < ZERO_COPY_NBYTES)
+        self._socket.send(frames[-1], 0, copy=len(frames[-1]) < ZERO_COPY_NBYTES)
