@@ -97,8 +97,7 @@ def test_it_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_what_the_run_has_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"workers": 3, "steps": 3, "network": "wifi-10mbps", "out": tmp_path / "run"}
-    run = simulate("synthetic/quadratic", "parameter_server", **given)
+    run = simulate("synthetic/quadratic", "parameter_server", workers=3, steps=3, out=tmp_path / "run")
     assert main(["traffic", str(run.folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == json.loads(json.dumps(run.sent))
