@@ -81,7 +81,7 @@ def test_a_square_for_each_pair(size: int) -> None:
     axes = figure.subplots()
     _draw(figure, axes, {(0, 1): 5008, (2, 0): 7}, size)
     (squares,) = (artist for artist in axes.get_children() if isinstance(artist, AxesImage))
-    counts = np.ma.filled(np.ma.asarray(squares.get_array()), 0)
+    counts: np.ndarray = np.ma.filled(np.ma.asarray(squares.get_array()), 0)
     assert counts.shape == (size, size)
     assert (counts[0, 1], counts[2, 0]) == (5008, 7)
     assert np.count_nonzero(counts) == 2
