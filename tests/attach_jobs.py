@@ -683,7 +683,12 @@ def joins(rank: int, size: int, store: dist.Store, *, codec: str = "identity") -
                     F.cross_entropy(model(x, [0]), y).backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
-        figures = {"sent": handle.sent_nbytes, "waited": handle.waited_s, "step": handle.step}
+        figures = {
+            "sent": handle.sent_nbytes,
+            "sent to": handle.sent,
+            "waited": handle.waited_s,
+            "step": handle.step,
+        }
     momentum = {
         str(n): optimizer.state[p]["momentum_buffer"]
         for n, p in enumerate(model.parameters())

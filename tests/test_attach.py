@@ -276,9 +276,13 @@ def test_replicas_that_run_out_answer_the_others(pool: Pool, size: int) -> None:
     """Means are over those that have data, though what the loop does besides, clipping, is theirs alone."""
     ends = pool.run(size, "tests.attach_jobs.joins")
     wanted = attach_jobs.joined_alone([3, 6, 0, 5][:size])
-    for end in ends:
+    for rank, end in enumerate(ends):
         assert end["step"] == ends[0]["step"] == 14
         assert end["sent"] > 0
+        sent = end["sent to"]
+        assert all(to[rank] == 0 for to in sent.values())
+        assert sum(sum(sent.get(kind, ())) for kind in ("gradients", "unused", "moments")) == end["sent"]
+        assert ("start" in sent) == (rank == 0)
         assert end["waited"] > 0
         for name, value in end["end"].items():
             assert torch.equal(value, ends[0]["end"][name])

@@ -257,6 +257,14 @@ class Handle:
         return self._exchanges.sent_nbytes
 
     @property
+    def sent(self) -> dict[str, list[int]]:
+        """Payload bytes that this replica has sent to each rank so far, whatever for, by kind.
+
+        See :data:`farflung.comm.KINDS`. Exchanges under way count with what has left.
+        """
+        return self._runtime.comm.sent.to_json()
+
+    @property
     def waited_s(self) -> float:
         """Seconds for which the loop has waited for exchanges so far; the rest was hidden behind its work."""
         return self._exchanges.waited_s

@@ -23,7 +23,7 @@ TIMES = frozenset(
     {"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "scoring_s", "t", "time_s"}
 )
 """The fields of events that depend on the run's clock: seconds, and what a stream held by then; no others do."""
-BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica"})
+BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
 """The fields that hold bytes sent; where a collective is chosen by the network, so are they."""
 
 _FLUSH_EVERY_S = 1.0

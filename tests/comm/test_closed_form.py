@@ -77,7 +77,8 @@ def contribution(rank: int, exchange: int, plan: Plan) -> Tensor:
 
 
 def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_form: bool) -> list[Any]:
-    """For each rank and exchange: bits of the sums, bytes sent, time of the end; and when spare messages came."""
+    """For each rank and exchange: bits of the sums, bytes sent to each, time of the end; when spare messages came; and
+    what all of it has sent."""
     world = VirtualWorld(size, network=network, seed=9, closed_form=closed_form)
 
     async def exchange(runtime: Runtime, number: int) -> tuple[Any, ...]:
@@ -85,7 +86,7 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
         channel = ExchangeChannel(runtime.comm, number, 1)
         side = torch.tensor([(-1.0) ** rank * 1e16 + rank, 0.1 * rank], dtype=torch.float64)
         total, sides = await channel.collective(name)(channel, contribution(rank, number, plan), side)
-        return total, sides, channel.sent_nbytes, runtime.now()
+        return total, sides, channel.sent.tolist(), runtime.now()
 
     async def spare(runtime: Runtime) -> list[float]:
         rank, times = runtime.comm.rank, []
@@ -105,7 +106,7 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
         for number, begin in enumerate(plan.begin_s[runtime.comm.rank]):
             await runtime.sleep_until(begin)
             running.append(runtime.launch(exchange(runtime, number)))
-        return [await one for one in running], await beside
+        return [await one for one in running], await beside, runtime.comm.sent.to_json()
 
     return world.run([body(runtime) for runtime in world.runtimes])
 
@@ -113,13 +114,14 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
 def assert_equal(network: NetworkProfile, size: int, name: str, plan: Plan) -> None:
     whole = simulated(network, size, name, plan, closed_form=True)
     hops = simulated(network, size, name, plan, closed_form=False)
-    for (ours, our_spare), (theirs, their_spare) in zip(whole, hops, strict=True):
+    for (ours, our_spare, our_sent), (theirs, their_spare, their_sent) in zip(whole, hops, strict=True):
         assert our_spare == their_spare
-        for (total, side, nbytes, t), (their_total, their_side, their_nbytes, their_t) in zip(
+        assert our_sent == their_sent
+        for (total, side, sent, t), (their_total, their_side, sent_in_hops, their_t) in zip(
             ours, theirs, strict=True
         ):
             assert t == their_t
-            assert nbytes == their_nbytes
+            assert sent == sent_in_hops
             assert same_bits(total, their_total)
             assert same_bits(side, their_side)
 

@@ -40,7 +40,12 @@ either_way = pytest.mark.parametrize("closed_form", [False, True], ids=["hop by 
 class Result:
     total: Tensor
     side: Tensor
-    nbytes: int
+    sent: list[int]
+    """Bytes to each rank."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sent)
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,7 +66,7 @@ def exchange(
 
     async def run() -> Result:
         total, sides = await channel.collective(name)(channel, tensor, side, coding=coding)
-        return Result(total, sides, channel.sent_nbytes)
+        return Result(total, sides, channel.sent.tolist())
 
     return run()
 
@@ -82,7 +87,7 @@ def assert_same(results: list[Result], wanted: list[Result]) -> None:
     for result, want in zip(results, wanted, strict=True):
         assert same_bits(result.total, want.total)
         assert same_bits(result.side, want.side)
-        assert result.nbytes == want.nbytes
+        assert result.sent == want.sent
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +177,23 @@ def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     in_pieces = simulated(3, name, 1001)
     assert_same(in_pieces, whole)
+
+
+@either_way
+@covered("name, size, codec, numel", OURS, SIZES, CODECS, [1, 5, 1000], strength=2)
+def test_the_communicator_counts_what_channels_do(
+    name: str, size: int, codec: str, numel: int, closed_form: bool
+) -> None:
+    """To each rank as much as hop by hop, with a codec inside and without."""
+
+    async def counted(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
+        result = await exchange(runtime, name, contribution(runtime.comm.rank, numel), CODECS[codec])
+        return result, runtime.comm.sent.to_json()
+
+    found, _ = in_virtual_time(size, counted, FAR, closed_form=closed_form)
+    for (result, sent), want in zip(found, simulated(size, name, numel, CODECS[codec]), strict=True):
+        assert result.sent == want.sent
+        assert sent == ({"gradients": want.sent} if size > 1 else {})
 
 
 @each_collective

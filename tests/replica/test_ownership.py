@@ -151,9 +151,19 @@ class Resharded:
                 ids,
                 replica.parts.sampler.state_dict()["known"].tolist(),
                 replica.sent_nbytes,
+                [sent_to(events, kind) for kind in ("gradients", "sharing")],
             )
-            for replica, ids in zip(self.replicas, self.held(), strict=True)
+            for replica, ids, events in zip(self.replicas, self.held(), self.events, strict=True)
         ]
+
+
+def sent_to(events: Sequence[Event], kind: str) -> list[int]:
+    """Bytes to each rank, as a replica says at its end."""
+    sent = events[-1]["bytes_sent_to"]
+    assert isinstance(sent, dict)
+    counts = sent.get(kind, [])
+    assert isinstance(counts, list)
+    return [count for count in counts if isinstance(count, int)]
 
 
 def once(held: Sequence[Sequence[int]]) -> bool:
@@ -495,6 +505,9 @@ def test_who_is_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, stop: int
     ends, _ = undisturbed(schedule=schedule)
     first = Resharded(folder=tmp_path, stop=stop, schedule=schedule).run()
     assert first.summaries[0].stopped
+    for events in first.events:
+        total = sum(sent_to(events, "gradients")) + sum(sent_to(events, "sharing"))
+        assert total == events[-1]["bytes_sent_per_replica"], "without exchanges that were under way"
     assert once(first.held())
     for replica in first.replicas:
         assert isinstance(replica._ownership, Ownership)

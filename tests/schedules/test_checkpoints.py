@@ -96,6 +96,7 @@ def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
         for replica in resumed.replicas:
             replica.resume(start)
         resumed.whole()
+        assert sent_in_steps(resumed) == sent_in_steps(whole)
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
             assert got._exchanges.sent_nbytes == wanted._exchanges.sent_nbytes
@@ -103,6 +104,18 @@ def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
             for slot, other in zip(got._exchanges._slots, wanted._exchanges._slots, strict=True):
                 assert same_tree(slot.state.shared, other.state.shared)
                 assert same_tree(slot.state.local, other.state.local)
+
+
+def sent_in_steps(run: Run) -> list[list[int]]:
+    """What each replica has sent to each for its steps, as it says at its end."""
+    found = []
+    for *_, end in run.events:
+        sent = end["bytes_sent_to"]
+        assert isinstance(sent, dict)
+        rows = torch.tensor([sent[kind] for kind in ("gradients", "moments") if kind in sent])
+        found.append(rows.sum(dim=0).tolist())
+        assert sum(found[-1]) == end["bytes_sent_per_replica"]
+    return found
 
 
 @pytest.mark.parametrize("pull", ["swap", "auto"])

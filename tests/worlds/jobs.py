@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from farflung.config import Training
 from farflung.data import IID, Holding, RateLimited
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Replica, place
+from farflung.replica import Checkpoints, Replica, place
 from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
-from farflung.telemetry import Telemetry
+from farflung.telemetry import Event, Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.workloads import Quadratic, workload
 from tests.carrying import Carrying
@@ -64,9 +65,12 @@ async def steps(replica: Replica) -> dict[str, Any]:
     for _ in range(replica.training.steps):
         await replica.step()
     await replica.flush()
+    sent = await replica.runtime.launch(replica._count_sent())
+    sent.pop("decisions", None)  # of times, which have more digits or fewer
     return {
         "parameters": digest(dict(replica.model.state_dict())),
         "bytes": replica._exchanges.sent_nbytes,
+        "sent to": sent,
         "samples": replica._samples,
     }
 
@@ -81,6 +85,42 @@ def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str,
         return runtime.run(steps(trained))
     finally:
         runtime.close()
+
+
+def wall_whole(
+    rank: int, size: int, store: dist.Store, *, folder: str, **arguments: Any
+) -> tuple[dict[str, Any], list[Decision]]:
+    """A real replica from the beginning to the end: its last event, and what it has decided."""
+    log = DecisionLog()
+    runtime = WallRuntime(rank, size, store, decisions=log)
+    try:
+        return runtime.run(to_the_end(replica(runtime, **arguments), folder)), log.entries
+    finally:
+        runtime.close()
+
+
+def virtual_whole(
+    size: int, *, folder: str, count_evaluation: bool, replay: list[Decision], **arguments: Any
+) -> list[dict[str, Any]]:
+    """All of them in virtual time, by the decisions of the real ones: their last events."""
+    world = VirtualWorld(
+        size,
+        LinkModel(0.003, 5e7),
+        seconds_per_sample=1e-4,
+        count_evaluation=count_evaluation,
+        decisions=DecisionLog(replay=replay),
+    )
+    return world.run([to_the_end(replica(runtime, **arguments), folder) for runtime in world.runtimes])
+
+
+async def to_the_end(replica: Replica, folder: str) -> dict[str, Any]:
+    """A whole run, whose checkpoints go to a folder."""
+    told: list[Event] = []
+    comm = replica.runtime.comm
+    replica.telemetry = Telemetry(comm.rank, told.append)
+    replica.checkpoints = Checkpoints(Path(folder), comm.rank, comm.size, leader=comm.rank == 0)
+    await replica.run()
+    return told[-1]
 
 
 def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ IN_BLOCKS = {
     "streaming_diloco": "streaming_diloco(4, fragments=2, optimizer_state='reset')",
 }
 """Schedules whose defaults exchange nothing in a few steps."""
+OF_STEPS = ("gradients", "unused", "moments")
+"""Kinds of bytes that a step counts as sent."""
 FAMILIES = {
     "codec": sorted(CODECS),
     "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
@@ -68,6 +71,33 @@ def test_real_equals_virtual(
     simulated = jobs.virtual(size, **run)
     assert real == simulated
     assert len({r["parameters"] for r in real}) == 1
+    for end in real:
+        assert sum(sum(end["sent to"].get(kind, ())) for kind in OF_STEPS) == end["bytes"]
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed('auto')", "local_sgd(2, 'averaged')"])
+def test_who_has_sent_what_to_whom_is_alike_in_both_worlds(pool: Pool, schedule: str, tmp_path: Path) -> None:
+    """In whole runs, with evaluations and checkpoints; where a delay is decided by time, rank 0 tells the others."""
+    run: dict[str, Any] = {
+        "parts": {**IDENTITY, "collective": "parameter_server", "schedule": schedule},
+        "steps": 5,
+        "batch_size": 8,
+        "settings": {"evaluate_every": 2, "checkpoint_every": 2},
+    }
+    found = pool.run(3, "tests.worlds.jobs.wall_whole", folder=str(tmp_path / "wall"), **run)
+    real, decided = [end for end, _ in found], found[0][1]
+    for counted in (False, True):
+        folder = str(tmp_path / f"virtual-{counted}")
+        simulated = jobs.virtual_whole(3, folder=folder, count_evaluation=counted, replay=decided, **run)
+        assert [end["bytes_sent_to"] for end in simulated] == [end["bytes_sent_to"] for end in real]
+    served, *clients = (end["bytes_sent_to"] for end in real)
+    assert served["gradients"][0] == 0 < served["gradients"][1] == served["gradients"][2]
+    assert [sent["gradients"][1:] for sent in clients] == [[0, 0]] * 2, "to the server alone"
+    assert {"evaluation", "checkpoint"} <= served.keys()
+    assert ("decisions" in served) == ("auto" in schedule)
+    for end in real:
+        sent = end["bytes_sent_to"]
+        assert sum(sum(sent.get(kind, ())) for kind in OF_STEPS) == end["bytes_sent_per_replica"]
 
 
 @pytest.mark.gpu
@@ -202,3 +232,4 @@ def test_samples_change_owner_alike_in_both_worlds(pool: Pool, schedule: str, by
     assert real[0]["parameters"] != plain[0]["parameters"]
     rounds, each = 4, 8 + 6 * (8 + 6 * 4 + 8 + 4)
     assert [end["sent"] - end["bytes"] for end in real] == [rounds * each] * 4
+    assert [sum(end["sent to"]["sharing"]) for end in real] == [rounds * each] * 4

@@ -24,6 +24,7 @@ from farflung.cli.recipes import Recipes
 from farflung.cli.retime import Retime
 from farflung.cli.schedule import Schedule
 from farflung.cli.simulate import Simulate
+from farflung.cli.traffic import Traffic
 from farflung.cli.train import Train
 from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "simulate": spoken(Simulate),
     "compare": spoken(Compare),
     "retime": spoken(Retime),
+    "traffic": spoken(Traffic),
     "networks": spoken(Networks),
     "codecs": spoken(Codecs),
     "lab": spoken(RunInLab),

@@ -1,6 +1,6 @@
 """Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
 
-from farflung.comm.channel import ExchangeChannel, Purpose
+from farflung.comm.channel import KINDS, ExchangeChannel, Purpose
 from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
 from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
 from farflung.comm.communicator import WallCommunicator
@@ -15,6 +15,7 @@ from farflung.comm.zeromq import ZmqTransport
 __all__ = [
     "AUTO",
     "COLLECTIVES",
+    "KINDS",
     "SIDE_NBYTES",
     "Coding",
     "Collective",

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, CodingCost, Communicator, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Tag, TensorSpec
 
-__all__ = ["ExchangeChannel", "Purpose", "in_words"]
+__all__ = ["KINDS", "ExchangeChannel", "Purpose", "in_words", "kind_of"]
 
 T = TypeVar("T")
 
@@ -55,6 +56,28 @@ _WORDS = {
     Purpose.MOMENTS: "averaging the optimizer's state",
 }
 
+KINDS = {
+    Purpose.STEP: "gradients",
+    Purpose.DECISION: "decisions",
+    Purpose.EVALUATION: "evaluation",
+    Purpose.CHECKPOINT: "checkpoint",
+    Purpose.SHARING: "sharing",
+    Purpose.START: "start",
+    Purpose.FLUSH: "flush",
+    Purpose.REMAINDER: "remainder",
+    Purpose.MEASURE: "measuring",
+    Purpose.UNUSED: "unused",
+    Purpose.JOIN: "join",
+    Purpose.MOMENTS: "moments",
+}
+"""What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
+_BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.items()}
+
+
+def kind_of(exchange: int) -> str:
+    """What the bytes of an exchange are counted as: one of :data:`KINDS`, or ``other`` where it has no purpose."""
+    return _BY_NUMBER.get(exchange >> _STEP_BITS, "other")
+
 
 def in_words(tag: Tag) -> str:
     """What a message is for, and at which step, for people.
@@ -78,7 +101,10 @@ class ExchangeChannel:
     def __init__(self, comm: Communicator, exchange: int, part: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.sent_nbytes = 0
+        self.kind = kind_of(exchange)
+        """What its bytes are counted as."""
+        self.sent: Counts = np.zeros(comm.size, dtype=np.int64)
+        """Payload bytes sent so far to each rank."""
         self._comm = comm
         self._exchange, self._part = exchange, part
         self._next_hop = 0
@@ -88,6 +114,11 @@ class ExchangeChannel:
     def auto(self) -> Mapping[int, str]:
         """The communicator's."""
         return self._comm.auto
+
+    @property
+    def sent_nbytes(self) -> int:
+        """To all ranks."""
+        return int(self.sent.sum())
 
     def tag(self, hop: int) -> Tag:
         """Of this exchange and part."""
@@ -111,8 +142,13 @@ class ExchangeChannel:
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends, and counts the payload's bytes."""
-        self.sent_nbytes += payload.nbytes
+        self.sent[dst] += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
+
+    def count(self, nbytes: Counts) -> None:
+        """Counts what goes past :meth:`send`."""
+        self.sent += nbytes
+        self._comm.sent.add(self.kind, nbytes)
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """Receives."""
@@ -123,6 +159,8 @@ class ExchangeChannel:
         return self._comm.collective(name)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor."""
-        self.sent_nbytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor to the next rank."""
+        modelled = np.zeros(self.size, dtype=np.int64)
+        modelled[(self.rank + 1) % self.size] = 2 * (self.size - 1) * tensor.nbytes // self.size
+        self.count(modelled)
         return self._comm.all_reduce(tensor, self.tag(self.hops(1)))

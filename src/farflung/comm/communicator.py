@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from farflung.comm.channel import kind_of
 from farflung.comm.collectives import collective_named
 from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.view import View
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, Payload, Sent, Tag, TensorSpec
 
 __all__ = ["WallCommunicator"]
 
@@ -35,14 +36,16 @@ class WallCommunicator:
     ) -> None:
         self.rank, self.size = view.rank, view.size
         self.auto: Mapping[int, str] = {}
+        self.sent = Sent(view.size)
         self.view = view
         """The members."""
         self._native, self._stage = native, stage
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Hands the message to the transport, or the payload to what brings it to the host before."""
+        self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         if not on_host(payload):
-            self._stage(payload, lambda host: self.send(host, dst, tag, priority))
+            self._stage(payload, lambda host: self.view.send(host, dst, tag, priority))
             return done(None)
         return self.view.send(payload, dst, tag, priority)
 

@@ -15,6 +15,7 @@ from farflung.types import (
     Channel,
     CodingCost,
     Contribution,
+    Counts,
     Payload,
     Reducer,
     Seeds,
@@ -91,6 +92,9 @@ class _Alone:
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         del payload, dst, hop
         return done(None)
+
+    def count(self, nbytes: Counts) -> None:
+        del nbytes
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         del src, hop

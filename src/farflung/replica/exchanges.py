@@ -147,6 +147,11 @@ class Exchanges:
         return len({flight.step for flight in self._in_flight})
 
     @property
+    def channels(self) -> list[ExchangeChannel]:
+        """Of the exchanges that have not been merged; a run that goes on from here makes them again."""
+        return [flight.channel for flight in self._in_flight]
+
+    @property
     def apart(self) -> bool:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
         if self._averaged:
@@ -402,7 +407,7 @@ class Exchanges:
         Returns:
           ``shared``, alike on all replicas, and ``own``.
         """
-        return await self._runtime.launch(self._snapshot())
+        return await self._runtime.launch(self.snapshot())
 
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same."""
@@ -432,7 +437,8 @@ class Exchanges:
         else:
             load(shared["slots"], own["slots"])
 
-    async def _snapshot(self) -> State:
+    async def snapshot(self) -> State:
+        """The same, to be launched: on the thread that carries exchanges."""
         merges = {kind.__name__: merger.state_dict() for kind, merger in self._mergers.items()}
         shared_slots, own_slots = self._slots.state_dict()
         unused, absent = self._unused.state_dict()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm import KINDS, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES, Training
 from farflung.data import Holding, NoSharing
 from farflung.errors import CheckpointError, ConfigError
@@ -59,6 +59,7 @@ from farflung.types import (
     Samples,
     Schedule,
     Scores,
+    Sent,
     Sharing,
     Spare,
     State,
@@ -194,6 +195,8 @@ class Replica:
     _sharing: Sharing = field(init=False)
     _ownership: Ownership | Unmoved = field(init=False)
     _shared_nbytes: int = field(init=False, default=0)
+    _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
+    """What had been sent when the checkpoint was written that this leg goes on from."""
     _even: bool = field(init=False)
     """Whether all replicas take as many samples as each other, in every step."""
     _tellers: list[Tells] = field(init=False)
@@ -318,12 +321,14 @@ class Replica:
         for each in self._aside:
             await each
         score = None if scored is None else scored.result()
+        sent = await self.runtime.launch(self._count_sent())
         summary = Summary(
             steps=self.step_done,
             samples=self._samples,
             final_accuracy=None if score is None else score.metric,
             final_loss=None if score is None else score.loss,
             bytes_sent=self.sent_nbytes,
+            sent=sent,
             schedule_nbytes=self._exchanges.most_nbytes,
             duration_s=whole.duration_s,
             time_s=whole.time_s,
@@ -333,6 +338,20 @@ class Replica:
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
         return summary
+
+    async def _count_sent(self) -> dict[str, list[int]]:
+        """What has been sent to whom in all, by kind; to be launched, so that no exchange goes on meanwhile.
+
+        As :attr:`sent_nbytes`, without exchanges that are not through. What a real network is measured with is sent
+        before a run begins, and is no part of it.
+        """
+        sent = Sent(self.runtime.comm.size, self._sent_before)
+        sent.add_all(self.runtime.comm.sent)
+        if self.runtime.off_clock is not None:
+            sent.add_all(self.runtime.off_clock.comm.sent)
+        for channel in (*self._exchanges.channels, *self._ownership.channels):
+            sent.add(channel.kind, -channel.sent)
+        return {kind: counts for kind, counts in sent.to_json().items() if kind != KINDS[Purpose.MEASURE]}
 
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far.
@@ -628,7 +647,11 @@ class Replica:
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
         apart = self._exchanges.apart
-        exchanges = await self._exchanges.state_dict()
+
+        async def snapshot() -> tuple[State, dict[str, list[int]]]:
+            return await self._exchanges.snapshot(), await self._count_sent()
+
+        exchanges, sent = await self.runtime.launch(snapshot())
         shared: State = {
             "step": self.step_done,
             "fingerprint": fingerprint(self.model),
@@ -648,6 +671,7 @@ class Replica:
             "exchanges": exchanges["own"],
             "samples": self._samples,
             "shared_nbytes": self._shared_nbytes,
+            "sent": sent,
             "ownership": self._ownership.state_dict(),
             "time": self._leg().after(self._before).to_json(),
             "share": share_name(self.share),
@@ -690,6 +714,7 @@ class Replica:
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self._exchanges.load_state_dict(state_on(exchanges, self.device))
         self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
+        self._sent_before = own.get("sent", {})
         self._ownership.load_state_dict(own.get("ownership", {}))
         self.step_done = shared["step"]
         self._before = Leg.from_state(own["time"])

@@ -90,6 +90,11 @@ class Unmoved:
         """Nothing is under way."""
         return 0
 
+    @property
+    def channels(self) -> list[ExchangeChannel]:
+        """None."""
+        return []
+
     def state_dict(self) -> State:
         """Nothing."""
         return {}
@@ -182,6 +187,11 @@ class Ownership:
         await self._round.came
         nbytes, self._round = self._round.channel.sent_nbytes, None
         return nbytes
+
+    @property
+    def channels(self) -> list[ExchangeChannel]:
+        """Of a round that is under way; a run that goes on from here makes it again."""
+        return [] if self._round is None else [self._round.channel]
 
     def state_dict(self) -> State:
         """The ids in the order of their places, and what a round under way has begun with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 from farflung.types import Json, State
@@ -86,6 +86,8 @@ class Summary:
     duration_s: float
     time_s: TimeSplit
     stopped: bool
+    sent: Mapping[str, Sequence[int]] | None = None
+    """Bytes to each rank, by kind; see :data:`farflung.comm.KINDS`. ``None``: they are not told."""
     schedule_nbytes: int = 0
     """The most memory that the schedule took up beside model, gradient and optimizer."""
     reducer: Mapping[str, Json] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Summary:
             "steps": self.steps,
             "samples": self.samples,
             "bytes_sent_per_replica": self.bytes_sent,
+            **({} if self.sent is None else {"bytes_sent_to": {k: list(to) for k, to in self.sent.items()}}),
             "schedule_bytes_per_replica": self.schedule_nbytes,
             "duration_s": self.duration_s,
             "time_s": self.time_s.to_json(),

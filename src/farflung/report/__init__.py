@@ -1,4 +1,4 @@
-"""What a run amounts to, for people: a picture of its course, a table of its end, and how its data was split."""
+"""What a run amounts to, for people: its course, its end, how its data was split, and who sent what to whom."""
 
 from farflung.report.buffers import buffers_picture
 from farflung.report.comparison import Compared, Course, compare_courses, comparison_picture, comparison_table
@@ -9,11 +9,13 @@ from farflung.report.sampling import sampling_picture
 from farflung.report.summary import score_words, summary_table
 from farflung.report.tensorboard import TensorBoard
 from farflung.report.text import PLAIN_WIDTH, as_text
+from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 
 __all__ = [
     "PLAIN_WIDTH",
     "Compared",
     "Course",
+    "SentByKind",
     "TensorBoard",
     "as_text",
     "buffers_picture",
@@ -26,5 +28,8 @@ __all__ = [
     "run_picture",
     "sampling_picture",
     "score_words",
+    "sent_by_kind",
     "summary_table",
+    "traffic_picture",
+    "traffic_table",
 ]

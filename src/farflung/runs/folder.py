@@ -36,6 +36,7 @@ class RunFolder:
         self.buffers_picture = path / "buffers.png"
         self.partition_picture = path / "partition.png"
         self.sampling_picture = path / "sampling.png"
+        self.traffic_picture = path / "traffic.png"
         self.curves = path / "tensorboard"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"

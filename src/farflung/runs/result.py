@@ -59,6 +59,13 @@ class Run:
         """All that each rank has told of: steps, evaluations, checkpoints; see :mod:`farflung.telemetry`."""
         return self.files.events()
 
+    @property
+    def sent(self) -> dict[str, dict[int, list[int]]]:
+        """Payload bytes that each rank has sent to each other, by kind and sender; see :data:`farflung.comm.KINDS`."""
+        from farflung.report import sent_by_kind
+
+        return sent_by_kind(self.events)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of the trained model, as they were evaluated: for ``load_state_dict``.
 

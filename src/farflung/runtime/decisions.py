@@ -173,6 +173,7 @@ async def decide_by_rank_0(
     local: Callable[[], Json],
     *,
     timing: bool = True,
+    purpose: Purpose = Purpose.DECISION,
 ) -> Decision:
     """Asks ``local`` on rank 0 and carries its value, as JSON, to everybody.
 
@@ -183,8 +184,9 @@ async def decide_by_rank_0(
       step: the step it belongs to.
       local: the decider's choice.
       timing: whether it depends on time or arrival; see :class:`farflung.types.Decision`.
+      purpose: of the messages.
     """
-    tag = Tag(Purpose.DECISION.at(step), zlib.crc32(name.encode()))
+    tag = Tag(purpose.at(step), zlib.crc32(name.encode()))
     if comm.rank != 0:
         (text,) = (await comm.recv(0, tag)).tensors()
         return Decision(name, step, json.loads(bytes(text.tolist())), timing)

@@ -19,6 +19,7 @@ from farflung.comm import (
     AUTO,
     PacedTransport,
     Peer,
+    Purpose,
     Transport,
     View,
     WallCommunicator,
@@ -286,7 +287,9 @@ class WallRuntime:
         if network is None and size > 2 and not self._local:
             network = self.drive(measured_network(self))
         found = partial(collectives_of, nbytes, size, network)
-        decided = decide_by_rank_0(self.comm, self.decisions, COLLECTIVE, step, found, timing=False)
+        decided = decide_by_rank_0(
+            self.comm, self.decisions, COLLECTIVE, step, found, timing=False, purpose=Purpose.MEASURE
+        )
         return adopt_collectives(self.comm, self.launch(decided).wait())
 
     # --- a replica's life -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from farflung.types import (
     CodecState,
     CodingCost,
     Contribution,
+    Counts,
     Json,
     Payload,
     Reduced,
@@ -215,9 +216,8 @@ class _WatchedChannel:
     def sent_nbytes(self) -> int:
         return self._channel.sent_nbytes
 
-    @sent_nbytes.setter
-    def sent_nbytes(self, nbytes: int) -> None:
-        self._channel.sent_nbytes = nbytes
+    def count(self, nbytes: Counts) -> None:
+        self._channel.count(nbytes)
 
     def tag(self, hop: int) -> Tag:
         return self._channel.tag(hop)

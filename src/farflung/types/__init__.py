@@ -48,6 +48,7 @@ from farflung.types.schedule import (
     SwapGradient,
     Transfer,
 )
+from farflung.types.sent import Counts, Sent
 from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
 from farflung.types.training import OptimizerFactory, RateScaling, RateSchedule
 from farflung.types.world import (
@@ -79,6 +80,7 @@ __all__ = [
     "Communicator",
     "Contribution",
     "Cost",
+    "Counts",
     "Dataset",
     "Decision",
     "Decisions",
@@ -116,6 +118,7 @@ __all__ = [
     "Seeds",
     "Segment",
     "SegmentCoding",
+    "Sent",
     "SharedStats",
     "Sharing",
     "Spare",

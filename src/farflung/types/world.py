@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from farflung.tasks import Pending
+from farflung.types.sent import Counts, Sent
 from farflung.types.tensors import Json, Payload, Segment, TensorSpec
 
 __all__ = [
@@ -107,6 +108,9 @@ class Communicator(Protocol):
     size.
     Settled when a run is made.
     """
+    sent: Sent
+    """What this replica has sent, counted from tensors by :meth:`send`; what is sent past it counts by
+    :meth:`Channel.count`."""
 
     @property
     def lane(self) -> CodingLane | None:
@@ -174,6 +178,10 @@ class Communicator(Protocol):
 
         In a view that ends with its first loss that ends this wait too.
         """
+        ...
+
+    def arrival(self) -> Pending[int]:
+        """The rank of the next member that comes in after the first meeting, each told once; one wait at a time."""
         ...
 
     def collective(self, name: str) -> AllReduce:
@@ -254,8 +262,14 @@ class Channel(Protocol):
         """See :attr:`Communicator.auto`."""
         ...
 
-    sent_nbytes: int
-    """Payload bytes sent so far, counted from tensors; what sends past :meth:`send` adds its own."""
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload bytes sent so far, counted from tensors."""
+        ...
+
+    def count(self, nbytes: Counts) -> None:
+        """Counts what is sent past :meth:`send`: so many bytes to each rank."""
+        ...
 
     def hops(self, count: int) -> int:
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""

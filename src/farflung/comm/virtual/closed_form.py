@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from farflung.comm.channel import in_words
@@ -16,7 +17,7 @@ from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.ring import RingInOne
 from farflung.errors import ProtocolError
 from farflung.tasks import Pending, failed
-from farflung.types import Tag, TensorSpec
+from farflung.types import Counts, Tag, TensorSpec
 
 __all__ = ["ClosedForms"]
 
@@ -30,8 +31,8 @@ class _Whole(Protocol):
         """A rank joins, now."""
         ...
 
-    def sent_nbytes(self, rank: int) -> int:
-        """What it sends in all."""
+    def sent(self, rank: int) -> Counts:
+        """Bytes that it sends to each."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -89,10 +90,10 @@ class ClosedForms:
             if there.whole is not None:
                 there.whole.fail(there.error)
         if there.error is not None:
-            return InOne(failed(there.error), 0, 0)
+            return InOne(failed(there.error), np.zeros(self._size, dtype=np.int64), 0)
         if there.whole is None:
             return None
-        return InOne(there.whole.enter(rank, tensor, side), there.whole.sent_nbytes(rank), there.whole.hops)
+        return InOne(there.whole.enter(rank, tensor, side), there.whole.sent(rank), there.whole.hops)
 
     def waits_for(self, rank: int) -> str | None:
         """Whom a rank waits for: the first that has not joined where it has."""

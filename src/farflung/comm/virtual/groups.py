@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from farflung.comm.collectives.sharded import shard_pieces
 from farflung.comm.virtual.clock import Carrier, Clock
 from farflung.comm.virtual.lane import Ends, Lane
 from farflung.network.bundles import Group
-from farflung.types import CodingCost
+from farflung.types import CodingCost, Counts
 
 __all__ = ["Devices", "GroupedReduce", "ReduceShape"]
 
@@ -49,13 +51,17 @@ class ReduceShape(NamedTuple):
             for length in shard_pieces(self.numel, self.element_nbytes, self.owners, owner)
         ]
 
-    def sent_nbytes(self, rank: int) -> int:
-        """All that one rank sends."""
-        dense, owners = self.numel * self.element_nbytes, self.owners
-        if rank >= owners:
-            return dense + owners * self.side_nbytes
-        own = (self.numel // owners + (rank < self.numel % owners)) * self.element_nbytes
-        return dense - own + (owners - 1) * self.side_nbytes + (self.size - 1) * (own + self.back_nbytes)
+    def sent(self, rank: int) -> Counts:
+        """Bytes that one rank sends to each: its part of every shard to the owner, and its own shard's sum to all."""
+        counts = np.zeros(self.size, dtype=np.int64)
+        shards = counts[: self.owners]
+        shards += self.numel // self.owners * self.element_nbytes
+        shards[: self.numel % self.owners] += self.element_nbytes
+        back_nbytes = int(shards[rank]) + self.back_nbytes if rank < self.owners else 0
+        shards += self.side_nbytes
+        counts += back_nbytes
+        counts[rank] = 0
+        return counts
 
 
 class Devices(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farflung.comm.collectives.segments import sum_in_order
 from farflung.tasks import Pending
+from farflung.types import Counts
 
 __all__ = ["InOne", "Members"]
 
@@ -20,12 +21,12 @@ class InOne:
 
     Args:
       result: the sums of tensor and side.
-      nbytes: what this rank sends.
+      sent: bytes that this rank sends to each.
       hops: how many the collective has.
     """
 
     result: Pending[tuple[Tensor, Tensor]]
-    nbytes: int
+    sent: Counts
     hops: int
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from farflung.comm.channel import kind_of
 from farflung.comm.collectives import COLLECTIVES, collective_named
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
@@ -30,6 +31,7 @@ from farflung.types import (
     Communicator,
     Payload,
     SegmentCoding,
+    Sent,
     Tag,
     TensorSpec,
 )
@@ -99,7 +101,7 @@ class VirtualNetwork:
         self.lanes, self._charged = lanes, any(lanes)
 
     def communicator(self, rank: int) -> VirtualCommunicator:
-        """The communicator of one rank."""
+        """A communicator of one rank, which counts what is sent through it."""
         return VirtualCommunicator(self, rank, len(self.mailboxes))
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
@@ -186,6 +188,7 @@ class VirtualCommunicator:
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.auto: Mapping[int, str] = {}
+        self.sent = Sent(size)
         self._network, self._mailbox = network, network.mailboxes[rank]
 
     @property
@@ -195,6 +198,7 @@ class VirtualCommunicator:
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Sends by reference; the smallest ``priority`` is served first."""
+        self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
     def recv(
@@ -252,6 +256,6 @@ async def _as_a_whole(
         whole = forms.enter(rank, name, tensor, side, coding is not None, first)
         if whole is not None:
             channel.hops(whole.hops)
-            channel.sent_nbytes += whole.nbytes
+            channel.count(whole.sent)
             return await whole.result
     return await COLLECTIVES[name].run(channel, tensor, side, coding=coding)

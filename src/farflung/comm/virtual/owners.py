@@ -10,6 +10,7 @@ from farflung.comm.virtual.groups import ReduceShape
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, by_time
 from farflung.tasks import Pending
+from farflung.types import Counts
 
 __all__ = ["OwnersInOne"]
 
@@ -38,9 +39,9 @@ class OwnersInOne:
         self._finish = np.zeros(size)
         self._to_spread = owners * self._pieces
 
-    def sent_nbytes(self, rank: int) -> int:
-        """All that one rank sends."""
-        return self._shape.sent_nbytes(rank)
+    def sent(self, rank: int) -> Counts:
+        """Bytes that one rank sends to each."""
+        return self._shape.sent(rank)
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """A rank sends its part of each shard."""

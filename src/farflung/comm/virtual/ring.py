@@ -13,7 +13,7 @@ from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, Ranks, by_time
 from farflung.tasks import Pending
-from farflung.types import Segment
+from farflung.types import Counts, Segment
 
 __all__ = ["RingInOne", "ring_sum"]
 
@@ -39,11 +39,12 @@ class RingInOne:
         self._received = np.zeros(size, dtype=np.int64)
         self._arriving: dict[float, list[Ranks]] = {}
 
-    def sent_nbytes(self, rank: int) -> int:
-        """All that one rank sends: each segment once in either half, but one."""
-        total = int(self._nbytes.sum())
-        left_out = self._nbytes[(rank + 1) % self._size] + self._nbytes[(rank + 2) % self._size]
-        return 2 * total - int(left_out)
+    def sent(self, rank: int) -> Counts:
+        """Bytes to each rank: to the next each segment once in either half, but one."""
+        after = (rank + 1) % self._size
+        counts = np.zeros(self._size, dtype=np.int64)
+        counts[after] = 2 * self._nbytes.sum() - self._nbytes[after] - self._nbytes[(rank + 2) % self._size]
+        return counts
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """A rank sends its own segment."""

@@ -60,7 +60,8 @@ class Symmetric:
       clock: virtual time.
       profile: without jitter.
       idle: whether no message is on its way.
-      hop_by_hop: a communicator of a rank, for collectives that go message by message.
+      hop_by_hop: a communicator of a rank, for collectives that go message by message. What it counts is left aside:
+        ranks have counted their bytes when they joined.
       replay: takes over from groups; called with what runs on a clock of its own up to the present moment.
     """
 
@@ -107,7 +108,7 @@ class Symmetric:
         joining.kinds[rank] = collective, shape, tensor.dtype
         joining.results[rank] = joining.members.join(rank, tensor, side)
         hops = 2 * len(shape.pieces_nbytes(0))
-        return InOne(joining.results[rank], shape.sent_nbytes(rank), hops)
+        return InOne(joining.results[rank], shape.sent(rank), hops)
 
     def interrupt(self) -> None:
         """Something else comes: what runs in groups goes on message by message."""

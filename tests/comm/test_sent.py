@@ -1,0 +1,77 @@
+"""Bytes are counted once, when they are sent: by kind, and by who they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.comm import KINDS, ExchangeChannel, Purpose, WallCommunicator
+from farflung.comm.channel import kind_of
+from farflung.comm.collectives import native
+from farflung.tasks import Pending, done
+from farflung.types import Payload, Sent, Tag
+
+NUMBERS = Payload((torch.zeros(3), Payload((torch.zeros(2, dtype=torch.uint8),))))
+
+
+def communicator(**settings: Any) -> WallCommunicator:
+    """Rank 1 of 3, whose messages go nowhere."""
+    view: Any = SimpleNamespace(rank=1, size=3, send=lambda *_: done(None))
+    return WallCommunicator(view, **settings)
+
+
+def test_every_purpose_has_a_kind_of_its_own() -> None:
+    assert set(KINDS) == set(Purpose)
+    assert len(set(KINDS.values())) == len(KINDS)
+    for purpose, kind in KINDS.items():
+        assert kind_of(purpose.at(0)) == kind_of(purpose.at((1 << 56) - 1)) == kind
+    assert kind_of((max(Purpose) + 1) << 56) == "other"
+
+
+def test_a_communicator_counts_whoever_sends() -> None:
+    comm = communicator()
+    comm.send(NUMBERS, 0, Tag(Purpose.DECISION.at(4)))
+    channel = ExchangeChannel(comm, Purpose.SHARING.at(4), 0)
+    channel.send(NUMBERS, 2, 0)
+    channel.send(NUMBERS, 2, 1)
+    assert comm.sent.to_json() == {"decisions": [14, 0, 0], "sharing": [0, 0, 28]}
+    assert channel.sent.tolist() == [0, 0, 28]
+    assert channel.sent_nbytes == 28
+
+
+def test_what_has_to_come_to_the_host_first_counts_once() -> None:
+    staged: list[Callable[[Payload], object]] = []
+    comm = communicator(stage=lambda _, then: staged.append(then))
+    comm.send(Payload((torch.empty(5, device="meta"),)), 0, Tag(0))
+    assert comm.sent.to_json() == {"gradients": [20, 0, 0]}
+    for then in staged:
+        then(Payload((torch.zeros(5),)))
+    assert len(staged) == 1
+    assert comm.sent.to_json() == {"gradients": [20, 0, 0]}
+
+
+def test_the_backends_sum_counts_as_a_rings_to_the_next_rank() -> None:
+    def summed(tensor: Tensor) -> Pending[Tensor]:
+        return done(tensor)
+
+    comm = communicator(native=summed)
+    channel = ExchangeChannel(comm, Purpose.STEP.at(0), 0)
+    exchange = native(channel, torch.zeros(30), torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(StopIteration):
+        exchange.send(None)
+    assert comm.sent.to_json() == {"gradients": [0, 0, 4 * 120 // 3 + 4 * 24 // 3]}
+    assert channel.sent_nbytes == 192
+
+
+def test_counts_add_up_and_kinds_of_which_nothing_was_sent_are_left_out() -> None:
+    sent, more = Sent(3, {"sharing": [0, 0, 9], "evaluation": [0, 8, 8]}), Sent(3)
+    more.add("evaluation", 1, 2)
+    more.add("decisions", 0, 1)
+    sent.add_all(more)
+    assert sent.to_json() == {"evaluation": [0, 8, 9], "sharing": [0, 0, 9]}
+    assert more.to_json() == {"evaluation": [0, 0, 1]}
