@@ -275,11 +275,15 @@ def test_what_is_forgotten_is_kept_as_runs(numbers: list[int]) -> None:
 def test_the_end_fails_every_wait_now_and_later() -> None:
     mailbox = Mailbox()
     waits: list[Pending[Any]] = [mailbox.recv(src, tag(), None, 0.0) for src in (0, 1)]
-    waits += [mailbox.recv_any(tag(), None, 0.0), mailbox.recv(2, tag(), None, 0.0, 1.0), mailbox.departure()]
+    waits += [
+        mailbox.recv_any(tag(), None, 0.0),
+        mailbox.recv(2, tag(), None, 0.0, 1.0),
+        mailbox.departures.next(),
+    ]
     first = RunLost("over")
     mailbox.end(first)
     mailbox.end(RunLost("over again"))
-    waits += [mailbox.recv(0, tag(9), None, 0.0), mailbox.departure()]
+    waits += [mailbox.recv(0, tag(9), None, 0.0), mailbox.departures.next()]
     for pending in waits:
         assert pending.error is first
     assert mailbox.oldest() is None
@@ -310,14 +314,14 @@ def test_one_sender_fails_alone() -> None:
 
 def test_who_is_gone_is_told_once_each() -> None:
     mailbox = Mailbox()
-    first = mailbox.departure()
+    first = mailbox.departures.next()
     for rank in (4, 2, 4):
         mailbox.fail_from(rank, PeerLost(rank, "gone"))
-    assert [first.result(), mailbox.departure().result()] == [4, 2]
-    waiting = mailbox.departure()
+    assert [first.result(), mailbox.departures.next().result()] == [4, 2]
+    waiting = mailbox.departures.next()
     assert not waiting.done
     with pytest.raises(RuntimeError, match="two waits for a departure"):
-        mailbox.departure()
+        mailbox.departures.next()
 
 
 def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:

@@ -72,7 +72,11 @@ class WallCommunicator:
 
     def departure(self) -> Pending[int]:
         """Waits for somebody to leave."""
-        return self.view.mailbox.departure()
+        return self.view.mailbox.departures.next()
+
+    def arrival(self) -> Pending[int]:
+        """Waits for somebody to come."""
+        return self.view.mailbox.arrivals.next()
 
     def collective(self, name: str) -> AllReduce:
         """Hop by hop."""

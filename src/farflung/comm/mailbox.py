@@ -10,8 +10,9 @@ from typing import Any
 
 from farflung.comm.channel import in_words
 from farflung.comm.forgotten import Forgotten
+from farflung.comm.news import News
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
-from farflung.tasks import Pending, done, failed
+from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag, TensorSpec
 
 __all__ = ["Mailbox", "Waiting"]
@@ -55,9 +56,8 @@ class Mailbox:
         self._forgotten = Forgotten()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
-        self._departed: deque[int] = deque()
-        """Senders that are gone, and that nobody was told of."""
-        self._departure: Pending[int] | None = None
+        self.arrivals, self.departures = News("an arrival"), News("a departure")
+        """Senders that came after the first meeting, and those that are gone."""
         self.dropped = 0
         """Messages of exchanges that were forgotten."""
 
@@ -98,9 +98,11 @@ class Mailbox:
                     del self._arrived[waiting.tag]
                 _hand_over(waiting, sender, payload)
                 return found
-        ended = self._ended or (None if waiting.src is None else self._gone.get(waiting.src))
+        ended = self._ended
         if ended is None and waiting.tag.exchange in self._forgotten:
             ended = WaitEnded(waiting.src, waiting.what)
+        if ended is None and waiting.src is not None:
+            ended = self._gone.get(waiting.src)
         if ended is not None:
             return failed(ended)
         if key in self._waits or key in self._apart:
@@ -110,17 +112,6 @@ class Mailbox:
         else:
             self._apart[key] = waiting, waiting.since + deadline_s
         return found
-
-    def departure(self) -> Pending[int]:
-        """See :meth:`farflung.types.Communicator.departure`."""
-        if self._departed:
-            return done(self._departed.popleft())
-        if self._ended is not None:
-            return failed(self._ended)
-        if self._departure is not None:
-            raise RuntimeError("two waits for a departure")
-        self._departure = Pending()
-        return self._departure
 
     def deliver(self, src: int, tag: Tag, payload: Payload) -> None:
         """A message has come."""
@@ -177,11 +168,7 @@ class Mailbox:
         self._gone[src] = error
         for waiting in [one for one in self._all() if one.src == src]:
             self.fail(waiting, error)
-        told, self._departure = self._departure, None
-        if told is None:
-            self._departed.append(src)
-        else:
-            told.set(src)
+        self.departures.tell(src)
 
     def end(self, error: BaseException) -> None:
         """Fails every wait, now and from now on; what has arrived can still be received."""
@@ -189,9 +176,8 @@ class Mailbox:
             self._ended = error
         for waiting in self._all():
             self.fail(waiting, self._ended)
-        told, self._departure = self._departure, None
-        if told is not None:
-            told.fail(self._ended)
+        for news in (self.arrivals, self.departures):
+            news.end(self._ended)
 
     def _all(self) -> list[Waiting]:
         """Every wait."""

@@ -226,7 +226,11 @@ class VirtualCommunicator:
 
     def departure(self) -> Pending[int]:
         """Waits for somebody to leave."""
-        return self._mailbox.departure()
+        return self._mailbox.departures.next()
+
+    def arrival(self) -> Pending[int]:
+        """Waits for somebody to come."""
+        return self._mailbox.arrivals.next()
 
     def collective(self, name: str) -> AllReduce:
         """As a whole where that is exact."""
