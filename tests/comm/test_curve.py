@@ -159,7 +159,7 @@ def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.listen()
         address = f"tcp://127.0.0.1:{impostor.getsockname()[1]}"
-        store.set("farflung/0/0", Peer(0, address, bytes(16), Keys.fresh().public).to_json())
+        store.set("farflung/0", Peer(0, address, bytes(16), Keys.fresh().public).to_json())
 
         def hang_up() -> None:
             impostor.accept()[0].close()
@@ -171,13 +171,13 @@ def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
 
 def test_the_store_holds_every_rank_under_its_own_name() -> None:
     store = dist.HashStore()
-    store.set("farflung/0/0", Peer(2, "tcp://127.0.0.1:5000", bytes(16)).to_json())
+    store.set("farflung/0", Peer(2, "tcp://127.0.0.1:5000", bytes(16)).to_json())
     with pytest.raises(ProtocolError, match="the store holds rank 2 under the name of rank 0"):
         WallRuntime(1, 3, store, join_s=PATIENCE_S)
 
 
 def test_the_store_cannot_send_anybody_away_in_the_clear() -> None:
     store = dist.HashStore()
-    store.set("farflung/0/0", Peer(0, f"tcp://{ELSEWHERE}:5000", bytes(16)).to_json())
+    store.set("farflung/0", Peer(0, f"tcp://{ELSEWHERE}:5000", bytes(16)).to_json())
     with pytest.raises(ProtocolError, match=f"sends rank 1 to tcp://{ELSEWHERE}:5000 for rank 0"):
         WallRuntime(1, 2, store)

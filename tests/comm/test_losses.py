@@ -410,7 +410,7 @@ def test_a_replica_that_never_joins_is_named() -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_replica_that_never_greets_is_named(silent: int) -> None:
     store = dist.HashStore()
-    store.set(f"farflung/0/{silent}", Peer(silent, "tcp://127.0.0.1:1", bytes(16)).to_json())
+    store.set(f"farflung/{silent}", Peer(silent, "tcp://127.0.0.1:1", bytes(16)).to_json())
     with pytest.raises(DeadlinePassed, match=f"lost rank {silent}: waited .* for its greeting"):
         WallRuntime(1 - silent, 2, store, join_s=0.1)
 
@@ -420,7 +420,7 @@ def test_a_replica_that_never_greets_is_named(silent: int) -> None:
 )
 def test_nonsense_in_the_store_is_no_address(published: str) -> None:
     store = dist.HashStore()
-    store.set("farflung/0/1", published)
+    store.set("farflung/1", published)
     with pytest.raises(ProtocolError, match=r"the store holds .* where an address was due"):
         WallRuntime(0, 2, store, join_s=PATIENCE_S)
 

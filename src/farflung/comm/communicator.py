@@ -70,6 +70,10 @@ class WallCommunicator:
         """Gives its waits up, and drops what comes."""
         self.view.mailbox.forget(exchange)
 
+    def advance(self, view: int) -> None:
+        """Goes on as a newer view."""
+        self.view.advance(view)
+
     def departure(self) -> Pending[int]:
         """Waits for somebody to leave."""
         return self.view.mailbox.departures.next()

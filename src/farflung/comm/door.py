@@ -67,10 +67,13 @@ class Door:
         """At which it listens."""
         self.address = f"{tcp(interface)}:{self.port}"
         self._sock, self._gate = sock, gate
-        self._shut = False
+        self._is_open = self._shut = False
 
     def open(self) -> None:
-        """Begins to let in those whom the gate admits."""
+        """Begins to let in those whom the gate admits; once."""
+        if self._is_open:
+            return
+        self._is_open = True
         self._gate.guard(self._sock)
         descriptor = os.dup(self._listener.fileno())  # ZeroMQ closes its own
         for option, value in (

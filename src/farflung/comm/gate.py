@@ -34,7 +34,8 @@ class Gate:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, keys: Keys | None) -> None:
         self.keys = keys
         self._token = token
-        self._admitted: dict[str, bytes] = {}
+        self._admitted: dict[int, tuple[str, bytes]] = {}
+        """By rank: the name of who may come, and its password."""
         self.questions = context.socket(zmq.ROUTER)
         """Readable when somebody waits for an answer; until :meth:`answer` is called the handshake waits too."""
         self.questions.bind(_ZAP)
@@ -59,8 +60,13 @@ class Gate:
         socket.setsockopt(zmq.PLAIN_PASSWORD, _password(self._token, peer.token))
 
     def admit(self, peers: Iterable[Peer]) -> None:
-        """Sets the list."""
-        self._admitted = {self.name_of(peer): _password(peer.token, self._token) for peer in peers}
+        """Puts some on the list."""
+        for peer in peers:
+            self._admitted[peer.rank] = self.name_of(peer), _password(peer.token, self._token)
+
+    def dismiss(self, rank: int) -> None:
+        """Takes one off the list; a connection that is there stays."""
+        self._admitted.pop(rank, None)
 
     @staticmethod
     def name_of(peer: Peer) -> str:
@@ -93,11 +99,12 @@ class Gate:
 
     def _name(self, mechanism: bytes, *credentials: bytes) -> str | None:
         """Who proves to be on the list; ZeroMQ asks with no mechanism but the one that guards the socket."""
+        admitted = dict(self._admitted.values())
         if mechanism == b"CURVE":
             key = z85.encode(credentials[0]).decode()
-            return key if key in self._admitted else None
+            return key if key in admitted else None
         name = credentials[0].decode(errors="replace")
-        return name if hmac.compare_digest(credentials[1], self._admitted.get(name, b"")) else None
+        return name if hmac.compare_digest(credentials[1], admitted.get(name, b"")) else None
 
 
 def _password(of: bytes, to: bytes) -> bytes:

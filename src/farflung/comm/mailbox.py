@@ -15,7 +15,15 @@ from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["Mailbox", "Waiting"]
+__all__ = ["Full", "Mailbox", "Waiting"]
+
+
+AHEAD_NBYTES = 1 << 30
+"""Bytes of messages of newer views that are kept, at most."""
+
+
+class Full(Exception):
+    """There is no room for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,12 @@ class Mailbox:
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = News("an arrival"), News("a departure")
         """Senders that came after the first meeting, and those that are gone."""
+        self.view = 0
+        """The number of the view whose messages are received."""
+        self._ahead: list[tuple[int, int, Tag, Payload]] = []
+        """Of newer views: number, sender, tag, message."""
         self.dropped = 0
-        """Messages of exchanges that were forgotten."""
+        """Messages of exchanges that were forgotten, and of older views."""
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -113,8 +125,20 @@ class Mailbox:
             self._apart[key] = waiting, waiting.since + deadline_s
         return found
 
-    def deliver(self, src: int, tag: Tag, payload: Payload) -> None:
-        """A message has come."""
+    def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
+        """A message has come; one of a newer view is kept for that, one of an older dropped.
+
+        Raises:
+          Full: there is no room for more of newer views.
+        """
+        if view < self.view:
+            self.dropped += 1
+            return
+        if view > self.view:
+            if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
+                raise Full(f"more than {AHEAD_NBYTES} bytes of views to come")
+            self._ahead.append((view, src, tag, payload))
+            return
         waiting = self._take((src, tag)) or self._take((None, tag))
         if waiting is not None:
             _hand_over(waiting, src, payload)
@@ -161,6 +185,22 @@ class Mailbox:
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
             self.dropped += len(self._arrived.pop(tag))
 
+    def advance(self, view: int) -> None:
+        """From now on messages of a newer view are received: waits end, what has come of an older one is dropped.
+
+        Raises:
+          ValueError: it is not newer.
+        """
+        if view <= self.view:
+            raise ValueError(f"view {view} is not newer than {self.view}")
+        for waiting in self._all():
+            self.fail(waiting, WaitEnded(waiting.src, waiting.what))
+        self.dropped += sum(map(len, self._arrived.values()))
+        self._arrived.clear()
+        self.view, ahead, self._ahead = view, self._ahead, []
+        for number, src, tag, payload in ahead:
+            self.deliver(src, tag, payload, number)
+
     def fail_from(self, src: int, error: BaseException) -> None:
         """Fails every wait for one sender, now and from now on; what it has sent can still be received."""
         if src in self._gone:
@@ -169,6 +209,10 @@ class Mailbox:
         for waiting in [one for one in self._all() if one.src == src]:
             self.fail(waiting, error)
         self.departures.tell(src)
+
+    def returns(self, src: int) -> None:
+        """A sender that was gone is there again."""
+        self._gone.pop(src, None)
 
     def end(self, error: BaseException) -> None:
         """Fails every wait, now and from now on; what has arrived can still be received."""

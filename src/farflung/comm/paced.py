@@ -231,6 +231,10 @@ class PacedTransport:
         """See :class:`farflung.comm.transport.Transport`."""
         return self._inner.turned_away
 
+    def dismiss(self, rank: int) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._inner.dismiss(rank)
+
     def expects(self, count: int) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
         self._inner.expects(count)

@@ -43,7 +43,7 @@ class Listener(Protocol):
 class Transport(Protocol):
     """Connections to the other processes of a run: each proves who it is, and what is too large is refused.
 
-    It belongs to one thread, which calls :meth:`poll`; only :meth:`open` may come before.
+    It belongs to one thread, which calls :meth:`poll`; only the first :meth:`open` may come before.
     """
 
     @property
@@ -80,7 +80,11 @@ class Transport(Protocol):
         ...
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
-        """Lets the higher ranks in, and connects to the lower ones."""
+        """Lets the higher ranks in, and connects to the lower ones; more of them may come later."""
+        ...
+
+    def dismiss(self, rank: int) -> None:
+        """A member that is let in, or was, is none any more: what comes from it is refused."""
         ...
 
     def expects(self, count: int) -> None:

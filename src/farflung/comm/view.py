@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farflung.comm.blame import Blame, Holdup
-from farflung.comm.mailbox import Mailbox
+from farflung.comm.mailbox import Full, Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.transport import Transport
 from farflung.comm.wire import Kind, Message, WireError, encode, json_of
@@ -36,9 +36,11 @@ class View:
       transport: carries its messages.
       size: number of members.
       now: the clock, in seconds.
-      number: of the view; messages of others are refused.
+      number: of the view at first, see :meth:`advance`.
       whole: whether it ends for this member with the first that is lost, as it has to where every exchange needs all
         of them; otherwise that member's messages alone fail.
+      members: who is there at the first meeting, this one too; all when not given. Others may be admitted later, where
+        the view is not whole.
       settings: what must be equal on all members, by name; compared at the start.
       max_nbytes: the largest payload accepted, in bytes.
     """
@@ -51,12 +53,14 @@ class View:
         now: Callable[[], float],
         number: int = 0,
         whole: bool = True,
+        members: Iterable[int] | None = None,
         settings: Mapping[str, Json] | None = None,
         max_nbytes: int = 1 << 31,
     ) -> None:
         self.transport = transport
-        self.rank, self.size, self.number = transport.me.rank, size, number
+        self.rank, self.size = transport.me.rank, size
         self.mailbox = Mailbox()
+        self.mailbox.view = number
         self.ready: Pending[None] = Pending()
         """Done when all have greeted."""
         self.lost: BaseException | None = None
@@ -64,9 +68,14 @@ class View:
         transport.max_nbytes = max_nbytes
         self._now, self._whole = now, whole
         self._settings = {"number of replicas": size, **(settings or {})}
+        self._members = set(range(size) if members is None else members)
         self._addresses: dict[int, str] = {}
         """Of the others, once it is known who they are."""
         self._greeted: set[int] = set()
+        self._late: set[int] = set()
+        """Those that were admitted after the first meeting."""
+        self.refused: dict[int, ProtocolError] = {}
+        """Those that were to be, and why they were not."""
         self._left: set[int] = set()
         self._sent: Counter[int] = Counter()
         """Messages to each member."""
@@ -76,7 +85,7 @@ class View:
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
         """What is said to everybody when leaving."""
-        if size == 1:
+        if len(self._members) == 1:
             self.ready.set(None)
             transport.expects(0)
 
@@ -97,9 +106,40 @@ class View:
             if peer.rank < self.rank:
                 self._greet(peer.rank)
 
+    def admit(self, peer: Peer) -> None:
+        """Lets somebody in after the first meeting, who connects to the lower ranks, as higher ones do to it.
+
+        Once it has greeted, :meth:`farflung.types.Communicator.arrival` tells. One that has other settings is told so,
+        and is none of the members. A rank that has left, or was lost, may come again.
+
+        Raises:
+          ConfigError: its key is not on this replica's list, or it encrypts and others do not.
+          ProtocolError: the view is whole, or the rank is there already, or is none of the run's.
+        """
+        if self._whole:
+            raise ProtocolError(
+                f"rank {peer.rank} cannot come later: every exchange of this run needs all replicas"
+            )
+        if peer.rank == self.rank or peer.rank in self.present() or peer.rank >= self.size:
+            raise ProtocolError(f"rank {peer.rank} of {self.size} is there already, or is none of the run's")
+        check_peers(self.transport.me, [peer], self.transport.keys)
+        self._greeted.discard(peer.rank)
+        self._left.discard(peer.rank)
+        self._members.add(peer.rank)
+        self._late.add(peer.rank)
+        self._heard[peer.rank] = self._sent[peer.rank] = 0
+        self._addresses[peer.rank] = peer.address
+        self.transport.open([peer], self)
+        self._expect()
+        if peer.rank < self.rank:
+            self._greet(peer.rank)
+
     def missing(self) -> list[int]:
-        """The ranks that have not greeted yet."""
-        return [rank for rank in range(self.size) if rank != self.rank and rank not in self._greeted]
+        """The members that have not greeted yet."""
+        return sorted(self._members - self._greeted - {self.rank})
+
+    def _expect(self) -> None:
+        self.transport.expects(sum(rank > self.rank for rank in self.missing()))
 
     def greeting_of(self, rank: int) -> str:
         """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
@@ -112,6 +152,21 @@ class View:
         """What has been refused so far, by kind; empty where nothing was."""
         counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
         return dict(counts) if any(counts.values()) else {}
+
+    @property
+    def number(self) -> int:
+        """Of the view; it grows."""
+        return self.mailbox.view
+
+    def advance(self, number: int) -> None:
+        """Goes on as a newer view: what the older had sent and has not left yet is withdrawn, its waits end.
+
+        Raises:
+          ValueError: the number is not higher.
+        """
+        older = self.number
+        self.mailbox.advance(number)
+        self.transport.withdraw(older)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -127,8 +182,6 @@ class View:
 
     def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
-        if message.view != self.number:
-            raise WireError("a message of another view")
         if message.kind is Kind.HELLO:
             self._hello(rank, json_of(message.payload))
         elif rank not in self._greeted:
@@ -136,7 +189,10 @@ class View:
         elif message.kind is Kind.DATA:
             self._heard[rank] += 1
             self._blame.moves(rank, self._heard[rank])
-            self.mailbox.deliver(rank, message.tag, message.payload)
+            try:
+                self.mailbox.deliver(rank, message.tag, message.payload, message.view)
+            except Full as error:
+                raise WireError(str(error)) from None
         else:
             self._control(rank, message)
 
@@ -163,26 +219,42 @@ class View:
             self._greet(rank)
         if self._parting is not None:
             self._say(self._parting[0], rank, self._parting[1], last=True)
+        unlike = self._unlike(rank, body.get("settings"))
+        if unlike is not None and rank in self._late:
+            self._refuse(rank, unlike)
+            return
         self._greeted.add(rank)
-        self._compare(rank, body.get("settings"))
-        missing = self.missing()
-        self.transport.expects(sum(other > self.rank for other in missing))
-        if not missing:
+        if unlike is not None:
+            self.end(unlike)
+        self._expect()
+        if not self.missing():
             self.ready.set(None)
+        if rank in self._late:
+            self.mailbox.returns(rank)
+            self.mailbox.arrivals.tell(rank)
 
-    def _compare(self, rank: int, theirs: object) -> None:
+    def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
+        """How a member's settings differ from this one's."""
         if not isinstance(theirs, dict):
             raise WireError("a greeting without settings")
         for name in sorted(self._settings.keys() | theirs.keys()):
             mine, other = self._settings.get(name), theirs.get(name)
             if mine != other:
-                self.end(
-                    ProtocolError(
-                        f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
-                        "start all of them with the same command"
-                    )
+                return ProtocolError(
+                    f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
+                    "start all of them with the same command"
                 )
-                return
+        return None
+
+    def _refuse(self, rank: int, why: ProtocolError) -> None:
+        """A newcomer is none of the members; it is told why, by their greetings too."""
+        self._say(Kind.ABORT, rank, {"detail": str(why), "rank": rank})
+        self.transport.dismiss(rank)
+        self._members.discard(rank)
+        self._late.discard(rank)
+        del self._addresses[rank]
+        self.refused[rank] = why
+        self._expect()
 
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
@@ -284,6 +356,9 @@ class View:
     def _lose(self, rank: int, error: BaseException) -> None:
         """A member is lost: ends the view, or the waits for that member where the view is not whole."""
         self._left.add(rank)
+        if rank in self._late - self._greeted:
+            self._members.discard(rank)
+            self._expect()
         if self._whole:
             self.end(error)
         else:

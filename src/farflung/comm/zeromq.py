@@ -101,7 +101,7 @@ class ZmqTransport:
         self._due = size - 1 - rank
         self._urgent: set[int] = set()
         """Ranks with a connection for urgent messages."""
-        self._urgent_due = set(range(rank + 1, size))
+        self._urgent_due: set[int] = set()
         """Those that are to open one."""
         self._watched: dict[int, Callable[[], None]] = {}
         token = secrets.token_bytes(16)
@@ -139,20 +139,38 @@ class ZmqTransport:
         assert self._door is not None
         self._listener = listener
         for peer in others:
+            self.dismiss(peer.rank)
             self._peers[peer.rank] = peer
             for name in (peer.token, peer.token + _URGENT):
                 self._inboxes[name] = peer.rank, Inbox(self.piece)
-        self._gate.admit(peer for peer in others if peer.rank > self.me.rank)
+        higher = [peer for peer in others if peer.rank > self.me.rank]
+        self._urgent_due |= {peer.rank for peer in higher}
+        self._gate.admit(higher)
         self._door.open()
         for peer in others:
             if peer.rank < self.me.rank:
-                self._gate.approach(self._socket, self.me.rank, peer)
-                self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
-                for suffix in (b"", _URGENT):
-                    self._socket.setsockopt(zmq.ROUTING_ID, self.me.token + suffix)
-                    self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token + suffix)
-                    self._socket.connect(peer.address)
-                self._sending.put(peer.token + _URGENT, _OPEN, FIRST, 0)
+                self._connect(peer)
+
+    def _connect(self, peer: Peer) -> None:
+        self._gate.approach(self._socket, self.me.rank, peer)
+        self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
+        for suffix in (b"", _URGENT):
+            self._socket.setsockopt(zmq.ROUTING_ID, self.me.token + suffix)
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer.token + suffix)
+            self._socket.connect(peer.address)
+        self._sending.put(peer.token + _URGENT, _OPEN, FIRST, 0)
+
+    def dismiss(self, rank: int) -> None:
+        """See :class:`farflung.comm.transport.Transport`."""
+        self._urgent.discard(rank)
+        self._urgent_due.discard(rank)
+        peer = self._peers.pop(rank, None)
+        if peer is None:
+            return
+        self._gate.dismiss(rank)
+        for name in (peer.token, peer.token + _URGENT):
+            del self._inboxes[name]
+            self._sending.close(name, PeerLost(rank, "it is no member any more"))
 
     def expects(self, count: int) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -189,6 +207,8 @@ class ZmqTransport:
         self._sending.withdraw(view)
 
     def _put(self, rank: int, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
+        if rank not in self._peers:
+            raise PeerLost(rank, "it is no member")
         token = self._peers[rank].token
         try:
             if priority < 0 and rank in self._urgent:
@@ -298,14 +318,15 @@ class ZmqTransport:
             self._report("a connection")
         self._mind_the_door()
         for name in closed:
-            self._lost(name, *self._inboxes[name])
+            if name in self._inboxes:
+                self._lost(name, self._inboxes[name][0])
         for rank, peer in self._peers.items():
             if peer.address in self._connections.denied and rank not in self._denied:
                 assert self._listener is not None
                 self._denied.add(rank)
                 self._listener.denied(rank)
 
-    def _lost(self, name: bytes, rank: int, _: Inbox) -> None:
+    def _lost(self, name: bytes, rank: int) -> None:
         self._sending.close(name, PeerLost(rank, "its connection is gone"))
         self._urgent.discard(rank)
         if name == self._peers[rank].token:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -83,6 +83,7 @@ class WallRuntime:
       model: the folder of a :class:`farflung.comm.NetworkModel` whose pace messages keep; ``None``: they go as they
         can.
       whole: see :class:`farflung.comm.View`.
+      members: the same; this one too. Others come later, see :meth:`admit`.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted.
@@ -110,6 +111,7 @@ class WallRuntime:
         seed: int = 0,
         model: Path | None = None,
         whole: bool = True,
+        members: Collection[int] | None = None,
     ) -> None:
         address = interface_address(interface)
         local = is_loopback(address) and advertise is None
@@ -124,6 +126,7 @@ class WallRuntime:
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
+        self._store = store
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
             assert store is not None
@@ -140,7 +143,7 @@ class WallRuntime:
         )
         if model is not None:
             transport = PacedTransport(transport, model)
-        self.view = View(transport, size, now=self.now, whole=whole, settings=settings)
+        self.view = View(transport, size, now=self.now, whole=whole, members=members, settings=settings)
         """The members, as this one sees them."""
         self.comm = WallCommunicator(
             self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
@@ -148,7 +151,7 @@ class WallRuntime:
         self._thread = CommunicationThread(self.view, self.now, deadline_s)
         try:
             if store is not None and size > 1:
-                self.view.connect(self._meet(store, join_s))
+                self.view.connect(self._meet(store, join_s, range(size) if members is None else members))
         except BaseException as error:
             self._thread.start()  # it closes the sockets
             self.close(error)
@@ -321,24 +324,50 @@ class WallRuntime:
         if self._group is not None:
             self._group.shutdown()
 
-    def _meet(self, store: dist.Store, join_s: float) -> list[Peer]:
-        prefix = f"farflung/{self.view.number}"
-        store.set(f"{prefix}/{self.comm.rank}", self.view.transport.me.to_json())
-        peers = []
-        for rank in range(self.comm.size):
-            key = f"{prefix}/{rank}"
-            left = max(0.001, join_s - self.now())
+    def admit(self, rank: int, *, join_s: float = DEADLINE_S) -> Pending[None]:
+        """Lets a replica in that was not there at the start, or is there again.
+
+        Done once it has published its address in the store and may come; then
+        :meth:`farflung.types.Communicator.arrival` tells when it has.
+
+        Args:
+          rank: of it, below the size of the run.
+          join_s: how long it may take to publish it, in seconds; then this fails with :class:`DeadlinePassed`.
+        """
+        store = self._store
+        if store is None:
+            raise ConfigError("a replica that runs alone has no store where another could be found")
+        found = self.aside(lambda: self._peer(store, rank, self.now() + join_s))
+        admitted: Pending[None] = Pending()
+
+        def let_in(_: object) -> None:
             try:
-                store.wait([key], timedelta(seconds=left))
-            except (dist.DistStoreError, RuntimeError) as error:
-                raise DeadlinePassed(
-                    rank, f"its address in the store ({type(error).__name__})", self.now()
-                ) from None
-            peer = Peer.from_json(store.get(key))
-            if peer.rank != rank:
-                raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
-            peers.append(peer)
-        return peers
+                self.view.admit(found.result())
+            except BaseException as error:
+                admitted.fail(error)
+            else:
+                admitted.set(None)
+
+        found.on_done(let_in)
+        return admitted
+
+    def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
+        store.set(_place(self.comm.rank), self.view.transport.me.to_json())
+        return [self._peer(store, rank, join_s) for rank in sorted(members)]
+
+    def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
+        """What a replica has published."""
+        key, begin = _place(rank), self.now()
+        try:
+            store.wait([key], timedelta(seconds=max(0.001, until - begin)))
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise DeadlinePassed(
+                rank, f"its address in the store ({type(error).__name__})", self.now() - begin
+            ) from None
+        peer = Peer.from_json(store.get(key))
+        if peer.rank != rank:
+            raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
+        return peer
 
     def _await_greetings(self, join_s: float) -> None:
         def give_up() -> None:
@@ -386,6 +415,11 @@ class WallRuntime:
 
         work.get_future().add_done_callback(arrived)
         return summed
+
+
+def _place(rank: int) -> str:
+    """Of a replica's address in the store."""
+    return f"farflung/{rank}"
 
 
 def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:

@@ -173,6 +173,17 @@ class Communicator(Protocol):
         """
         ...
 
+    def advance(self, view: int) -> None:
+        """From now on this member sends and receives messages of a newer view.
+
+        Waits of the older end with :class:`WaitEnded`, what it has sent and has not left yet is withdrawn, and what
+        comes of it is dropped. What members that were earlier here have sent of the newer one has been kept.
+
+        Args:
+          view: its number, above that of the older one; the first is 0.
+        """
+        ...
+
     def departure(self) -> Pending[int]:
         """The rank of the next member that leaves or is lost, each told once; one wait at a time.
 

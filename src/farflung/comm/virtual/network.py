@@ -108,10 +108,10 @@ class VirtualNetwork:
         """Starts a message; done when its last byte has left."""
         if self._symmetric is not None:
             self._symmetric.interrupt()
-        mailbox = self.mailboxes[dst]
+        mailbox, view = self.mailboxes[dst], self.mailboxes[src].view
 
         def arrived(_: float) -> None:
-            mailbox.deliver(src, tag, payload)
+            mailbox.deliver(src, tag, payload, view)
 
         if not self._charged:
             return self._move(src, dst, payload.nbytes, priority, arrived)
@@ -223,6 +223,10 @@ class VirtualCommunicator:
     def forget(self, exchange: int) -> None:
         """Gives its waits up, and drops what comes."""
         self._mailbox.forget(exchange)
+
+    def advance(self, view: int) -> None:
+        """Goes on as a newer view."""
+        self._mailbox.advance(view)
 
     def departure(self) -> Pending[int]:
         """Waits for somebody to leave."""
