@@ -36,7 +36,7 @@ async def evaluate(
     step: int,
     *,
     stands: Mapping[str, Tensor] | None,
-    of_rank_0: bool,
+    of_rank_0: bool = False,
     goes_on: bool,
     seed: int,
     device: torch.device,
@@ -53,7 +53,7 @@ async def evaluate(
       data: the test set.
       step: of the evaluation.
       stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
-      of_rank_0: whether what rank 0 says of that is meant.
+      of_rank_0: whether ``stands`` is not alike on all, and rank 0's is meant.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.
       device: of the model.
