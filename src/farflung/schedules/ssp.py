@@ -36,9 +36,11 @@ class SSP(Fixed):
     that the server does follows from that, so a replay ends with the same bits.
 
     At a checkpoint, and at the end of a run, all wait for all, as with a bound of 0. So replicas are alike there, and
-    with a bound above 0 training depends on how often a checkpoint is made. Evaluation sees the server's parameters as
-    they were when it answered rank 0 at that step. On the wall clock replicas wait for each other to be evaluated, and no
-    longer than the deadline: where some may be that far behind, evaluate at the end alone, or raise the deadline.
+    with a bound above 0 training depends on how often a checkpoint is made.
+
+    Evaluation sees the server's parameters as they were when it answered rank 0 at that step. On the wall clock
+    replicas wait for each other to be evaluated, and no longer than the deadline: where some may be that far behind,
+    evaluate at the end alone, or raise the deadline.
 
     Nobody waits for losses that are not finite either: to skip a step is to leave out that replica's update, as
     ``exclude`` does.
