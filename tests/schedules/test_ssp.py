@@ -69,7 +69,7 @@ def counting(
 
 def arrivals(run: Run) -> list[int]:
     """Whose updates the server added, in its order."""
-    return [int(str(d.value)) for d in run.world.decisions.entries if d.name == "arrival"]
+    return [int(str(d.value)) for d in run.world.decisions.entries if d.name == "update"]
 
 
 def by_the_log(order: Sequence[int], bound: int | None, size: int, steps: int) -> list[list[list[int]]]:
@@ -207,17 +207,17 @@ def test_a_log_of_another_run_is_refused(value: Any) -> None:
     log = DecisionLog(
         replay=[
             Decision("collective", 0, {}, timing=False),
-            Decision("arrival", 0, 3, rank=0),
-            Decision("arrival", 1, value, rank=0),
+            Decision("update", 0, 3, rank=0),
+            Decision("update", 1, value, rank=0),
         ]
     )
-    with pytest.raises(ConfigError, match="--replay: decision 'arrival' at step 1"):
+    with pytest.raises(ConfigError, match="--replay: decision 'update' at step 1"):
         uneven(0, around={"decisions": log}).whole()
 
 
 def test_a_log_that_ends_too_early_is_refused() -> None:
-    log = [Decision("collective", 0, {}, timing=False), Decision("arrival", 0, 3, rank=0)]
-    with pytest.raises(ConfigError, match="holds no decision 'arrival' of rank 0 at step 1"):
+    log = [Decision("collective", 0, {}, timing=False), Decision("update", 0, 3, rank=0)]
+    with pytest.raises(ConfigError, match="holds no decision 'update' of rank 0 at step 1"):
         uneven(2, around={"decisions": DecisionLog(replay=log)}).whole()
 
 

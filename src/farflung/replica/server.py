@@ -30,7 +30,7 @@ from farflung.types import (
 
 __all__ = ["ByServer", "Server"]
 
-ARRIVAL = "arrival"
+UPDATE = "update"
 """The name of the decision whose update is added next; its step counts the updates of all replicas."""
 PUSH, ANSWER = 0, 1
 """Hops of an exchange; an answer comes at the second or, behind signs of life, at one of those that follow."""
@@ -131,7 +131,7 @@ class Server:
     def _next(self) -> int | None:
         """Whose update is to be added now; ``None``: there is none, or that of another is waited for."""
         came = [rank for rank, visit in self._visits.items() if not visit.added]
-        told = self._runtime.decisions.replayed(ARRIVAL, sum(self._clocks), self._runtime.comm.rank)
+        told = self._runtime.decisions.replayed(UPDATE, sum(self._clocks), self._runtime.comm.rank)
         if told is None or not came:
             return next(iter(came), None)
         with deciding(told.name, told.step):
@@ -147,7 +147,7 @@ class Server:
 
     def _add(self, rank: int) -> None:
         """Adds an update that has come, and answers all who may go on then."""
-        self._runtime.decide_own(ARRIVAL, sum(self._clocks), lambda: rank)
+        self._runtime.decide_own(UPDATE, sum(self._clocks), lambda: rank)
         visit, lowest = self._visits[rank], min(self._clocks)
         visit.added = True
         for part, (update, side) in visit.pushed.items():
