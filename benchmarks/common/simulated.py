@@ -13,7 +13,6 @@ from farflung.devices import CodingRates, DeviceProfile, device_profile
 from farflung.network import NetworkProfile
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.telemetry import Event
 from farflung.workloads import Quadratic
 
 __all__ = ["Simulated", "coding_of"]
@@ -50,6 +49,7 @@ class Simulated:
       compute_s: of a step, a third of it forward.
       nbytes: of a gradient, in one bucket.
       coding: what coding takes, with nothing computed meanwhile; nothing when not given.
+      slow: how many times as long the last replica computes.
     """
 
     parts: Mapping[str, str]
@@ -57,30 +57,44 @@ class Simulated:
     compute_s: float
     nbytes: int
     coding: CodingRates | None = None
+    slow: float = 1.0
     ends_s: list[float] = field(default_factory=list, init=False)
+    """When rank 0's steps ended."""
+    _ends_s: list[list[float]] = field(default_factory=list, init=False)
+    """When each replica's did."""
 
     def run(self, steps: int) -> float:
         """Seconds for all steps and what is under way after them."""
         torch.set_num_threads(1)
         nodes = self.network.nodes
         assert nodes is not None
-        device = DeviceProfile(forward_s=self.compute_s / 3, coding=self.coding, cores=1.0)
-        world = VirtualWorld(nodes, device=device, network=self.network)
+        devices = [
+            DeviceProfile(forward_s=factor * self.compute_s / 3, coding=self.coding, cores=1.0)
+            for factor in [1.0] * (nodes - 1) + [self.slow]
+        ]
+        world = VirtualWorld(nodes, device=devices, network=self.network)
         training = Training(steps=steps, batch_size=1, learning_rate=0.01)
         task = Quadratic(dim=self.nbytes // 4, samples=max(2, nodes), groups=1)
-        events: list[Event] = []
-        replicas = replicas_in(world, task, training, self.parts, events.append)
+        replicas = replicas_in(world, task, training, self.parts)
+        self._ends_s[:] = [[] for _ in replicas]
 
-        async def train(replica: Replica) -> None:
+        async def train(replica: Replica, ends_s: list[float]) -> None:
             for _ in range(steps):
                 await replica.step()
+                ends_s.append(world.clock.now())
             await replica.flush()
 
-        world.run([train(replica) for replica in replicas])
-        self.ends_s[:] = [float(event["t"]) for event in events if event["event"] == "step"]  # type: ignore[arg-type]
+        world.run([train(*each) for each in zip(replicas, self._ends_s, strict=True)])
+        self.ends_s[:] = self._ends_s[0]
         return world.clock.now()
 
     def period_s(self, steps: int, *, after: int) -> float:
         """Seconds for each of ``steps`` steps, once ``after`` have passed."""
         self.run(after + steps)
         return (self.ends_s[-1] - self.ends_s[after - 1]) / steps
+
+    def update_s(self, steps: int) -> float:
+        """Seconds for each update of any replica, until one of them has done all its steps."""
+        self.run(steps)
+        until = min(ends_s[-1] for ends_s in self._ends_s)
+        return until / sum(end <= until for ends_s in self._ends_s for end in ends_s)

@@ -25,9 +25,13 @@ RING = "pipelined + 8 bits over synchronous ring, best of the four models"
 PERIOD = "period against max(A, C, (A+C)/K), virtual time"
 LAB_PERIOD = "period against the timing model, lab"
 ACCURACY = "accuracy lost by width 2 on CIFAR-10, best compensation"
+SLOW = 2.0
+"""How many times as long one of the four replicas computes, where they are of unlike speed."""
+UPDATE = "one of four replicas twice as slow, time per update: {}"
+UNEVEN = "one of four replicas twice as slow, accuracy on CIFAR-10: {}"
 NODES, DEVICE = 4, "titan-x-pascal"
-SCALE = 200
-"""Bytes and bandwidth are divided by it, so that times stay as they are."""
+BANDWIDTH_BPS, SCALE = 10e9, 200
+"""Bytes and bandwidth are divided by the scale, so that times stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,8 @@ METHODS = {
 
 def speed(quick: bool) -> Mapping[str, Measured]:
     """Seconds of a step of each model by each method, simulated and by the model's equations."""
-    link = network_profile("10gbe-4").sites[0].inside
-    assert link is not None
-    bandwidth = 10e9
-    slow = bandwidth / SCALE
-    network = NetworkProfile("10gbe-4, scaled", (Site("switch", NODES, link, up_bps=slow, down_bps=slow),))
-    cluster = Cluster(NODES, alpha_s=link.latency_s, beta_s=8 / bandwidth)
+    network, link = _switch()
+    cluster = Cluster(NODES, alpha_s=link.latency_s, beta_s=8 / BANDWIDTH_BPS)
     coding = coding_of(DEVICE, reduced=SCALE)
     steps = 4 if quick else 10
     table: dict[str, dict[str, dict[str, float]]] = {}
@@ -107,7 +107,7 @@ def speed(quick: bool) -> Mapping[str, Measured]:
         gains = gains_over(over, "simulated_s")
         config = {
             "nodes": NODES,
-            "bandwidth_bps": bandwidth,
+            "bandwidth_bps": BANDWIDTH_BPS,
             "latency_s": link.latency_s,
             "gains": gains,
             "gains_without_coding": gains_over(over, "without_coding_s"),
@@ -123,6 +123,52 @@ def speed(quick: bool) -> Mapping[str, Measured]:
         return Measured(top, (top, top), config, simulated=True)
 
     return {SERVER: best("synchronous server"), RING: best("synchronous ring")}
+
+
+def _switch() -> tuple[NetworkProfile, Link]:
+    """The network, slower by :data:`SCALE`, and the link between two of its nodes."""
+    link = network_profile("10gbe-4").sites[0].inside
+    assert link is not None
+    scaled_bps = BANDWIDTH_BPS / SCALE
+    site = Site("switch", NODES, link, up_bps=scaled_bps, down_bps=scaled_bps)
+    return NetworkProfile("10gbe-4, scaled", (site,)), link
+
+
+BOUNDS = {"bound 0": "ssp(bound=0)", "bound 2": "ssp(bound=2)", "no bound": "ssp(bound=None)"}
+"""Of a parameter server's staleness."""
+PACED: dict[str, Mapping[str, str]] = {
+    **{name: METHODS[name] for name in ("synchronous server", "synchronous ring", "pipelined ring")},
+    **{f"SSP, {bound}": {"schedule": schedule} for bound, schedule in BOUNDS.items()},
+}
+LEARNED = {
+    "synchronous": "synchronous",
+    "pipelined": "pipelined(width=2)",
+    **{f"SSP, {bound}": schedule for bound, schedule in BOUNDS.items()},
+}
+"""What the accuracy of replicas of unlike speed is taken of; a collective changes it by rounding alone."""
+
+
+def pace(quick: bool) -> Mapping[str, Measured]:
+    """Seconds for each update of ResNet-18 by any replica, until the first has done its steps."""
+    network, _ = _switch()
+    model = MODELS["ResNet-18"]
+    steps = 6 if quick else 60
+    found: dict[str, Measured] = {}
+    for name, parts in PACED.items():
+        reduced = 4 * model.parameters // SCALE
+        simulated = Simulated(
+            parts, network, model.compute_s, reduced, coding_of(DEVICE, reduced=SCALE), SLOW
+        )
+        seconds = simulated.update_s(steps)
+        config = {
+            "nodes": NODES,
+            "slow": SLOW,
+            "steps": steps,
+            "compute_s": model.compute_s,
+            "device": DEVICE,
+        }
+        found[UPDATE.format(name)] = Measured(seconds, (seconds, seconds), config, simulated=True)
+    return found
 
 
 def period(quick: bool) -> Mapping[str, Measured]:
@@ -234,13 +280,36 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
     return {ACCURACY: Measured(statistics.fmean(lost), (min(lost), max(lost)), config)}
 
 
+def uneven(quick: bool) -> Mapping[str, Measured]:
+    """Accuracy of replicas of unlike speed, each after as many steps, at the best learning rate."""
+    trials = Trials(TRAININGS, quick=quick)
+    found: dict[str, Measured] = {}
+    for name, schedule in LEARNED.items():
+        slow = SLOW if schedule in BOUNDS.values() else 1.0  # others come to the same bits at any speed
+        trial = Trial({"schedule": schedule}, slow=slow)
+        scores, rate = trials.best(trial, RATES, SEEDS)
+        config = {
+            "workload": trial.workload,
+            "replicas": trial.replicas,
+            "steps": trial.steps,
+            "slow": SLOW,
+            "seeds": list(SEEDS),
+            "best_rate": rate,
+            "accuracy": scores,
+        }
+        found[UNEVEN.format(name)] = Measured(statistics.fmean(scores), (min(scores), max(scores)), config)
+    return found
+
+
 BENCHMARK = Benchmark(
     FOLDER,
     [
         Group((SERVER, RING), speed, "simulated", 1.0, WORLD),
         Group((PERIOD,), period, "simulated", 0.5, WORLD),
+        Group(tuple(map(UPDATE.format, PACED)), pace, "simulated", 0.5, WORLD),
         Group((LAB_PERIOD,), lab_period, "measured", 5.0, WORLD),
         Group((ACCURACY,), accuracy, "trainings", 0.0, TRIED),
+        Group(tuple(map(UNEVEN.format, LEARNED)), uneven, "trainings", 0.0, TRIED),
     ],
     TRAININGS,
 )

@@ -57,6 +57,7 @@ LEFT_OUT = {
     "parameter_server": "synchronous by another way",
     "scadles": "for samples that arrive",
     "scadles_baseline": "for samples that arrive",
+    "ssp": "for replicas of unlike speed, through one server; see benchmarks/pipe_sgd",
 }
 """Presets, and why."""
 

@@ -70,9 +70,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return out, json.loads(ended.stdout)
 
 
-def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["synchronous", "ssp"])
+def test_a_worker_that_hangs_is_named(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with training(*ENDLESS, "--workers", "3", "--deadline", "2", "--out", str(out)) as process:
+    options = ["--recipe", recipe, "--workers", "3", "--deadline", "2", "--out", str(out)]
+    with training(*ENDLESS, *options) as process:
         line_with(process.stderr, "checkpoint")
         pids = [worker(out, rank) for rank in range(3)]
         os.kill(pids[2], signal.SIGSTOP)

@@ -63,7 +63,7 @@ PARTS: list[dict[str, Any]] = [
     {"reducer": "powersgd(rank=1)"},
     {"stream": "rate(200, backlog=9)"},
     {"schedule": "delayed(delay=2)", "count_evaluation": True},
-    *({"schedule": schedule} for schedule in SCHEDULES),
+    *({"schedule": schedule} for schedule in SCHEDULES if schedule != "ssp"),
     {
         "workload": "fashion-mnist/mlp",
         "data": "packaged",
@@ -215,6 +215,15 @@ def test_a_run_that_trained_on_what_had_come_is_refused(
     made(tmp_path / "base", stream="rate(200, least=1, most=9)")
     said = refused(capsys, tmp_path / "base", "--network", "4g")
     assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
+
+
+@pytest.mark.parametrize("bound", [0, None])
+def test_a_run_whose_updates_were_added_as_they_came_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, bound: int | None
+) -> None:
+    made(tmp_path / "base", schedule=f"ssp({bound})")
+    said = refused(capsys, tmp_path / "base", "--network", "4g")
+    assert "it decided 'update' by time or arrival at step 0; simulate it anew instead" in said
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ class Run:
       settings: of the training.
       folder: of checkpoints.
       device: that all of them train on.
+      around: what else the world has: device profiles, faults, decisions.
     """
 
     schedule: str | Schedule
@@ -99,11 +100,12 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     device: str = "cpu"
+    around: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = {"steps": 20, "batch_size": 4, "learning_rate": 0.05, "seed": 3, **self.settings}
         self.training = Training(**given)
-        self.world = VirtualWorld(self.size, self.link, self.seconds_per_sample)
+        self.world = VirtualWorld(self.size, self.link, self.seconds_per_sample, **self.around)
         self.events: list[list[Event]] = [[] for _ in range(self.size)]
         self.replicas = [self._replica(rank) for rank in range(self.size)]
         first = self.replicas[0]
@@ -125,7 +127,7 @@ class Run:
             work,
             self.training,
             parts if isinstance(self.schedule, str) else replace(parts, schedule=self.schedule),
-            Telemetry(rank, self.events[rank].append),
+            Telemetry(rank, self.events[rank].append, self.world.injector),
             checkpoints,
             share=share,
             trace=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,8 @@ REFUSED = {
     "streaming_diloco(mix=1)": "mix 1 must be at least 0 and below 1",
     "streaming_diloco(keep='yes')": "keep 'yes' must be True or False",
     "streaming_diloco(outer_momentum=1.0)": "outer_momentum 1.0 must be at least 0 and below 1",
+    "ssp(bound=-1)": "ssp: bound -1 must be at least 0",
+    "ssp(bound='all')": "ssp: bound 'all' must be a whole number",
     "lazy": "unknown schedule 'lazy'",
 }
 
@@ -90,6 +93,26 @@ def test_settings_that_do_not_go_together_are_refused(
         Run(schedule, settings=settings)
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"codec": "int8"},
+        {"reducer": "powersgd"},
+        {"collective": "native"},
+        {"collective": "ring"},
+        {"sampler": "grouped_importance(groups='bacc')"},
+        {"stream": "rate(20)"},
+        {"sharing": "injection"},
+        {"scaling": "linear"},
+    ],
+    ids=str,
+)
+def test_what_a_server_leaves_no_place_for_is_refused_by_name(member: dict[str, str]) -> None:
+    ((family, text),) = member.items()
+    with pytest.raises(ConfigError, match=re.escape(f"leave out --{family} {text}")):
+        recipe("ssp").but(**member).parts(0)
+
+
 def test_attach_says_what_it_carries() -> None:
     def said(**members: str) -> str:
         return carries(recipe("synchronous").but(**members))
@@ -99,6 +122,7 @@ def test_attach_says_what_it_carries() -> None:
     assert "forward pass" in said(schedule="pipelined(predict=True)")
     assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
+    assert said(schedule="ssp") == "no: its server has to know how many steps there are"
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
     assert said(sharing="injection").startswith("no: it sees no samples")
@@ -149,6 +173,8 @@ LATE = {
     "local_sgd(4)": 7,
     "diloco(3, optimizer_state='averaged')": 5,
     "streaming_diloco(3, fragments=1, delay=2)": 5,
+    "ssp(0)": 5,
+    "ssp(None)": 5,
 }
 
 

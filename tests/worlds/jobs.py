@@ -62,7 +62,7 @@ def replica(
 
 async def steps(replica: Replica) -> dict[str, Any]:
     """Trains to the flush, without the evaluation at the end; what two worlds must agree on."""
-    for _ in range(replica.training.steps):
+    while replica.step_done < replica.training.steps:
         await replica.step()
     await replica.flush()
     sent = await replica.runtime.launch(replica._count_sent())
@@ -212,6 +212,39 @@ def virtual_scored(
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
     found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
     return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+
+
+def wall_served(
+    rank: int, size: int, store: dist.Store, *, replay: list[Decision] | None = None, **arguments: Any
+) -> tuple[dict[str, Any], list[Decision]]:
+    """A real replica that sends its updates to a server, and what was decided there."""
+    log = DecisionLog(replay=replay)
+    runtime = WallRuntime(rank, size, store, decisions=log)
+    try:
+        return runtime.run(_served(replica(runtime, **arguments))), log.entries
+    finally:
+        runtime.close()
+
+
+def virtual_served(
+    size: int, *, replay: list[Decision], **arguments: Any
+) -> list[tuple[dict[str, Any], list[Decision]]]:
+    """All of them in virtual time, by the decisions of the real one."""
+    log = DecisionLog(replay=replay)
+    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
+    found = world.run([_served(replica(runtime, **arguments)) for runtime in world.runtimes])
+    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+
+
+async def _served(replica: Replica) -> dict[str, Any]:
+    """As :func:`steps`, with an evaluation on the way, and what each step has brought."""
+    brought, score = [], 0.0
+    for step in range(replica.training.steps):
+        await replica.step()
+        brought.append((digest(dict(replica.model.state_dict())), replica.sent_nbytes))
+        if step == replica.training.steps // 2:
+            score = (await replica.evaluate()).loss
+    return {**await steps(replica), "brought": brought, "score": score}
 
 
 def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:

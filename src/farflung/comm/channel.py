@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     UNUSED = 9
     JOIN = 10
     MOMENTS = 11
+    STANDING = 12
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -54,6 +55,7 @@ _WORDS = {
     Purpose.UNUSED: "unused parameters",
     Purpose.JOIN: "the end of join()",
     Purpose.MOMENTS: "averaging the optimizer's state",
+    Purpose.STANDING: "the parameters to score",
 }
 
 KINDS = {

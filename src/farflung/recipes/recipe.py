@@ -15,11 +15,23 @@ from farflung.options import whole_option
 from farflung.rates import SCALINGS
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
+from farflung.replica.merges import by_server
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
+from farflung.types import (
+    Codec,
+    Json,
+    RateScaling,
+    Reducer,
+    Reshards,
+    Sampler,
+    Schedule,
+    Scores,
+    Sharing,
+    Stream,
+)
 
 __all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
 
@@ -106,11 +118,15 @@ class Recipe:
                 f"stream {text_of(self.stream, STREAMS)}: the backend's own collectives (--collective "
                 f"{self.collective}) count waits for samples against their deadline: choose another collective"
             )
+        schedule: Schedule = _made("schedule", self.schedule, SCHEDULES, "plan")
         derived = derive(seed, "sampler", *([] if share is None else [share]))
+        sampler: Sampler = _made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
+        if by_server(schedule):
+            self._check_server(sampler)
         return Parts(
             reducer=self._reducer(),
-            schedule=_made("schedule", self.schedule, SCHEDULES, "plan"),
-            sampler=_made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True),
+            schedule=schedule,
+            sampler=sampler,
             stream=stream,
             sharing=_made(
                 "sharing",
@@ -123,6 +139,17 @@ class Recipe:
             scaling=_made("scaling", self.scaling, SCALINGS, "factor"),
             bucket_nbytes=self.bucket_nbytes,
         )
+
+    def _check_server(self, sampler: Sampler) -> None:
+        """Refuses what a server leaves no place for: replicas exchange nothing else, and take samples alike."""
+        given, plain = self.members, Recipe().members
+        other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
+        other += ["sampler"] * isinstance(sampler, Scores)
+        if other:
+            raise ConfigError(
+                f"schedule {given['schedule']}: its server takes whole updates of equal batches, as they arrive: leave "
+                f"out --{other[0]} {given[other[0]]}, or choose another --schedule"
+            )
 
     def _reducer(self) -> Reducer:
         plain = name_of("reducer", self.reducer) == "codec" if isinstance(self.reducer, str) else False
@@ -299,6 +326,11 @@ RECIPES: dict[str, Recipe] = {
             collective="ring",
             sampler="grouped_importance(groups='bacc')",
             sharing="resharding",
+        ),
+        Recipe(
+            "ssp",
+            "a parameter server: updates as they arrive, nobody over 2 steps ahead of the slowest (Ho et al. 2013)",
+            schedule="ssp(bound=2)",
         ),
     )
 }

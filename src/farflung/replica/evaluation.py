@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import average, differing, sum_everywhere
+from farflung.replica.averaging import average, broadcast, differing, sum_everywhere
 from farflung.replica.placement import batch_on
 from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
@@ -36,6 +36,7 @@ async def evaluate(
     step: int,
     *,
     stands: Mapping[str, Tensor] | None,
+    of_rank_0: bool = False,
     goes_on: bool,
     seed: int,
     device: torch.device,
@@ -52,6 +53,7 @@ async def evaluate(
       data: the test set.
       step: of the evaluation.
       stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
+      of_rank_0: whether ``stands`` is not alike on all, and rank 0's is meant.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.
       device: of the model.
@@ -68,6 +70,8 @@ async def evaluate(
     for value, stands_here in zip(values[len(means) :], stood, strict=False):
         value.copy_(stands_here)
     await average(runtime, values[: len(means)], step, Purpose.EVALUATION, first_part=1)
+    if of_rank_0:
+        await broadcast(runtime, values[len(means) :], step, purpose=Purpose.STANDING)
 
     def score() -> Tensor:
         random.install()

@@ -17,7 +17,7 @@ from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
 from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight, joined
+from farflung.replica.flights import Carrier, Flight, joined
 from farflung.replica.link_gate import LinkGate
 from farflung.replica.merges import mergers
 from farflung.replica.parts import buckets_of, numbered, spec_of
@@ -30,6 +30,7 @@ from farflung.types import (
     CodecState,
     Decision,
     Json,
+    Merge,
     Part,
     Reduced,
     Reducer,
@@ -80,6 +81,7 @@ class Exchanges:
       on_arrival: told of each exchange that is merged.
       rides: the names of the numbers that votes carry beside their own.
       steps: of the run, where that is known.
+      meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
 
     Raises:
       Unsupported: a merge that nothing carries out, or a bucket that nothing moves.
@@ -98,9 +100,10 @@ class Exchanges:
         *,
         looks: bool = False,
         steps: int | None = None,
+        meets: Callable[[int], bool] = lambda steps: False,
     ) -> None:
         self._on_nonfinite, self._on_arrival, self._looks = on_nonfinite, on_arrival, looks
-        self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
+        self._runtime, self._buckets, self._schedule = runtime, buckets, schedule
         self._mergers = mergers(schedule, buckets)
         self._parts = numbered(schedule, buckets.buckets)
         self._numbers = {part: number for number, part in self._parts.items()}
@@ -110,6 +113,10 @@ class Exchanges:
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
         self._rider = Rider(rides)
+        self._carriers: dict[type[Merge], Carrier] = {
+            kind: merger.carrier(runtime, self._rider.numbers, steps, meets) or reducer
+            for kind, merger in self._mergers.items()
+        }
         self._in_flight: list[Flight] = []
         self._planned: list[Transfer] = []
         self._waiting: deque[Transfer] = deque()
@@ -215,6 +222,16 @@ class Exchanges:
             return {}
         found = [f for merger in self._mergers.values() if (f := merger.stands_for_all()) is not None]
         return self._buckets.named(found[0]) if found else None
+
+    @property
+    def rank_0_stands(self) -> bool:
+        """Whether what :meth:`stands_for_all` says on rank 0 is meant, and replicas are not alike."""
+        return self.apart and any(merger.rank_0_stands for merger in self._mergers.values())
+
+    def opens(self, step: int) -> None:
+        """Before a step, by its number."""
+        for merger in self._mergers.values():
+            merger.opens(step)
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""
@@ -499,7 +516,7 @@ class Exchanges:
             tensors.append(tensor)
         flight = self._flight(number, self._step, transfer, kept, weight, rider, leads, absent)
         flight.result = self._runtime.launch(
-            flight.carry(self._reducer, self._slots[number], joined(tensors))
+            flight.carry(self._carriers[type(transfer.merge)], self._slots[number], joined(tensors))
         )
         self._depart(flight)
         if leads and self._schedule.asks(self._state, self._step):
@@ -521,7 +538,8 @@ class Exchanges:
         )
         given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(transfer.part)])
         before = CodecState(state["before"]["shared"], state["before"]["local"])
-        flight.result = self._runtime.launch(flight.carry(self._reducer, self._slots[number], given, before))
+        carrier = self._carriers[type(transfer.merge)]
+        flight.result = self._runtime.launch(flight.carry(carrier, self._slots[number], given, before))
         if state["times"] is not None:
             flight.times = done(Decision("times", flight.step, state["times"]))
         flight.again = True
@@ -581,7 +599,9 @@ class Exchanges:
         skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
         merged = False
         for flight, reduced, tally in arrived:
-            good = not (skipped or (tally.nonfinite and reduced.weight == 0))
+            good = self._mergers[type(flight.transfer.merge)].by_server or not (
+                skipped or (tally.nonfinite and reduced.weight == 0)
+            )
             merged |= good
             self._put(flight, reduced.mean if good else None)
             if good:

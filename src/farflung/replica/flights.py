@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,19 +13,27 @@ from farflung.comm import ExchangeChannel
 from farflung.replica.unused import Places
 from farflung.tasks import Pending
 from farflung.types import (
+    Channel,
     CodecState,
     Contribution,
     Decision,
     Merge,
     Part,
     Reduced,
-    Reducer,
     State,
     StateSlot,
     Transfer,
 )
 
-__all__ = ["Flight", "joined"]
+__all__ = ["Carrier", "Flight", "joined"]
+
+
+class Carrier(Protocol):
+    """What exchanges are carried by: a :class:`farflung.types.Reducer`, or a server."""
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """See :meth:`farflung.types.Reducer.reduce`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +84,12 @@ class Flight:
         return sum(tensor.nbytes for kept in self.kept.values() for tensor in kept.values())
 
     async def carry(
-        self, reducer: Reducer, slot: StateSlot, tensor: Tensor, before: CodecState | None = None
+        self, carrier: Carrier, slot: StateSlot, tensor: Tensor, before: CodecState | None = None
     ) -> Reduced:
         """The exchange itself; notes the reducer's state at its start, which is ``before`` where that is given.
 
         Args:
-          reducer: carries it.
+          carrier: of it.
           slot: the part's.
           tensor: given away to the reducer.
           before: for an exchange that is made again.
@@ -89,7 +98,7 @@ class Flight:
             slot.state = before
         self.before = slot.state
         given = Contribution(tensor, self.weight, self.rider)
-        reduced = await reducer.reduce(self.channel, slot, given, step=self.step)
+        reduced = await carrier.reduce(self.channel, slot, given, step=self.step)
         await self.channel.computed()
         return reduced
 

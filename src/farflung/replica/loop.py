@@ -254,6 +254,7 @@ class Replica:
             self._tell if self.trace else None,
             rides=self._numbers(0),
             steps=self.training.steps,
+            meets=self._meets,
         )
         self._exchanges.goes_with(self.optimizer)
         if isinstance(parts.sampler, Scores):
@@ -307,7 +308,7 @@ class Replica:
         while self.step_done < self.training.steps and not stopped:
             stopped = (await self.step()).stop
             finished = self.step_done == self.training.steps
-            if finished or stopped or _is_due(self.step_done, self.training.checkpoint_every):
+            if stopped or self._meets(self.step_done):
                 await self.save()
             if finished:
                 await self.flush()
@@ -353,6 +354,10 @@ class Replica:
             sent.add(channel.kind, -channel.sent)
         return {kind: counts for kind, counts in sent.to_json().items() if kind != KINDS[Purpose.MEASURE]}
 
+    def _meets(self, steps: int) -> bool:
+        """Whether there is a checkpoint after so many steps."""
+        return steps == self.training.steps or _is_due(steps, self.training.checkpoint_every)
+
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far.
 
@@ -371,6 +376,7 @@ class Replica:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
         now = self.runtime.now
         begin = now()
+        self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
         batch, weights = await self.next_batch()
         fetched = now()
@@ -588,6 +594,7 @@ class Replica:
                 self._test,
                 step,
                 stands=self._exchanges.stands_for_all(),
+                of_rank_0=self._exchanges.rank_0_stands,
                 goes_on=goes_on,
                 seed=self.training.seed,
                 device=self.device,

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Rider", "Tally", "Vote"]
+__all__ = ["Rider", "Tally", "Vote", "asks_to_stop", "with_stop"]
 
 OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
 """What every rider begins with."""
+_ANSWERS = OF_VOTES.index("answers")
 _DIGIT = 1 << 16
 """Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
 
@@ -74,6 +75,11 @@ class Rider:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = tuple(names)
 
+    @property
+    def numbers(self) -> int:
+        """How many there are."""
+        return len(OF_VOTES) + len(self._names)
+
     def cast(
         self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float], *, asks: bool = False
     ) -> tuple[float, Tensor]:
@@ -113,6 +119,18 @@ class Rider:
         asks, stop = divmod(rest, _DIGIT)
         sums = dict(zip(self._names, said, strict=True))
         return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), bool(asks), out, sums)
+
+
+def asks_to_stop(rider: Tensor) -> bool:
+    """Whether anybody in a sum of riders was asked to stop."""
+    return int(rider[_ANSWERS]) % _DIGIT > 0
+
+
+def with_stop(rider: Tensor, stop: bool) -> Tensor:
+    """The same rider where one was asked to stop, or none."""
+    other = rider.clone()
+    other[_ANSWERS] += stop - int(rider[_ANSWERS]) % _DIGIT
+    return other
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:

@@ -9,12 +9,14 @@ from farflung.schedules.diloco import DiLoCo
 from farflung.schedules.local_sgd import LocalSGD
 from farflung.schedules.pipelined import Pipelined
 from farflung.schedules.post_local_sgd import PostLocalSGD
+from farflung.schedules.ssp import SSP
 from farflung.schedules.streaming_diloco import StreamingDiLoCo
 from farflung.schedules.synchronous import Synchronous
 from farflung.types import Schedule
 
 __all__ = [
     "SCHEDULES",
+    "SSP",
     "AdaComm",
     "Delayed",
     "DelayedGradient",
@@ -34,6 +36,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "local_sgd": LocalSGD,
     "pipelined": Pipelined,
     "post_local_sgd": PostLocalSGD,
+    "ssp": SSP,
     "streaming_diloco": StreamingDiLoCo,
     "synchronous": Synchronous,
 }

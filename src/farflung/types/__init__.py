@@ -35,6 +35,7 @@ from farflung.types.exchange import (
 from farflung.types.sampling import Carries, Draw, PoolView, Sampler, ScoredBy, Scores, Spare
 from farflung.types.schedule import (
     Bucket,
+    Fetch,
     Fragment,
     Merge,
     NeedsLoss,
@@ -87,6 +88,7 @@ __all__ = [
     "Draw",
     "DrawsFewer",
     "Feed",
+    "Fetch",
     "Fragment",
     "Gate",
     "HasPhases",

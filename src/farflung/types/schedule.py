@@ -10,6 +10,7 @@ from farflung.types.tensors import State, TensorSpec
 
 __all__ = [
     "Bucket",
+    "Fetch",
     "Fragment",
     "Merge",
     "NeedsLoss",
@@ -103,6 +104,20 @@ class Pull:
 
     share: float | None = None
     period: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Own updates go to a server, which adds them as they arrive; its parameters take the place of the own ones.
+
+    Args:
+      bound: the most steps that a replica is ahead of the slowest; ``None``: any number.
+    """
+
+    moves: ClassVar[Moved] = "update"
+    means: ClassVar[str] = "added to the server's parameters"
+
+    bound: int | None = None
 
 
 OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]

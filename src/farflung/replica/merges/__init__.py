@@ -4,28 +4,32 @@ from collections.abc import Mapping
 
 from farflung.errors import Unsupported
 from farflung.replica.buckets import GradientBuckets
+from farflung.replica.merges.fetch import Fetching
 from farflung.replica.merges.merger import Merger
 from farflung.replica.merges.outer import OuterSteps
 from farflung.replica.merges.pull import Pulling, share_of_a_step
 from farflung.replica.merges.replace import Replacing
 from farflung.replica.merges.swap import Swapping
 from farflung.replica.merges.swap_gradient import SwappingGradients
-from farflung.types import Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Fetch, Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
 __all__ = [
     "MERGERS",
+    "Fetching",
     "Merger",
     "OuterSteps",
     "Pulling",
     "Replacing",
     "Swapping",
     "SwappingGradients",
+    "by_server",
     "mergers",
     "needs_the_loop",
     "share_of_a_step",
 ]
 
 MERGERS: dict[type[Merge], type[Merger]] = {
+    Fetch: Fetching,
     Outer: OuterSteps,
     Pull: Pulling,
     Replace: Replacing,
@@ -50,6 +54,15 @@ def mergers(schedule: Schedule, buckets: GradientBuckets) -> Mapping[type[Merge]
             )
         found[type(merge)] = _kind(schedule, merge)(merge, buckets)
     return found
+
+
+def by_server(schedule: Schedule) -> bool:
+    """Whether updates of a schedule go to a server in place of what a recipe's members carry.
+
+    Raises:
+      Unsupported: a merge that is not in :data:`MERGERS`.
+    """
+    return any(_kind(schedule, merge).by_server for merge in schedule.merges)
 
 
 def needs_the_loop(schedule: Schedule) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
-from farflung.types import Merge, State, Transfer
+from farflung.replica.flights import Carrier, Flight
+from farflung.types import Merge, Runtime, State, Transfer
 
 __all__ = ["Merger"]
 
@@ -33,6 +33,10 @@ class Merger:
     """Whether the optimizer steps on what is merged and nothing else, at steps where such a transfer begins or ends."""
     clips: ClassVar[bool] = True
     """Whether the gradient that the optimizer steps on may be clipped."""
+    by_server: ClassVar[bool] = False
+    """Whether its exchanges go by a server, so that no result is a mean of one step, and none can be skipped."""
+    rank_0_stands: ClassVar[bool] = False
+    """Whether what :meth:`stands_for_all` says is rank 0's, and the others' are not alike."""
 
     def __init__(self, merge: Merge, buckets: GradientBuckets) -> None:
         del merge
@@ -48,6 +52,23 @@ class Merger:
         """Why :func:`farflung.attach`, which sees neither forward pass nor batches, cannot follow; empty: it can."""
         del merge
         return ""
+
+    def carrier(
+        self, runtime: Runtime, rider: int, steps: int | None, meets: Callable[[int], bool]
+    ) -> Carrier | None:
+        """Once before :meth:`opens`: what carries its exchanges where the run's reducer does not.
+
+        Args:
+          runtime: the world.
+          rider: how many numbers ride beside each exchange.
+          steps: of the run, where that is known.
+          meets: whether all replicas have to be alike after so many steps.
+        """
+        del runtime, rider, steps, meets
+        return None
+
+    def opens(self, step: int) -> None:
+        """Before each step."""
 
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Once before the first step: the optimizer whose steps are merged with those of others.

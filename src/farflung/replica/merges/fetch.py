@@ -1,0 +1,85 @@
+"""Own updates to a server, and its parameters in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.flights import Carrier, Flight
+from farflung.replica.merges.merger import Merger
+from farflung.replica.server import ByServer
+from farflung.types import Fetch, Runtime, State, Transfer
+
+__all__ = ["Fetching"]
+
+
+class Fetching(Merger):
+    """Carries out :class:`farflung.types.Fetch`: an update is what was done to the parameters since the last answer."""
+
+    by_server: ClassVar[bool] = True
+    rank_0_stands: ClassVar[bool] = True
+
+    def __init__(self, merge: Fetch, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._bound = merge.bound
+        self._fetched = self._weights()
+        self._by_server: ByServer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was fetched."""
+        return sum(tensor.nbytes for tensor in self._fetched)
+
+    @staticmethod
+    def needs_the_loop(merge: Fetch) -> str:
+        """A server ends when all have done the run's steps."""
+        del merge
+        return "its server has to know how many steps there are"
+
+    def carrier(
+        self, runtime: Runtime, rider: int, steps: int | None, meets: Callable[[int], bool]
+    ) -> Carrier:
+        """The server, or the way there."""
+        assert steps is not None
+        self._by_server = ByServer(runtime, self._bound, rider, steps, meets)
+        return self._by_server
+
+    def opens(self, step: int) -> None:
+        """Opens the server."""
+        assert self._by_server is not None
+        self._by_server.open(step, lambda: dict(enumerate(self._fetched)))
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The update since the last answer."""
+        del transfer, step
+        return self._buckets.weights(index).sub_(self._fetched[index]), {}
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """What was fetched."""
+        del flight
+        assert mean is not None
+        self._fetched[index] = mean
+        self._buckets.load_weights(index, mean)
+
+    def apart(self, *, pending: bool) -> bool:
+        """Unless all had come to the same step when they were answered."""
+        return pending or not (self._by_server is not None and self._by_server.together)
+
+    def stands_for_all(self) -> list[Tensor]:
+        """What was fetched; that of rank 0 is meant."""
+        return self._fetched
+
+    def restart(self) -> None:
+        """The parameters are what was fetched."""
+        self._fetched = self._weights()
+
+    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+        """Continues from parameters that all have alike."""
+        del shared, own, flights
+        self.restart()
+
+    def _weights(self) -> list[Tensor]:
+        return [self._buckets.weights(bucket.index) for bucket in self._buckets.buckets]

@@ -1,0 +1,308 @@
+"""A parameter server with bounded staleness: the server, a role of rank 0, and what replicas reach it by."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm.staging import moved
+from farflung.files import deciding
+from farflung.replica.votes import asks_to_stop, with_stop
+from farflung.tasks import Pending, done, failed
+from farflung.types import (
+    Channel,
+    CodingCost,
+    Contribution,
+    Payload,
+    Reduced,
+    Runtime,
+    StateSlot,
+    Tag,
+    TensorSpec,
+)
+
+__all__ = ["ByServer", "Server"]
+
+UPDATE = "update"
+"""The name of the decision whose update is added next; its step counts the updates of all replicas."""
+PUSH, ANSWER = 0, 1
+"""Hops of an exchange; an answer comes at the second or, behind signs of life, at one of those that follow."""
+
+
+class _Post(Protocol):
+    """A channel, as far as it is needed here."""
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]: ...
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]: ...
+
+
+@dataclass(slots=True)
+class _Visit:
+    """An update of a replica's, from when it has come until it is answered.
+
+    Args:
+      channels: of its exchanges, by part.
+      pushed: update and side vector of each part.
+    """
+
+    channels: Mapping[int, ExchangeChannel]
+    pushed: Mapping[int, tuple[Tensor, Tensor]]
+    added: bool = False
+    hop: int = ANSWER
+    answered: Pending[None] = field(default_factory=Pending)
+
+
+class Server:
+    """Adds updates as they arrive, and answers a replica once the slowest is near enough.
+
+    It belongs to the thread that carries exchanges. For each replica a task waits for its next update from when the one
+    before was answered, so that who falls silent is named and who is held up by another is not. A parameter tensor is
+    never written in: answers on their way may share it.
+
+    Args:
+      runtime: rank 0's.
+      bound: the most steps that a replica is ahead of the slowest; ``None``: any number.
+      parameters: of each part, flat.
+      numbers: how many ride beside each update and answer.
+      begin: the steps that all have done.
+      steps: the steps after which the run ends.
+      meets: whether all wait for all after so many steps.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        bound: int | None,
+        parameters: Mapping[int, Tensor],
+        numbers: int,
+        begin: int,
+        steps: int,
+        meets: Callable[[int], bool],
+    ) -> None:
+        self._runtime, self._bound, self._meets = runtime, bound, meets
+        self._parameters = dict(parameters)
+        self._numbers = numbers
+        size = runtime.comm.size
+        self._clocks = [begin] * size
+        """Updates of each replica that have been added, those of earlier legs of the run among them."""
+        self._news = [self._nothing() for _ in range(size)]
+        """What has come beside updates since a replica was answered, summed in their order."""
+        self._visits: dict[int, _Visit] = {}
+        """By rank, in the order in which they arrived."""
+        self._until, self._stopping = steps, False
+        self._inside = _Inside()
+        self._sent_nbytes = 0
+        """Of answers that count as no exchange's of rank 0 yet."""
+        self._counts: Channel | None = None
+        for rank in range(size):
+            runtime.launch(self._serve(rank)).on_done(self._ended)
+
+    def post_of_own(self, channel: Channel) -> _Post:
+        """How rank 0 reaches the server in it; what is sent until it is answered counts as this exchange's."""
+        self._counts = channel
+        return self._post(channel.rank, channel)
+
+    def _post(self, rank: int, channel: Channel) -> _Post:
+        return _OwnPost(self._inside, channel) if rank == self._runtime.comm.rank else channel
+
+    async def _serve(self, rank: int) -> None:
+        """Takes one replica's updates, one after the other."""
+        comm = self._runtime.comm
+        while (step := self._clocks[rank]) < self._until:
+            channels: dict[int, ExchangeChannel] = {}
+            pushed: dict[int, tuple[Tensor, Tensor]] = {}
+            for part, parameters in self._parameters.items():
+                channel = channels[part] = ExchangeChannel(comm, Purpose.STEP.at(step), part)
+                expect = TensorSpec.of(parameters), TensorSpec((self._numbers,), torch.float64)
+                update, side = (await self._post(rank, channel).recv(rank, PUSH, expect)).tensors()
+                pushed[part] = moved(update, parameters.device), side
+            visit = self._visits[rank] = _Visit(channels, pushed)
+            while (whose := self._next()) is not None:
+                self._add(whose)
+            await visit.answered
+
+    def _next(self) -> int | None:
+        """Whose update is to be added now; ``None``: there is none, or that of another is waited for."""
+        came = [rank for rank, visit in self._visits.items() if not visit.added]
+        told = self._runtime.decisions.replayed(UPDATE, sum(self._clocks), self._runtime.comm.rank)
+        if told is None or not came:
+            return next(iter(came), None)
+        with deciding(told.name, told.step):
+            whose: Any = told.value
+            due = [
+                rank
+                for rank, clock in enumerate(self._clocks)
+                if rank in came or (rank not in self._visits and clock < self._until)
+            ]
+            if type(whose) is not int or whose not in due:
+                raise ValueError(f"no update of rank {whose!r} is due")
+        return whose if whose in came else None
+
+    def _add(self, rank: int) -> None:
+        """Adds an update that has come, and answers all who may go on then."""
+        self._runtime.decide_own(UPDATE, sum(self._clocks), lambda: rank)
+        visit, lowest = self._visits[rank], min(self._clocks)
+        visit.added = True
+        for part, (update, side) in visit.pushed.items():
+            share = float(side[0]) / len(self._clocks)
+            self._parameters[part] = visit.channels[part].compute(
+                CodingCost("add", "", update.numel()),
+                partial(torch.add, self._parameters[part], update, alpha=share),
+            )
+            for news in self._news:
+                news[part] += side
+            self._stopping |= asks_to_stop(side[1:])
+        self._clocks[rank] += 1
+        if self._stopping:
+            self._until = min(self._until, max(map(self._reaches, range(len(self._clocks)))))
+        self._answer(others_moved=min(self._clocks) > lowest)
+
+    def _reaches(self, rank: int) -> int:
+        """The steps that a replica has done when it is answered next."""
+        visit = self._visits.get(rank)
+        return self._clocks[rank] + (visit is None or not visit.added)
+
+    def _answer(self, *, others_moved: bool) -> None:
+        """Answers those who may go on, rank 0 behind the others, whose bytes it counts.
+
+        Others may have to wait until the slowest has made many steps more. Each time it has made one they are given a
+        sign of life, so that a wait is never longer than a step of a healthy replica.
+        """
+        lowest = min(self._clocks)
+        for rank in (*range(1, len(self._clocks)), 0):
+            visit = self._visits.get(rank)
+            if visit is None or not visit.added:
+                continue
+            clock = self._clocks[rank]
+            together = clock == self._until or self._meets(clock) or self._bound == 0
+            bound = 0 if together else self._bound
+            if bound is None or clock - lowest <= bound:
+                del self._visits[rank]
+                self._send(rank, visit, together=together)
+            elif others_moved:
+                for channel in visit.channels.values():
+                    self._post(rank, channel).send(Payload(()), rank, visit.hop)
+                visit.hop += 1
+
+    def _send(self, rank: int, visit: _Visit, *, together: bool) -> None:
+        told, self._news[rank] = self._news[rank], self._nothing()
+        stop = self._stopping and self._clocks[rank] == self._until
+        for part, channel in visit.channels.items():
+            weight, rider = told[part][:1], with_stop(told[part][1:], stop)
+            side = torch.cat([torch.tensor([together], dtype=torch.float64), weight, rider])
+            self._post(rank, channel).send(Payload((self._parameters[part], side)), rank, visit.hop)
+            self._sent_nbytes += channel.sent_nbytes
+        if rank == self._runtime.comm.rank and self._counts is not None:
+            self._counts.sent_nbytes += self._sent_nbytes
+            self._sent_nbytes = 0
+        visit.answered.set(None)
+
+    def _nothing(self) -> dict[int, Tensor]:
+        return {part: torch.zeros(self._numbers, dtype=torch.float64) for part in self._parameters}
+
+    def _ended(self, task: Pending[None]) -> None:
+        """A task that fails ends the waits inside rank 0, which have no deadline of their own."""
+        if task.error is not None:
+            self._inside.end(task.error)
+
+
+class _Inside:
+    """What rank 0 and the server in it have sent each other and not taken yet."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Tag, Pending[Payload]] = {}
+        self._error: BaseException | None = None
+
+    def send(self, payload: Payload, tag: Tag) -> None:
+        self._at(tag).set(payload)
+
+    def recv(self, tag: Tag) -> Pending[Payload]:
+        message = self._at(tag)
+
+        def taken(_: object) -> None:
+            self._messages.pop(tag, None)
+
+        message.on_done(taken)
+        return message
+
+    def end(self, error: BaseException) -> None:
+        """Fails every wait, now and from now on."""
+        self._error = error
+        for message in list(self._messages.values()):
+            message.fail(error)
+
+    def _at(self, tag: Tag) -> Pending[Payload]:
+        if self._error is not None:
+            return failed(self._error)
+        return self._messages.setdefault(tag, Pending())
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPost:
+    """One exchange between rank 0 and the server in it, which sends nothing over the network."""
+
+    inside: _Inside
+    channel: Channel
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        del dst
+        self.inside.send(payload, self.channel.tag(hop))
+        return done(None)
+
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
+        del src, expect
+        return self.inside.recv(self.channel.tag(hop))
+
+
+class ByServer:
+    """A replica's exchanges with the server; see :class:`farflung.replica.flights.Carrier`.
+
+    Args:
+      runtime: the world.
+      bound: see :class:`Server`.
+      rider: how many numbers ride beside an update.
+      steps: see :class:`Server`.
+      meets: see :class:`Server`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, bound: int | None, rider: int, steps: int, meets: Callable[[int], bool]
+    ) -> None:
+        self.together = True
+        """Whether all replicas had come to the step of the last answer, and nobody was beyond it."""
+        self._runtime, self._bound, self._numbers = runtime, bound, 1 + rider
+        self._steps, self._meets = steps, meets
+        self._server: Server | None = None
+
+    def open(self, step: int, parameters: Callable[[], Mapping[int, Tensor]]) -> None:
+        """Before a step; at the first one rank 0 becomes the server.
+
+        Args:
+          step: the steps that all replicas have done.
+          parameters: gives those of each part, flat; alike on all.
+        """
+        if self._server is None and self._runtime.comm.rank == 0:
+            self._server = Server(
+                self._runtime, self._bound, parameters(), self._numbers, step, self._steps, self._meets
+            )
+
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        """Sends an update, and brings the server's parameters in place of a mean."""
+        del slot, step
+        post: _Post = channel if self._server is None else self._server.post_of_own(channel)
+        side = torch.cat([torch.tensor([own.weight], dtype=torch.float64), own.rider])
+        post.send(Payload((own.tensor, side)), 0, PUSH)
+        for hop in itertools.count(ANSWER):
+            answer = list((await post.recv(0, hop)).tensors())
+            if answer:
+                break
+        parameters, told = answer
+        self.together = bool(told[0])
+        return Reduced(moved(parameters, own.tensor.device), float(told[1]), told[2:])
