@@ -1,7 +1,7 @@
 """Records what the battery's trainings end with, from whatever farflung is imported.
 
 ``PYTHONPATH=<a checkout>/src python -m tests.battery.record`` takes the values of that checkout's code. The bits of
-other platforms stay in the file, unless a case has other bytes or times than before: then it is named, and theirs go.
+other machines stay in the file, unless a case has other bytes or times than before: then it is named, and theirs go.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.first_steps import machine
 from tests.battery.cases import CASES
-from tests.battery.runs import platform, virtual, wall
+from tests.battery.runs import virtual, wall
 from tests.pool import Pool
 
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -40,7 +41,7 @@ def main() -> int:
             if before is not None and not same:
                 print(f"{name}: other bytes or times than before", file=sys.stderr)
             kept = before["bits"] if before is not None and same else {}
-            recorded[name] = {"bits": {**kept, platform(): bits["wall"]}, **outcomes}
+            recorded[name] = {"bits": {**kept, machine(): bits["wall"]}, **outcomes}
     pool.close()
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(values)}" for name, values in recorded.items())
     EXPECTED.write_text(f"{{\n{lines}\n}}\n")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from farflung.comm.interface import LOOPBACK
@@ -24,12 +23,7 @@ from farflung.timing import forward_flops
 from tests.battery.cases import CASES, Case, known
 from tests.pool import Pool, digest
 
-__all__ = ["platform", "virtual", "wall"]
-
-
-def platform() -> str:
-    """What the bits of a training depend on beside its code."""
-    return f"torch {torch.__version__.partition('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+__all__ = ["virtual", "wall"]
 
 
 # --- in virtual time ------------------------------------------------------------------------------------------

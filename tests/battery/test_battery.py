@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.first_steps import machine
 from tests.battery.cases import CASES
 from tests.battery.record import EXPECTED
-from tests.battery.runs import platform, virtual, wall
+from tests.battery.runs import virtual, wall
 from tests.pool import Pool
 
 RECORDED: dict[str, Any] = json.loads(EXPECTED.read_text())
@@ -31,8 +32,8 @@ def test_nothing_has_changed(pool: Pool, tmp_path: Path, name: str) -> None:
     assert bits[0] == bits[-1], "in virtual time it ends with other bits than on the wall clock"
     for world, outcome in outcomes.items():
         assert outcome == recorded[world], world
-    if platform() not in recorded["bits"]:
+    if machine() not in recorded["bits"]:
         pytest.skip(
-            f"no bits are recorded for {platform()}: python -m tests.battery.record on code that is trusted"
+            f"no bits are recorded for {machine()}: python -m tests.battery.record on code that is trusted"
         )
-    assert bits[0] == recorded["bits"][platform()]
+    assert bits[0] == recorded["bits"][machine()]

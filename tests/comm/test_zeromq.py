@@ -14,7 +14,7 @@ from farflung.comm import wire
 from farflung.comm.wire import Kind, encode
 from farflung.errors import ProtocolError
 from farflung.types import Payload
-from tests.helpers import Group, numbered, tag
+from tests.helpers import Group, tag
 
 
 @pytest.fixture

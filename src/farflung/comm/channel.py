@@ -71,6 +71,7 @@ KINDS = {
     Purpose.UNUSED: "unused",
     Purpose.JOIN: "join",
     Purpose.MOMENTS: "moments",
+    Purpose.STANDING: "standing",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 _BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.items()}
