@@ -148,10 +148,11 @@ class ExchangeChannel:
         self.sent[dst] += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
 
-    def count(self, nbytes: Counts) -> None:
+    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
         """Counts what goes past :meth:`send`."""
         self.sent += nbytes
-        self._comm.sent.add(self.kind, nbytes)
+        if not for_it:
+            self._comm.sent.add(self.kind, nbytes)
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """Receives."""

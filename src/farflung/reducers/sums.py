@@ -93,8 +93,8 @@ class _Alone:
         del payload, dst, hop
         return done(None)
 
-    def count(self, nbytes: Counts) -> None:
-        del nbytes
+    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+        del nbytes, for_it
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         del src, hop

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from farflung.types import (
     Channel,
     CodingCost,
     Contribution,
+    Counts,
     Payload,
     Reduced,
     Runtime,
@@ -98,8 +100,8 @@ class Server:
         """By rank, in the order in which they arrived."""
         self._until, self._stopping = steps, False
         self._inside = _Inside()
-        self._sent_nbytes = 0
-        """Of answers that count as no exchange's of rank 0 yet."""
+        self._sent: Counts = np.zeros(size, dtype=np.int64)
+        """Bytes to each of answers that count as no exchange's of rank 0 yet."""
         self._counts: Channel | None = None
         for rank in range(size):
             runtime.launch(self._serve(rank)).on_done(self._ended)
@@ -198,10 +200,10 @@ class Server:
             weight, rider = told[part][:1], with_stop(told[part][1:], stop)
             side = torch.cat([torch.tensor([together], dtype=torch.float64), weight, rider])
             self._post(rank, channel).send(Payload((self._parameters[part], side)), rank, visit.hop)
-            self._sent_nbytes += channel.sent_nbytes
+            self._sent += channel.sent
         if rank == self._runtime.comm.rank and self._counts is not None:
-            self._counts.sent_nbytes += self._sent_nbytes
-            self._sent_nbytes = 0
+            self._counts.count(self._sent, for_it=True)
+            self._sent = np.zeros_like(self._sent)
         visit.answered.set(None)
 
     def _nothing(self) -> dict[int, Tensor]:
