@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+import zmq
 from torch import Tensor
 
 from farflung.codecs import (
@@ -315,8 +316,17 @@ class Group:
             assert number_in(arrived.result()) == number
 
     def raw(self, src: int, dst: int, *frames: bytes) -> None:
-        """Any bytes at all from one member to another."""
-        self.transports[src]._socket.send_multipart([self.transports[dst].me.token, *frames])
+        """Any bytes at all from one member to another, once there is room."""
+
+        def sent() -> bool:
+            try:
+                self.transports[src]._socket.send(self.transports[dst].me.token, zmq.SNDMORE | zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self.transports[src]._socket.send_multipart(frames)
+            return True
+
+        self.until(sent)
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""

@@ -19,7 +19,7 @@ from farflung.comm.peer import Peer
 __all__ = ["Gate"]
 
 _ZAP = "inproc://zeromq.zap.01"
-_ACCEPTED, _DENIED = (b"200", b"accepted"), (b"400", b"not of this run")
+_ACCEPTED, _LATER, _DENIED = (b"200", b"accepted"), (b"300", b"not yet"), (b"400", b"not of this run")
 
 
 class Gate:
@@ -29,10 +29,14 @@ class Gate:
       context: of the socket to guard, and of no other.
       token: of the replica whose socket it is.
       keys: what it proves itself with where it encrypts; ``None``: it does not.
+      later: whether the list grows, so that who is not on it may knock again; otherwise it is told that it is not.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, keys: Keys | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, keys: Keys | None, *, later: bool = False
+    ) -> None:
         self.keys = keys
+        self._refusal = _LATER if later else _DENIED
         self._token = token
         self._admitted: dict[int, tuple[str, bytes]] = {}
         """By rank: the name of who may come, and its password."""
@@ -89,7 +93,7 @@ class Gate:
             except zmq.Again:
                 return
             name = self._name(*details[3:])
-            code, text = _DENIED if name is None else _ACCEPTED
+            code, text = self._refusal if name is None else _ACCEPTED
             user = (name or "").encode()
             self.questions.send_multipart([route, empty, version, request, code, text, user, b""])
 

@@ -74,6 +74,7 @@ class ZmqTransport:
       advertise: the host, or host and port, by which the others reach this one, where that is not the address that is
         bound: behind port forwarding, in a container.
       keys: what to prove this process with; everything is encrypted then. Off loopback there have to be some.
+      later: whether others may come later than the first meeting.
 
     Raises:
       ConfigError: the address is none of this machine's, or not loopback and there are no keys.
@@ -88,6 +89,7 @@ class ZmqTransport:
         ports: Sequence[int] = (0,),
         advertise: str | None = None,
         keys: Keys | None = None,
+        later: bool = False,
     ) -> None:
         self.keys = keys
         self.refused = self.turned_away = 0
@@ -120,7 +122,7 @@ class ZmqTransport:
         self._sending = Sending(self._socket, self.piece)
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
-        self._gate = Gate(self._context, token, keys)
+        self._gate = Gate(self._context, token, keys, later=later)
         self._door: Door | None = None
         try:
             self._door = Door(self._socket, interface, self._gate, size, ports)

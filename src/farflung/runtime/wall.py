@@ -140,6 +140,7 @@ class WallRuntime:
             ports=ports_in(0 if port is None else port),
             advertise=advertise,
             keys=keys or (Keys.fresh() if encrypt or not local else None),
+            later=not whole,
         )
         if model is not None:
             transport = PacedTransport(transport, model)

@@ -1,0 +1,343 @@
+"""Members that come after the first meeting, messages that overtake, and views that follow each other; real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farflung.comm import View, WallCommunicator, ZmqTransport
+from farflung.comm.keys import Keys
+from farflung.comm.wire import Kind, encode
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
+from farflung.runtime import WallRuntime
+from farflung.types import Payload
+from tests.helpers import PATIENCE_S, Group, in_threads, number_in, numbered, parted, tag
+from tests.strangers import forged
+
+SIZE = 5
+SETTINGS = {"model": "a"}
+
+
+# --- while 44 MB are under way ----------------------------------------------------------------------------------
+
+FOUNDERS = [0, 1, 2]
+WRONG, RIGHT = 3, 4
+NUMEL = 11_000_000
+
+
+async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, bool]:
+    """One all-reduce of 44 MB among the founders, and whether any of them wants another."""
+    comm, total = runtime.comm, torch.full((NUMEL,), float(runtime.comm.rank))
+    others = [rank for rank in FOUNDERS if rank != comm.rank]
+    for rank in others:
+        comm.send(Payload((total.clone(), torch.tensor([again]))), rank, tag(1, turn))
+    for rank in others:
+        theirs, wants = (await comm.recv(rank, tag(1, turn))).tensors()
+        total += theirs
+        again |= bool(wants)
+    return float(total.min() + total.max()), again
+
+
+async def founder(runtime: WallRuntime) -> dict[str, Any]:
+    """Lets two in while it sums, of whom one is wrong, and then hears from the other."""
+    arrived, turn, again, sums = runtime.comm.arrival(), 0, True, set()
+    admitted = [runtime.admit(rank, join_s=PATIENCE_S) for rank in (WRONG, RIGHT)]
+    while again:
+        total, again = await summed(runtime, turn, not (arrived.done and runtime.view.refused))
+        sums.add(total)
+        turn += 1
+    for one in admitted:
+        await one
+    who, payload = await runtime.comm.recv_any(tag(2))
+    return {
+        "sums": sums,
+        "arrived": arrived.result(),
+        "heard": (who, number_in(payload)),
+        "refused": {rank: str(error) for rank, error in runtime.view.refused.items()},
+        "lost": runtime.view.lost,
+    }
+
+
+def as_founder(rank: int, store: dist.Store, **options: Any) -> dict[str, Any]:
+    runtime = WallRuntime(
+        rank, SIZE, store, whole=False, members=FOUNDERS, settings=SETTINGS, join_s=PATIENCE_S, **options
+    )
+    try:
+        return runtime.launch(founder(runtime)).wait()
+    finally:
+        runtime.close()
+
+
+def as_newcomer(rank: int, settings: dict[str, Any], store: dist.Store, **options: Any) -> None:
+    runtime = WallRuntime(
+        rank,
+        SIZE,
+        store,
+        whole=False,
+        members=[*FOUNDERS, rank],
+        settings=settings,
+        join_s=PATIENCE_S,
+        **options,
+    )
+
+    async def tells() -> None:
+        for other in FOUNDERS:
+            runtime.comm.send(numbered(rank), other, tag(2))
+
+    runtime.launch(tells()).wait()
+    runtime.close()
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_one_comes_and_one_is_refused_alone_while_others_sum(encrypt: bool) -> None:
+    store = dist.HashStore()
+    found = in_threads(
+        *(partial(as_founder, rank, store, encrypt=encrypt) for rank in FOUNDERS),
+        partial(as_newcomer, WRONG, {"model": "b"}, store, encrypt=encrypt),
+        partial(as_newcomer, RIGHT, SETTINGS, store, encrypt=encrypt),
+    )
+    assert isinstance(found[WRONG], ProtocolError), found[WRONG]
+    assert "ranks disagree on model" in str(found[WRONG])
+    assert found[RIGHT] is None
+    for rank in FOUNDERS:
+        said = found[rank]
+        assert isinstance(said, dict), said
+        why = f"ranks disagree on model: 'a' on rank {rank}, 'b' on rank {WRONG}; start all of them with the same"
+        assert said == {
+            "sums": {6.0},
+            "arrived": RIGHT,
+            "heard": (RIGHT, float(RIGHT)),
+            "refused": {WRONG: f"{why} command"},
+            "lost": None,
+        }
+
+
+def test_who_does_not_come_is_named() -> None:
+    runtime = WallRuntime(0, 2, dist.HashStore(), whole=False, members=[0])
+    with pytest.raises(DeadlinePassed, match=r"rank 1.*its address in the store"):
+        runtime.admit(1, join_s=0.05).wait()
+    runtime.close()
+
+
+def test_who_is_alone_has_nobody_to_admit() -> None:
+    runtime = WallRuntime(0, 1, None)
+    with pytest.raises(ConfigError, match="has no store"):
+        runtime.admit(0)
+    runtime.close()
+
+
+# --- one by one -------------------------------------------------------------------------------------------------
+
+
+class Late(Group):
+    """A view of which the last has not come yet."""
+
+    def __init__(self, size: int, **options: Any) -> None:
+        self._late: dict[str, Any] = {"later": True, **options}
+        super().__init__(size, about={"whole": False}, **self._late)
+
+    def take(self, transports: Any, settings: Any, **about: Any) -> None:
+        super().take(transports, settings, **about, members=range(len(transports) - 1))
+
+    def meet(self) -> Group:
+        for view in self.views[:-1]:
+            view.connect(self.peers[:-1])
+        self.until(lambda: all(view.ready.done for view in self.views[:-1]))
+        return self
+
+    def newcomer(self, settings: dict[str, Any] | None = None) -> View:
+        """In the place of the last, with an address of its own."""
+        if self.views[-1] in self._open:
+            self.close(self.views[-1])
+        rank, size = len(self.views) - 1, len(self.views)
+        self.transports[-1] = ZmqTransport(rank, size, **self._late)
+        self.views[-1] = View(
+            self.transports[-1], size, now=lambda: self.clock, whole=False, settings=settings
+        )
+        self.comms[-1] = WallCommunicator(self.views[-1])
+        self._open.append(self.views[-1])
+        return self.views[-1]
+
+    def admit(self) -> None:
+        for view in self.views[:-1]:
+            view.admit(self.peers[-1])
+        self.views[-1].connect(self.peers)
+
+
+@pytest.fixture(params=["plain", "sealed"])
+def late(request: pytest.FixtureRequest) -> Iterator[Late]:
+    options = {"keys": Keys.fresh()} if request.param == "sealed" else {}
+    with closing(Late(3, **options)) as members:
+        members.meet()
+        yield members
+
+
+def test_it_is_told_and_exchanges_with_all(late: Late) -> None:
+    late.newcomer()
+    told = [comm.arrival() for comm in late.comms[:-1]]
+    late.admit()
+    late.until(lambda: all(one.done for one in told))
+    assert [one.result() for one in told] == [2, 2]
+    late.exchange(1, 0, 2)
+    late.exchange(2, 2, 1)
+    late.exchange(3, 0, 1)
+
+
+def test_it_may_leave_and_come_again_as_another_process(late: Late) -> None:
+    late.newcomer()
+    late.admit()
+    late.until(lambda: late.views[-1].ready.done)
+    late.exchange(1, 0, 2)
+    gone = [comm.departure() for comm in late.comms[:-1]]
+    late.leave(2)
+    late.until(lambda: all(one.done for one in gone))
+    assert [one.result() for one in gone] == [2, 2]
+    assert isinstance(late.comms[0].recv(2, tag(5)).error, PeerLost)
+    late.newcomer()
+    told = [comm.arrival() for comm in late.comms[:-1]]
+    assert [one.result() for one in told] == [2, 2], "when it came first"
+    told = [comm.arrival() for comm in late.comms[:-1]]
+    late.admit()
+    late.until(lambda: all(one.done for one in told))
+    assert [one.result() for one in told] == [2, 2]
+    late.exchange(6, 0, 2)
+
+
+def test_before_it_is_admitted_nobody_lets_it_in_and_nothing_is_sent_to_it(late: Late) -> None:
+    newcomer = late.newcomer()
+    newcomer.connect(late.peers)
+    late.exchange(1, 0, 1)
+    sent = late.comms[0].send(numbered(1), 2, tag(1))
+    assert isinstance(sent.error, PeerLost)
+    assert "no member" in str(sent.error)
+    assert newcomer.missing() == [0, 1]
+    late.exchange(3, 0, 1)
+
+
+def test_a_whole_view_admits_nobody() -> None:
+    with closing(Group(3)) as members:
+        peers = members.peers
+        members.meet()
+        with pytest.raises(
+            ProtocolError, match="rank 2 cannot come later: every exchange of this run needs all"
+        ):
+            members.views[0].admit(peers[2])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_who_is_there_or_none_of_the_runs_is_not_admitted(late: Late, rank: int) -> None:
+    with pytest.raises(ProtocolError, match=f"rank {rank} of 3 is there already, or is none of the run's"):
+        late.views[0].admit(replace(late.peers[2], rank=rank))
+
+
+def test_forged_messages_of_a_newcomer_are_refused_and_it_comes_in(late: Late) -> None:
+    late.newcomer()
+    for view in late.views[:-1]:
+        view.admit(late.peers[-1])
+    late.views[-1].connect(late.peers)
+    first = late.transports[0]
+    before = first.refused
+    for _ in range(50):
+        late.raw(2, 0, *forged(), b"more")
+        late.raw(2, 0, *[bytes(one) for one in encode(Kind.HELLO, 0, tag(0), numbered(3))])
+    late.until(lambda: late.views[-1].ready.done and first.refused == before + 100)
+    late.exchange(1, 0, 2)
+    assert late.views[0].lost is None
+
+
+# --- views that follow each other -------------------------------------------------------------------------------
+
+
+def test_messages_of_a_newer_view_wait_for_it_and_those_of_an_older_are_dropped() -> None:
+    with closing(Group(2, about={"whole": False})) as members:
+        members.meet()
+        one, other = members.comms
+        other.send(numbered(1), 0, tag(1))
+        members.exchange(9)
+        waiting = one.recv(1, tag(2))
+        other.advance(4)
+        other.send(numbered(2), 0, tag(3))
+        one.send(numbered(3), 1, tag(4))
+        members.until(lambda: bool(members.views[0].mailbox._ahead) and members.views[1].mailbox.dropped == 1)
+        early = one.recv(1, tag(3))
+        assert not early.done
+        one.advance(4)
+        assert isinstance(waiting.error, WaitEnded)
+        assert isinstance(early.error, WaitEnded)
+        assert number_in(one.recv(1, tag(3)).result()) == 2
+        assert members.views[0].mailbox.dropped == 1, "what had come of the older view and nobody had taken"
+        members.exchange(10)
+        with pytest.raises(ValueError, match="view 4 is not newer than 4"):
+            one.advance(4)
+
+
+# --- what overtakes ---------------------------------------------------------------------------------------------
+
+
+def test_an_urgent_message_arrives_before_the_rest_of_what_was_sent_first() -> None:
+    """Nobody reads until all is sent: what the kernel does not take waits here, where it is overtaken."""
+    with closing(Group(2, keys=Keys.fresh())) as members:
+        one, other = members.meet().comms
+        order: list[str] = []
+        for number in range(8):
+            one.send(Payload((torch.zeros(2_000_000),)), 1, tag(1, number))
+        one.send(numbered(1), 1, tag(2), priority=-1)
+        late, urgent = [other.recv(0, tag(1, number)) for number in range(8)], other.recv(0, tag(2))
+        for wait in late:
+            wait.on_done(lambda _: order.append("bulk"))
+        urgent.on_done(lambda _: order.append("urgent"))
+        assert members.transports[0].held_nbytes > 0
+        members.until(lambda: len(order) == 9)
+        assert order[0] == "urgent"
+        assert members.transports[0].held_nbytes == 0
+
+
+def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
+    with closing(Group(2, about={"whole": False}, keys=Keys.fresh())) as members:
+        one, other = members.meet().comms
+        for number in range(8):
+            one.send(Payload((torch.zeros(2_000_000),)), 1, tag(1, number))
+        held = members.transports[0].held_nbytes
+        one.advance(1)
+        assert members.transports[0].held_nbytes < held - 8_000_000
+        other.advance(1)
+        members.exchange(3)
+        left = [number for number in range(8) if other.recv(0, tag(1, number)).done]
+        assert left == []
+        assert members.transports[1].refused == 0
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_without_the_connection_for_urgent_messages_they_take_the_other(sealed: bool) -> None:
+    with closing(Group(2, keys=Keys.fresh() if sealed else None)) as members:
+        one, other = members.meet().comms
+        for transport, rank in ((members.transports[0], 1), (members.transports[1], 0)):
+            transport._urgent.discard(rank)
+        one.send(numbered(7), 1, tag(1), priority=-1)
+        came = other.recv(0, tag(1))
+        members.until(lambda: came.done)
+        assert number_in(came.result()) == 7
+
+
+def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
+    store = dist.HashStore()
+    found = in_threads(
+        *(partial(WallRuntime, rank, 2, store, encrypt=True, join_s=PATIENCE_S) for rank in range(2))
+    )
+    runtimes = [one for one in found if isinstance(one, WallRuntime)]
+
+    async def sends(runtime: WallRuntime) -> float:
+        other = 1 - runtime.comm.rank
+        runtime.comm.send(Payload((torch.full((3_000_000,), float(runtime.comm.rank)),)), other, tag(1))
+        return float(next(iter((await runtime.comm.recv(other, tag(1))).tensors()))[-1])
+
+    results = [runtime.launch(sends(runtime)) for runtime in runtimes]
+    parted(runtimes)
+    assert [one.result() for one in results] == [1.0, 0.0]

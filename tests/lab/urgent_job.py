@@ -1,0 +1,61 @@
+"""One of two replicas: an urgent message is sent behind 4 MB, and the other tells what came first and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from farflung.lab.tun import INTERFACE
+from farflung.runtime import WallRuntime
+from farflung.types import Payload, Tag
+
+BULK_NBYTES = 4_000_000
+BULK, URGENT, HEARD = Tag(1), Tag(2), Tag(3)
+
+
+async def sender(runtime: WallRuntime) -> None:
+    """Sends both, the time in each, and waits until they have been heard."""
+    sent = torch.tensor([time.monotonic()], dtype=torch.float64)
+    bulk = torch.zeros(BULK_NBYTES // 4)
+    runtime.comm.send(Payload((sent.clone(), bulk)), 1, BULK)
+    runtime.comm.send(Payload((sent,)), 1, URGENT, priority=-1)
+    await runtime.comm.recv(1, HEARD)
+
+
+async def receiver(runtime: WallRuntime) -> list[tuple[str, float]]:
+    """What came, in its order, and after how many seconds."""
+    came: list[tuple[str, float]] = []
+    waits = {name: runtime.comm.recv(0, tag) for name, tag in (("bulk", BULK), ("urgent", URGENT))}
+    for name, wait in waits.items():
+        wait.on_done(
+            lambda done, name=name: came.append(
+                (name, time.monotonic() - float(next(iter(done.result().tensors()))))
+            )
+        )  # type: ignore[misc]
+    for wait in waits.values():
+        await wait
+    runtime.comm.send(Payload((torch.zeros(1),)), 0, HEARD)
+    return came
+
+
+def main() -> None:
+    """As torchrun would start it."""
+    rank, patience = int(os.environ["RANK"]), timedelta(seconds=60)
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, 2, is_master=rank == 0, timeout=patience)
+    runtime = WallRuntime(rank, 2, store, interface=INTERFACE)
+    if rank == 0:
+        runtime.launch(sender(runtime)).wait()
+    else:
+        print(json.dumps(runtime.launch(receiver(runtime)).wait()), file=sys.stdout, flush=True)
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()
