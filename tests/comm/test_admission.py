@@ -48,19 +48,17 @@ async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, b
 async def founder(runtime: WallRuntime) -> dict[str, Any]:
     """Lets two in while it sums, of whom one is wrong, and then hears from the other."""
     arrived, turn, again, sums = runtime.comm.arrival(), 0, True, set()
-    admitted = [runtime.admit(rank, join_s=PATIENCE_S) for rank in (WRONG, RIGHT)]
+    admitted = {rank: runtime.admit(rank, join_s=PATIENCE_S) for rank in (WRONG, RIGHT)}
     while again:
-        total, again = await summed(runtime, turn, not (arrived.done and runtime.view.refused))
+        total, again = await summed(runtime, turn, not all(one.done for one in admitted.values()))
         sums.add(total)
         turn += 1
-    for one in admitted:
-        await one
     who, payload = await runtime.comm.recv_any(tag(2))
     return {
         "sums": sums,
         "arrived": arrived.result(),
         "heard": (who, number_in(payload)),
-        "refused": {rank: str(error) for rank, error in runtime.view.refused.items()},
+        "ended": {rank: str(one.error) for rank, one in admitted.items()},
         "lost": runtime.view.lost,
     }
 
@@ -114,7 +112,7 @@ def test_one_comes_and_one_is_refused_alone_while_others_sum(encrypt: bool) -> N
             "sums": {6.0},
             "arrived": RIGHT,
             "heard": (RIGHT, float(RIGHT)),
-            "refused": {WRONG: f"{why} command"},
+            "ended": {WRONG: f"{why} command", RIGHT: "None"},
             "lost": None,
         }
 

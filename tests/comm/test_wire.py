@@ -86,7 +86,7 @@ def test_views_that_are_not_contiguous_and_need_a_gradient() -> None:
         assert same_bits(back, view.detach())
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.PART, Kind.WITHDRAWN)])
 def test_every_kind(kind: Kind) -> None:
     assert decode(received(encode(kind, 0, TAG, Payload(()))), max_nbytes=0).kind is kind
 
@@ -208,7 +208,7 @@ def headed(
 ) -> bytes:
     """A description behind a good header, unless told otherwise."""
     padded = description + bytes(-len(description) % 8)
-    return struct.pack("<2sBBIQIIIII", magic, version, kind, 0, 0, 0, 0, len(padded), 0, 0) + padded
+    return struct.pack("<2sBBIQIIIII4x", magic, version, kind, 0, 0, 0, 0, len(padded), 0, 0) + padded
 
 
 @given(st.binary(max_size=60))

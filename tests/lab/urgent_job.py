@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from farflung.lab.tun import INTERFACE
 from farflung.runtime import WallRuntime
+from farflung.tasks import Pending
 from farflung.types import Payload, Tag
 
 BULK_NBYTES = 4_000_000
@@ -32,12 +34,13 @@ async def receiver(runtime: WallRuntime) -> list[tuple[str, float]]:
     """What came, in its order, and after how many seconds."""
     came: list[tuple[str, float]] = []
     waits = {name: runtime.comm.recv(0, tag) for name, tag in (("bulk", BULK), ("urgent", URGENT))}
+
+    def told(name: str, done: Pending[Payload]) -> None:
+        sent = next(iter(done.result().tensors()))
+        came.append((name, time.monotonic() - float(sent)))
+
     for name, wait in waits.items():
-        wait.on_done(
-            lambda done, name=name: came.append(
-                (name, time.monotonic() - float(next(iter(done.result().tensors()))))
-            )
-        )  # type: ignore[misc]
+        wait.on_done(partial(told, name))
     for wait in waits.values():
         await wait
     runtime.comm.send(Payload((torch.zeros(1),)), 0, HEARD)

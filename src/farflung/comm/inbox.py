@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflung.comm.wire import Buffer, Header, Kind, Message, WireError, decode, frames_due, header_of
+from farflung.comm.wire import Buffer, Head, Kind, Message, WireError, head_in, message_of
 
 __all__ = ["Inbox"]
 
@@ -18,10 +18,14 @@ class _Begun:
     """A message that has come in part.
 
     Args:
-      frames: so far.
+      head: of it.
+      described: the bytes of its head.
+      frames: behind it, so far.
       due: how many it has in all.
     """
 
+    head: Head
+    described: memoryview
     frames: list[Buffer]
     due: int
 
@@ -37,60 +41,54 @@ class Inbox:
         self._piece = piece
         self._begun: dict[int, _Begun] = {}
 
-    def take(self, parcel: Sequence[Buffer], max_nbytes: int) -> list[Message]:
-        """The messages that are whole with this parcel.
+    def take(self, parcel: Sequence[Buffer], max_nbytes: int) -> list[Message | WireError]:
+        """The messages that are whole with this parcel, and why others of it are refused.
 
         Args:
           parcel: its frames.
           max_nbytes: the largest payload accepted.
 
         Raises:
-          WireError: it is none; nothing of it is used.
+          WireError: it is none; none of its messages is used.
         """
-        sections = list(_sections(parcel))
-        whole: list[Message] = []
-        for header, frames in sections:
-            found = self._section(header, frames, max_nbytes)
-            if found is not None:
-                whole.append(decode(found, max_nbytes=max_nbytes, piece=self._piece))
+        whole: list[Message | WireError] = []
+        at, count = 0, len(parcel)
+        while at < count or at == 0:
+            frame, begin = memoryview(parcel[at] if parcel else b""), 0
+            at += 1
+            while begin < len(frame) or begin == 0:
+                described = frame[begin:]
+                head = head_in(described)
+                begin += head.nbytes
+                following = parcel[at : at + head.follow]
+                if len(following) < head.follow or (following and begin < len(frame)):
+                    raise WireError("fewer frames than announced")
+                at += head.follow
+                try:
+                    head.check(max_nbytes)
+                except WireError as error:
+                    whole.append(error)
+                    continue
+                if head.number == 0 and head.layout is not None:
+                    whole.append(message_of(head, described[: head.nbytes], following, self._piece))
+                elif (message := self._in_parts(head, described[: head.nbytes], following)) is not None:
+                    whole.append(message)
         return whole
 
-    def _section(self, header: Header, frames: list[Buffer], max_nbytes: int) -> list[Buffer] | None:
-        """The frames of a message that is whole now."""
-        if header.kind is Kind.WITHDRAWN:
-            self._begun.pop(header.number, None)
+    def _in_parts(self, head: Head, described: memoryview, frames: Sequence[Buffer]) -> Message | None:
+        """The message of a part, if it is whole with it."""
+        if head.kind is Kind.WITHDRAWN:
+            self._begun.pop(head.number, None)
             return None
-        if header.kind is not Kind.PART:
-            if header.number == 0:
-                return frames
-            return self._go_on(header.number, self._begin(header, frames, max_nbytes), [])
-        begun = self._begun.get(header.number)
-        if begun is None:
+        begun = self._begun.get(head.number)
+        if head.kind is not Kind.PART:
+            if begun is not None or len(self._begun) >= AT_ONCE:
+                raise WireError("more messages in parts than may be")
+            begun = self._begun[head.number] = _Begun(head, described, [], head.frames_due(self._piece))
+        elif begun is None:
             raise WireError("a part of nothing that has begun")
-        return self._go_on(header.number, begun, frames[1:])
-
-    def _begin(self, header: Header, frames: list[Buffer], max_nbytes: int) -> _Begun:
-        if header.number in self._begun or len(self._begun) >= AT_ONCE:
-            raise WireError("more messages in parts than may be")
-        begun = _Begun(frames, 1 + frames_due(frames[0], max_nbytes=max_nbytes, piece=self._piece))
-        self._begun[header.number] = begun
-        return begun
-
-    def _go_on(self, number: int, begun: _Begun, frames: Sequence[Buffer]) -> list[Buffer] | None:
         begun.frames += frames
         if len(begun.frames) < begun.due:
             return None
-        del self._begun[number]
-        return begun.frames
-
-
-def _sections(parcel: Sequence[Buffer]) -> Iterator[tuple[Header, list[Buffer]]]:
-    """What lies in a parcel: headers, and all frames of each from there on."""
-    at = 0
-    while at < len(parcel) or at == 0:
-        header = header_of(parcel[at] if parcel else b"")
-        end = at + 1 + header.follow
-        if end > len(parcel):
-            raise WireError("fewer frames than announced")
-        yield header, list(parcel[at:end])
-        at = end
+        del self._begun[head.number]
+        return message_of(begun.head, begun.described, begun.frames, self._piece)

@@ -4,74 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from farflung.comm.wire import Frame, Kind, begin, part
-from farflung.tasks import Pending
+from farflung.tasks import Pending, done
 
 __all__ = ["Outbox", "Withdrawn"]
+
+_LEFT = done(None)
 
 
 class Withdrawn(Exception):
     """What a message ends with that was taken back before it had left."""
 
 
-@dataclass(order=True, slots=True)
-class _Queued:
-    """A message on its way out.
-
-    Args:
-      priority: the smallest leaves first.
-      order: in which it came; it is also the message's number where it leaves in parts.
-      frames: of the whole message.
-      view: whose message it is.
-      left: done when it has left.
-      gone: how many frames have, the header's among them.
-    """
-
-    priority: int
-    order: int
-    frames: Sequence[Frame] = field(compare=False)
-    view: int = field(compare=False)
-    left: Pending[None] = field(compare=False)
-    gone: int = field(default=0, compare=False)
-
-    def take(self, room: int, *, anyway: bool) -> list[Frame]:
-        """As many more frames as fit in ``room`` bytes behind a header of their own; none where that is too little.
-
-        Args:
-          room: in bytes.
-          anyway: whether one frame is taken however large it is.
-        """
-        begins = self.gone == 0
-        at = end = 1 if begins else self.gone
-        room -= len(self.frames[0]) if begins else 0
-        if room < 0 and not anyway:
-            return []
-        while end < len(self.frames) and (len(self.frames[end]) <= room or (anyway and end == at)):
-            room -= len(self.frames[end])
-            end += 1
-        if end == at < len(self.frames):
-            return []
-        self.gone = end
-        if begins and end == len(self.frames):
-            return list(self.frames)
-        head = (
-            begin(self.frames[0], self.order, end - at) if begins else part(Kind.PART, self.order, end - at)
-        )
-        return [head, *self.frames[at:end]]
-
-    @property
-    def through(self) -> bool:
-        """Whether all of it has been taken."""
-        return self.gone == len(self.frames)
-
-
 class Outbox:
     """Messages to one peer.
 
     A message that is larger than a piece leaves in parts, so a more urgent one overtakes its rest. Small ones that
-    had to wait leave together.
+    leave together lie in one frame.
 
     Args:
       piece: bytes of a parcel, about.
@@ -79,8 +29,11 @@ class Outbox:
 
     def __init__(self, piece: int) -> None:
         self._piece = piece
-        self._queue: list[_Queued] = []
+        self._queue: list[tuple[int, int, Sequence[Frame], int, Pending[None]]] = []
+        """Priority, number, frames, view, and what is done when it has left: a heap, whose first leaves first."""
         self._count = 0
+        self._gone: dict[int, int] = {}
+        """How many frames of messages in parts have left, by number; the head among them."""
         self._recalled: list[Frame] = []
 
     def __bool__(self) -> bool:
@@ -90,49 +43,100 @@ class Outbox:
     @property
     def nbytes(self) -> int:
         """Of what waits."""
-        return sum(len(frame) for one in self._queue for frame in one.frames[one.gone :])
+        return sum(
+            len(frame)
+            for _, number, frames, *_ in self._queue
+            for frame in frames[self._gone.get(number, 0) :]
+        )
 
     def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
-        """Queues a message behind all that are as urgent; done when its last part has been taken.
+        """Queues a message behind all that are as urgent; done when its last part has left, a small one at once.
 
         Args:
           frames: of the message, see :func:`farflung.comm.wire.encode`.
           priority: the smallest leaves first.
           view: for :meth:`withdraw`.
         """
-        left: Pending[None] = Pending()
+        left: Pending[None] = _LEFT if len(frames) == 1 else Pending()
         self._count += 1
-        heapq.heappush(self._queue, _Queued(priority, self._count, frames, view, left))
+        heapq.heappush(self._queue, (priority, self._count, frames, view, left))
         return left
 
     def take(self) -> tuple[list[Frame], list[Pending[None]]]:
         """The next parcel, and what is done once it has left."""
-        parcel, self._recalled = self._recalled, []
+        parcel: list[Frame] = []
+        heads, self._recalled = self._recalled, []
         through: list[Pending[None]] = []
-        room = self._piece
-        while self._queue:
-            first = self._queue[0]
-            more = first.take(room, anyway=not parcel)
-            if not more:
+        queue, room = self._queue, self._piece
+        while queue:
+            _, number, frames, _, left = queue[0]
+            gone = self._gone.get(number, 0)
+            end = self._reach(frames, gone, room, anyway=not parcel and not heads)
+            if end == gone:
                 break
-            parcel += more
-            room -= sum(map(len, more))
-            if not first.through:
+            more = frames[max(1, gone) : end]
+            if gone:
+                heads.append(part(Kind.PART, number, len(more)))
+            elif end == len(frames):
+                heads.append(frames[0])
+            else:
+                heads.append(begin(frames[0], number, len(more)))
+            room -= sum(map(len, more)) + len(heads[-1])
+            if more:
+                parcel += [b"".join(heads), *more]
+                heads = []
+            if end < len(frames):
+                self._gone[number] = end
                 break
-            through.append(heapq.heappop(self._queue).left)
+            self._gone.pop(number, None)
+            heapq.heappop(queue)
+            if left is not _LEFT:
+                through.append(left)
+        if heads:
+            parcel.append(b"".join(heads))
         return parcel, through
+
+    @staticmethod
+    def _reach(frames: Sequence[Frame], gone: int, room: int, *, anyway: bool) -> int:
+        """How many frames of a message will have left with those that fit in so many bytes more.
+
+        Args:
+          frames: of the message.
+          gone: how many have left.
+          room: in bytes.
+          anyway: whether one leaves however large it is.
+        """
+        end = gone
+        if gone == 0:
+            room -= len(frames[0])
+            if room < 0 and not anyway:
+                return 0
+            end = 1
+        begins = end
+        while end < len(frames) and (len(frames[end]) <= room or (anyway and end == begins)):
+            room -= len(frames[end])
+            end += 1
+        return gone if end == begins < len(frames) else end
 
     def withdraw(self, view: int) -> None:
         """Takes back what a view has queued; who has heard a part of it is told that no more will come."""
-        withdrawn = [one for one in self._queue if one.view == view]
-        self._queue = [one for one in self._queue if one.view != view]
+        withdrawn = [one for one in self._queue if one[3] == view]
+        self._queue = [one for one in self._queue if one[3] != view]
         heapq.heapify(self._queue)
-        self._recalled += [part(Kind.WITHDRAWN, one.order, 0) for one in withdrawn if one.gone]
-        for one in withdrawn:
-            one.left.fail(Withdrawn())
+        for _, number, _, _, left in withdrawn:
+            if self._gone.pop(number, None) is not None:
+                self._recalled.append(part(Kind.WITHDRAWN, number, 0))
+            left.fail(Withdrawn())
+
+    def adopt(self, other: Outbox) -> None:
+        """Takes over what waits in another, whole, behind what is as urgent here."""
+        for priority, _, frames, view, left in sorted(other._queue, key=lambda one: one[:2]):
+            self._count += 1
+            heapq.heappush(self._queue, (priority, self._count, frames, view, left))
 
     def close(self, error: BaseException) -> None:
         """Ends what waits with an error."""
         queue, self._queue, self._recalled = self._queue, [], []
-        for one in queue:
-            one.left.fail(error)
+        self._gone.clear()
+        for *_, left in queue:
+            left.fail(error)

@@ -8,20 +8,15 @@ import zmq
 
 from farflung.comm.outbox import Outbox
 from farflung.comm.wire import Frame
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending
 
-__all__ = ["AT_ONCE", "Sending", "Unreachable"]
+__all__ = ["AT_ONCE", "Sending"]
 
 AT_ONCE = 2
 """Parcels that the socket holds for a connection; all others wait here, where they can be overtaken and taken back."""
 ZERO_COPY_NBYTES = 1 << 19
 """Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
 gives each frame's memory back."""
-_SENT = done(None)
-
-
-class Unreachable(Exception):
-    """A connection is not there, or not any more."""
 
 
 class Sending:
@@ -35,8 +30,8 @@ class Sending:
     def __init__(self, socket: zmq.Socket[bytes], piece: int) -> None:
         self._socket, self._piece = socket, piece
         self._outboxes: dict[bytes, Outbox] = {}
-        self._full: set[bytes] = set()
-        """Connections whose outbox is not empty."""
+        self._full: dict[bytes, bool] = {}
+        """Connections whose outbox is not empty, in their order."""
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, AT_ONCE)
 
@@ -51,57 +46,52 @@ class Sending:
         return bool(self._full)
 
     def put(self, to: bytes, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
-        """Sends a message, or queues it; done when the socket has taken all of it.
+        """Queues a message until :meth:`flush`; done when the socket has taken all of it, a small one at once."""
+        outbox = self._outboxes.get(to)
+        if outbox is None:
+            outbox = self._outboxes[to] = Outbox(self._piece)
+        self._full[to] = True
+        return outbox.put(frames, priority, view)
 
-        Raises:
-          Unreachable: nobody is connected under that id.
-        """
-        if to not in self._full and (len(frames) == 1 or sum(map(len, frames)) <= self._piece):
-            if self._takes(to):
-                self._send(frames)
-                return _SENT
-        outbox = self._outboxes.setdefault(to, Outbox(self._piece))
-        left = outbox.put(frames, priority, view)
-        self._full.add(to)
-        self._drain(to)
-        return left
-
-    def flush(self) -> None:
-        """Sends what there is room for now."""
-        for to in tuple(self._full):
-            try:
-                self._drain(to)
-            except Unreachable as error:
-                self.close(to, error)
+    def flush(self) -> list[bytes]:
+        """Sends what there is room for now; returns the ids under which nobody is connected."""
+        return [to for to in tuple(self._full) if not self._drain(to)]
 
     def withdraw(self, view: int) -> None:
         """Takes back what a view has queued; see :meth:`farflung.comm.outbox.Outbox.withdraw`."""
         for outbox in self._outboxes.values():
             outbox.withdraw(view)
 
+    def divert(self, to: bytes, other: bytes) -> None:
+        """A connection is gone: what waits for it takes another."""
+        outbox = self._outboxes.pop(to, None)
+        if self._full.pop(to, False) and outbox is not None:
+            self._full[other] = True
+            self._outboxes.setdefault(other, Outbox(self._piece)).adopt(outbox)
+
     def close(self, to: bytes, error: BaseException) -> None:
         """A connection is gone: what waits for it ends with an error."""
-        self._full.discard(to)
+        self._full.pop(to, None)
         outbox = self._outboxes.pop(to, None)
         if outbox is not None:
             outbox.close(error)
 
-    def _drain(self, to: bytes) -> None:
+    def _drain(self, to: bytes) -> bool:
+        """Sends what a connection takes; false: there is none."""
         outbox = self._outboxes[to]
-        while outbox and self._takes(to):
+        while outbox:
+            takes = self._takes(to)
+            if not takes:
+                return takes is not None
             parcel, through = outbox.take()
             self._send(parcel)
             for left in through:
                 left.set(None)
-        if not outbox:
-            self._full.discard(to)
+        del self._full[to]
+        return True
 
-    def _takes(self, to: bytes) -> bool:
-        """Whether a connection has room for a parcel; then its frames have to follow.
-
-        Raises:
-          Unreachable: nobody is connected under that id.
-        """
+    def _takes(self, to: bytes) -> bool | None:
+        """Whether a connection has room for a parcel, whose frames have to follow then; ``None``: there is none."""
         for last in (False, True):
             try:
                 self._socket.send(to, zmq.SNDMORE | zmq.NOBLOCK)
@@ -111,7 +101,7 @@ class Sending:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                raise Unreachable from None
+                return None
             else:
                 return True
         return False

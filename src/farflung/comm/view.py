@@ -72,10 +72,8 @@ class View:
         self._addresses: dict[int, str] = {}
         """Of the others, once it is known who they are."""
         self._greeted: set[int] = set()
-        self._late: set[int] = set()
-        """Those that were admitted after the first meeting."""
-        self.refused: dict[int, ProtocolError] = {}
-        """Those that were to be, and why they were not."""
+        self._late: dict[int, Pending[None]] = {}
+        """Those that were admitted after the first meeting, done once they have greeted."""
         self._left: set[int] = set()
         self._sent: Counter[int] = Counter()
         """Messages to each member."""
@@ -106,11 +104,15 @@ class View:
             if peer.rank < self.rank:
                 self._greet(peer.rank)
 
-    def admit(self, peer: Peer) -> None:
+    def admit(self, peer: Peer) -> Pending[None]:
         """Lets somebody in after the first meeting, who connects to the lower ranks, as higher ones do to it.
 
-        Once it has greeted, :meth:`farflung.types.Communicator.arrival` tells. One that has other settings is told so,
-        and is none of the members. A rank that has left, or was lost, may come again.
+        A rank that has left, or was lost, may come again.
+
+        Returns:
+          Done once it has greeted, when :meth:`farflung.types.Communicator.arrival` tells too. Fails with a
+          :class:`ProtocolError` where it has other settings: then it is told so, and is none of the members; with a
+          :class:`PeerLost` where it is lost before, or does not come, see :meth:`dismiss`.
 
         Raises:
           ConfigError: its key is not on this replica's list, or it encrypts and others do not.
@@ -126,13 +128,24 @@ class View:
         self._greeted.discard(peer.rank)
         self._left.discard(peer.rank)
         self._members.add(peer.rank)
-        self._late.add(peer.rank)
+        admitted = self._late[peer.rank] = Pending()
         self._heard[peer.rank] = self._sent[peer.rank] = 0
         self._addresses[peer.rank] = peer.address
         self.transport.open([peer], self)
         self._expect()
         if peer.rank < self.rank:
             self._greet(peer.rank)
+        return admitted
+
+    def dismiss(self, rank: int, why: BaseException) -> None:
+        """Whoever was admitted and has not greeted may not come any more."""
+        if rank not in self._late or rank in self._greeted:
+            return
+        self.transport.dismiss(rank)
+        self._members.discard(rank)
+        self._addresses.pop(rank)
+        self._expect()
+        self._late.pop(rank).fail(why)
 
     def missing(self) -> list[int]:
         """The members that have not greeted yet."""
@@ -221,7 +234,8 @@ class View:
             self._say(self._parting[0], rank, self._parting[1], last=True)
         unlike = self._unlike(rank, body.get("settings"))
         if unlike is not None and rank in self._late:
-            self._refuse(rank, unlike)
+            self._say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
+            self.dismiss(rank, unlike)
             return
         self._greeted.add(rank)
         if unlike is not None:
@@ -232,6 +246,7 @@ class View:
         if rank in self._late:
             self.mailbox.returns(rank)
             self.mailbox.arrivals.tell(rank)
+            self._late[rank].set(None)
 
     def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
         """How a member's settings differ from this one's."""
@@ -245,16 +260,6 @@ class View:
                     "start all of them with the same command"
                 )
         return None
-
-    def _refuse(self, rank: int, why: ProtocolError) -> None:
-        """A newcomer is none of the members; it is told why, by their greetings too."""
-        self._say(Kind.ABORT, rank, {"detail": str(why), "rank": rank})
-        self.transport.dismiss(rank)
-        self._members.discard(rank)
-        self._late.discard(rank)
-        del self._addresses[rank]
-        self.refused[rank] = why
-        self._expect()
 
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
@@ -355,10 +360,8 @@ class View:
 
     def _lose(self, rank: int, error: BaseException) -> None:
         """A member is lost: ends the view, or the waits for that member where the view is not whole."""
+        self.dismiss(rank, error)
         self._left.add(rank)
-        if rank in self._late - self._greeted:
-            self._members.discard(rank)
-            self._expect()
         if self._whole:
             self.end(error)
         else:
@@ -369,7 +372,11 @@ class View:
 
         What was sent leaves before, as long as it moves; where something has failed it is withdrawn.
         """
-        self._send_all() if error is None and self.lost is None else self.transport.withdraw(self.number)
+        others = self._addresses.keys() - self._left
+        if error is None and self.lost is None:
+            self._send_all()
+        else:
+            self.transport.withdraw(self.number)
         body: dict[str, Json]
         if error is None:
             kind, body = Kind.FAREWELL, {}
@@ -379,13 +386,15 @@ class View:
             detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
         self._parting = (kind, body)
-        for rank in self._addresses.keys() - self._left:
+        for rank in others:
             if rank in self._greeted or rank < self.rank:
                 self._say(kind, rank, body, last=True)
         # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
         # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
         until = self._now() + PARTING_S
-        while self._addresses.keys() - self._left and (left_s := until - self._now()) > 0:
+        while (left_s := until - self._now()) > 0:
+            if not self._addresses.keys() - self._left and not self.transport.held_nbytes:
+                break
             self.transport.poll(left_s)
 
     def _send_all(self) -> None:

@@ -5,9 +5,10 @@ A message is a header frame, which also carries tensors of up to :data:`INLINE` 
 the tensors. An encrypted frame is encrypted and decrypted as a whole, so in small pieces a tensor is on the wire while
 the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is taken.
 
-What crosses a connection at once is a parcel: whole messages, and parts of some that are larger than it. Each begins
-with a header frame that says how many frames of it follow there; the rest of a message that is in parts comes later,
-behind headers of its number, and between other parcels. See :mod:`farflung.comm.outbox` and :mod:`farflung.comm.inbox`.
+What crosses a connection at once is a parcel: whole messages, and parts of some that are larger than it. Heads say how
+many frames of their message follow; those behind which none does lie in one frame, one after the other. The rest of a
+message that is in parts comes later, behind heads of its number, and between other parcels. See
+:mod:`farflung.comm.outbox` and :mod:`farflung.comm.inbox`.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ __all__ = [
     "WHOLE",
     "Buffer",
     "Frame",
-    "Header",
+    "Head",
     "Kind",
     "Message",
     "WireError",
     "begin",
     "decode",
     "encode",
-    "frames_due",
-    "header_of",
+    "head_in",
     "json_of",
+    "message_of",
     "part",
 ]
 
@@ -60,9 +61,10 @@ PIECE = 1 << 17
 WHOLE = 1 << 25
 """The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
 
-_HEADER = struct.Struct("<2sBBIQIIIII")
+_HEADER = struct.Struct("<2sBBIQIIIII4x")
 _PARTS = struct.Struct("<II")
-"""The last two numbers of a header; see :class:`Header`."""
+"""The last two numbers of a header; see :class:`Head`."""
+_PARTS_AT = _HEADER.size - 4 - _PARTS.size
 _ALIGNMENT = 8
 """The description and each small tensor are padded to a multiple of this many bytes."""
 _PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
@@ -108,6 +110,7 @@ class Kind(IntEnum):
 
 
 _KINDS = tuple(Kind)
+_WITHOUT_TENSORS = (Kind.PART, Kind.WITHDRAWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +123,36 @@ class Message:
     payload: Payload
 
 
-class Header(NamedTuple):
-    """How a message lies in parcels.
+class Head(NamedTuple):
+    """The beginning of a message, or of more of it.
 
     Args:
       kind: of message, or of part.
+      view: whose.
+      tag: of the message.
       number: of a message in parts among those of its connection, from 1 on; 0: it is whole.
-      follow: how many frames behind the header belong to it.
+      follow: how many frames behind it belong to it.
+      layout: of its tensors; ``None``: it has none.
+      nbytes: of itself.
     """
 
     kind: Kind
+    view: int
+    tag: Tag
     number: int
     follow: int
+    layout: _Layout | None
+    nbytes: int
+
+    def check(self, max_nbytes: int) -> None:
+        """Raises :class:`WireError` where the payload is larger than so many bytes."""
+        if self.layout is not None and self.layout.nbytes > max_nbytes:
+            raise WireError("larger than any message of this run")
+
+    def frames_due(self, piece: int) -> int:
+        """How many frames of so many bytes the whole message has behind its head."""
+        leaves = () if self.layout is None else self.layout.leaves
+        return sum(-(-leaf.nbytes // piece) for leaf in leaves if leaf.at is None)
 
 
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
@@ -158,57 +179,35 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WH
 
 
 def begin(head: Frame, number: int, follow: int) -> bytes:
-    """The header frame of a message of which only some frames follow."""
-    at = _HEADER.size - _PARTS.size
-    return b"".join((head[:at], _PARTS.pack(number, follow), head[_HEADER.size :]))
+    """The head of a message of which only some frames follow."""
+    return b"".join((head[:_PARTS_AT], _PARTS.pack(number, follow), head[_PARTS_AT + _PARTS.size :]))
 
 
 def part(kind: Kind, number: int, follow: int) -> bytes:
-    """A header alone: for more frames of a message, or for the end of one that is not whole."""
+    """A head without tensors: of more frames of a message, or of the end of one that is not whole."""
     return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, number, follow)
 
 
-def header_of(head: Buffer) -> Header:
-    """What a header frame says of the frames behind it.
+def head_in(frame: memoryview) -> Head:
+    """The head that a frame begins with; more may follow in it.
 
     Raises:
-      WireError: it is none.
+      WireError: it does not begin with one.
     """
-    kind, *_, number, follow = _header(memoryview(head))
-    return Header(kind, number, follow)
-
-
-def frames_due(head: Buffer, *, max_nbytes: int, piece: int) -> int:
-    """How many frames a message has behind its header frame, by its description.
-
-    Raises:
-      WireError: the description is malformed, or of more than ``max_nbytes``.
-    """
-    return sum(
-        -(-leaf.nbytes // piece)
-        for leaf in _described(memoryview(head), max_nbytes).leaves
-        if leaf.at is None
-    )
-
-
-def _header(head: memoryview) -> tuple[Any, ...]:
-    """Its fields behind magic and version."""
-    if len(head) < _HEADER.size:
-        raise WireError(f"a header of {len(head)} bytes")
-    magic, version, kind, *others = _HEADER.unpack_from(head)
+    if len(frame) < _HEADER.size:
+        raise WireError(f"a header of {len(frame)} bytes")
+    magic, version, kind, view, exchange, part, hop, described, number, follow = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
-    return (_KINDS[kind], *others)
-
-
-def _described(head: memoryview, max_nbytes: int) -> _Layout:
-    described = _header(head)[5]
-    if _HEADER.size + described > len(head):
+    if kind in _WITHOUT_TENSORS:
+        return Head(_KINDS[kind], view, Tag(exchange, part, hop), number, follow, None, _HEADER.size)
+    end = _HEADER.size + described
+    if end > len(frame):
         raise WireError("a description that ends early")
-    layout = _layout(bytes(head[_HEADER.size : _HEADER.size + described]))
-    if layout.nbytes > max_nbytes:
-        raise WireError("larger than any message of this run")
-    return layout
+    layout = _layout(bytes(frame[_HEADER.size : end]))
+    if layout.head_nbytes > len(frame):
+        raise WireError("fewer bytes than described")
+    return Head(_KINDS[kind], view, Tag(exchange, part, hop), number, follow, layout, layout.head_nbytes)
 
 
 def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
@@ -222,18 +221,36 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
     Raises:
       WireError: anything that :func:`encode` would not have made.
     """
-    head = memoryview(frames[0] if frames else b"")
-    kind, view, exchange, part, hop, *_ = _header(head)
-    layout = _described(head, max_nbytes)
-    if len(head) != layout.head_nbytes:
-        raise WireError("more or fewer bytes than described")
-    small = bytearray(head) if layout.any_small else None
-    large = iter(frames[1:])
+    first = memoryview(frames[0] if frames else b"")
+    head = head_in(first)
+    head.check(max_nbytes)
+    if head.nbytes != len(first):
+        raise WireError("more bytes than described")
+    return message_of(head, first, frames[1:], piece)
+
+
+def message_of(head: Head, described: memoryview, frames: Sequence[Buffer], piece: int) -> Message:
+    """A message.
+
+    Args:
+      head: of it.
+      described: the bytes of its head.
+      frames: all that follow.
+      piece: see :func:`decode`.
+
+    Raises:
+      WireError: as there.
+    """
+    layout = head.layout
+    if layout is None:
+        raise WireError("no message")
+    small = bytearray(described) if layout.any_small else None
+    large = iter(frames)
     tensors = [leaf.read(small, large, piece) for leaf in layout.leaves]
     if next(large, None) is not None:
         raise WireError("more frames than described")
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-    return Message(kind, view, Tag(exchange, part, hop), payload)
+    return Message(head.kind, head.view, head.tag, payload)
 
 
 def _rides(nbytes: int, at: int) -> bool:

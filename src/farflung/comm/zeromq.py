@@ -25,8 +25,8 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 
@@ -36,9 +36,10 @@ from farflung.comm.gate import Gate
 from farflung.comm.inbox import Inbox
 from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
+from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer
 from farflung.comm.ports import advertised
-from farflung.comm.sending import Sending, Unreachable
+from farflung.comm.sending import Sending
 from farflung.comm.transport import FIRST, LAST, Listener
 from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, WireError, encode
 from farflung.errors import ConfigError, PeerLost
@@ -203,6 +204,7 @@ class ZmqTransport:
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
         self._put(rank, frames, LAST if last else FIRST, 0)
+        self._flush()
 
     def withdraw(self, view: int) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -212,12 +214,15 @@ class ZmqTransport:
         if rank not in self._peers:
             raise PeerLost(rank, "it is no member")
         token = self._peers[rank].token
-        try:
-            if priority < 0 and rank in self._urgent:
-                return self._sending.put(token + _URGENT, frames, priority, view)
-            return self._sending.put(token, frames, priority, view)
-        except Unreachable:
-            raise PeerLost(rank, "its connection is gone") from None
+        urgent = priority < 0 and rank in self._urgent
+        return self._sending.put(token + _URGENT if urgent else token, frames, priority, view)
+
+    def _flush(self) -> None:
+        for name in self._sending.flush():
+            if name in self._inboxes:
+                self._lost(name, self._inboxes[name][0])
+            else:
+                self._sending.close(name, Withdrawn())
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +233,7 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float | None) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
-        self._sending.flush()
+        self._flush()
         if self._readable():
             timeout_s = 0.0
         elif self._sending.waits:
@@ -244,6 +249,8 @@ class ZmqTransport:
 
     def close(self, *, linger: bool) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
+        if linger:
+            self._sending.flush()
         if self._door is not None:
             self._door.close()
         self._connections.close()
@@ -263,17 +270,14 @@ class ZmqTransport:
             frames = [receive(copy=False)]
             while frames[-1].more:
                 frames.append(receive(copy=False))
-            with self._counting():
+            try:
                 self._take(sender, frames)
+            except WireError as error:
+                self._refuse(error)
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Refuses what turns out to be none of the run's."""
-        try:
-            yield
-        except WireError as error:
-            self.refused += 1
-            self._report(f"a message ({error})")
+    def _refuse(self, error: WireError) -> None:
+        self.refused += 1
+        self._report(f"a message ({error})")
 
     def _take(self, sender: bytes, frames: Sequence[zmq.Frame]) -> None:
         if sender not in self._inboxes:
@@ -282,11 +286,15 @@ class ZmqTransport:
         self._prove(sender, rank, frames[0])
         assert self._listener is not None
         for message in inbox.take([frame.buffer for frame in frames], self.max_nbytes):
-            with self._counting():
+            try:
+                if isinstance(message, WireError):
+                    raise message
                 if message.kind is Kind.OPEN:
                     self._opened(sender, rank)
                 else:
                     self._listener.arrived(rank, message)
+            except WireError as error:
+                self._refuse(error)
 
     def _opened(self, sender: bytes, rank: int) -> None:
         """A connection for urgent messages is there; who has opened it is told so."""
@@ -329,11 +337,14 @@ class ZmqTransport:
                 self._listener.denied(rank)
 
     def _lost(self, name: bytes, rank: int) -> None:
+        token = self._peers[rank].token
+        if name != token:
+            self._urgent.discard(rank)
+            self._sending.divert(name, token)
+            return
         self._sending.close(name, PeerLost(rank, "its connection is gone"))
-        self._urgent.discard(rank)
-        if name == self._peers[rank].token:
-            assert self._listener is not None
-            self._listener.closed(rank)
+        assert self._listener is not None
+        self._listener.closed(rank)
 
     def _mind_the_door(self) -> None:
         assert self._door is not None

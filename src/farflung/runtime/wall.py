@@ -31,7 +31,7 @@ from farflung.comm.keys import Keys
 from farflung.comm.ports import ports_in
 from farflung.comm.staging import to_host
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
+from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
 from farflung.network import NetworkProfile
 from farflung.runtime.communication import CommunicationThread
 from farflung.runtime.decisions import (
@@ -326,31 +326,40 @@ class WallRuntime:
             self._group.shutdown()
 
     def admit(self, rank: int, *, join_s: float = DEADLINE_S) -> Pending[None]:
-        """Lets a replica in that was not there at the start, or is there again.
-
-        Done once it has published its address in the store and may come; then
-        :meth:`farflung.types.Communicator.arrival` tells when it has.
+        """Lets a replica in that was not there at the start, or is there again; see :meth:`farflung.comm.View.admit`.
 
         Args:
           rank: of it, below the size of the run.
-          join_s: how long it may take to publish it, in seconds; then this fails with :class:`DeadlinePassed`.
+          join_s: how long it may take to publish its address in the store, and as long again to greet, in seconds;
+            then this fails with :class:`DeadlinePassed`, and it may not come.
+
+        Raises:
+          ConfigError: there is no store.
         """
         store = self._store
         if store is None:
             raise ConfigError("a replica that runs alone has no store where another could be found")
         found = self.aside(lambda: self._peer(store, rank, self.now() + join_s))
-        admitted: Pending[None] = Pending()
+        greeted: Pending[None] = Pending()
+
+        def end(admitted: Pending[None]) -> None:
+            if admitted.error is None:
+                greeted.set(None)
+            else:
+                greeted.fail(admitted.error)
 
         def let_in(_: object) -> None:
             try:
-                self.view.admit(found.result())
-            except BaseException as error:
-                admitted.fail(error)
-            else:
-                admitted.set(None)
+                self.view.admit(found.result()).on_done(end)
+            except FarflungError as error:
+                greeted.fail(error)
+                return
+            begin = self.now()
+            late = DeadlinePassed(rank, "its greeting", join_s)
+            self._thread.at(begin + join_s, lambda: self.view.dismiss(rank, late))
 
         found.on_done(let_in)
-        return admitted
+        return greeted
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
@@ -373,7 +382,7 @@ class WallRuntime:
     def _await_greetings(self, join_s: float) -> None:
         def give_up() -> None:
             missing = self.view.missing()
-            if missing:
+            if missing and not self.view.ready.done:
                 self.view.end(DeadlinePassed(missing[0], self.view.greeting_of(missing[0]), self.now()))
 
         self._thread.soon(lambda: self._thread.at(join_s, give_up))
