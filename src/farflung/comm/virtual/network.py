@@ -54,9 +54,9 @@ class VirtualNetwork:
       network: a profile, or one link that every ordered pair has for itself.
       seed: of the jitter.
       closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
-        that nothing shares all of them are, and no message may have a priority; elsewhere those in which owners add,
-        where all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile
-        names a congestion control, since what a message takes then depends on those before it.
+        that nothing shares all of them are, and what a more urgent message delays is computed anew; elsewhere those in
+        which owners add, where all ranks join at one time, nothing else is under way, and no link jitters. None is
+        where the profile names a congestion control, since what a message takes then depends on those before it.
       mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
