@@ -57,7 +57,7 @@ class Mailbox:
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = News("an arrival"), News("a departure")
-        """Senders that came after the first meeting, and those that are gone."""
+        """Senders that came after the first meeting, see :meth:`welcome`, and those that are gone."""
         self.dropped = 0
         """Messages of exchanges that were forgotten."""
 
@@ -169,6 +169,11 @@ class Mailbox:
         for waiting in [one for one in self._all() if one.src == src]:
             self.fail(waiting, error)
         self.departures.tell(src)
+
+    def welcome(self, src: int) -> None:
+        """A sender has come in, for the first time or again: undoes :meth:`fail_from`, so waits for it wait again."""
+        self._gone.pop(src, None)
+        self.arrivals.tell(src)
 
     def end(self, error: BaseException) -> None:
         """Fails every wait, now and from now on; what has arrived can still be received."""

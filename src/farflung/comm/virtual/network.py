@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +18,9 @@ from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.lane import Ends, Lane
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
+from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
-from farflung.errors import Unsupported
+from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
 from farflung.network.link import both_lose
 from farflung.network.trace import map_capacity
@@ -71,7 +72,7 @@ class VirtualNetwork:
         *,
         seed: int = 0,
         closed_form: bool = True,
-        mailboxes: Sequence[Mailbox] | None = None,
+        mailboxes: MutableSequence[Mailbox] | None = None,
     ) -> None:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
@@ -79,6 +80,8 @@ class VirtualNetwork:
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
+        self.roster: Roster | None = None
+        """Who is there, in a view that is not whole."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
@@ -105,9 +108,16 @@ class VirtualNetwork:
         return VirtualCommunicator(self, rank, len(self.mailboxes))
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
-        """Starts a message; done when its last byte has left."""
-        if self._symmetric is not None:
-            self._symmetric.interrupt()
+        """Starts a message; done when its last byte has left, failed where its sender knows nobody of that rank."""
+        if self.roster is None:
+            return self._carry(src, dst, tag, payload, priority)
+        if not self.roster.reaches(src, dst):
+            return failed(PeerLost(dst, "its connection is gone"))
+        left = self._carry(src, dst, tag, payload, priority)
+        self.roster.sent(src, left)
+        return left
+
+    def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
         mailbox = self.mailboxes[dst]
 
         def arrived(_: float) -> None:
@@ -129,8 +139,18 @@ class VirtualNetwork:
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
         """Bytes from one device to another."""
+        if self._symmetric is not None:
+            self._symmetric.interrupt()
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
         return self._carrier.send(src, dst, 8 * nbytes, priority, heard)
+
+    def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
+        """A message of no bytes, behind those of priority 0."""
+        self._move(src, dst, 0, 0, lambda _: heard())
+
+    def notice(self, src: int, dst: int, seen: Callable[[], None]) -> None:
+        """What one device sees of another without a message, one delay later."""
+        self._clock.at(self._clock.now() + self.profile.link(src, dst).latency_s, seen)
 
     def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
         """From now on there is less bandwidth from one rank to another, in a world without closed forms.
