@@ -300,7 +300,7 @@ def test_each_is_told_once_of_who_comes_and_goes(
 
 def test_a_farewell_comes_behind_what_was_sent_before() -> None:
     async def leaves(runtime: Runtime) -> list[Any]:
-        runtime.comm.send(Payload((torch.zeros(125_000, dtype=torch.uint8),)), 0, tag(BULK))
+        runtime.comm.send(Payload((torch.zeros(125_000, dtype=torch.uint8),)), 0, tag(BULK), priority=1)
         await runtime.sleep_until(9.0)
         raise AssertionError("it has left")
 
@@ -342,6 +342,16 @@ def test_who_comes_again_hears_nothing_that_was_for_the_one_before() -> None:
     world = VirtualWorld(2, LinkModel(0.05, 5e5), faults=plan, whole=False)
     found = world.run([stays(world.runtimes[0]), first(world.runtimes[1])], again=again)
     assert found == [[125_000, 1, 1, 6.0], [5.0]]
+
+
+def test_nothing_of_who_has_crashed_goes_on_when_it_comes_again() -> None:
+    async def crashes(runtime: Runtime) -> list[int]:
+        await runtime.sleep_until(5.0)
+        raise AssertionError("it has crashed")
+
+    world = VirtualWorld(2, faults=FaultPlan().crash(1, at_s=1.0).join(1, at_s=2.0), whole=False)
+    bodies = [waits_for_nobody(world.runtimes[0]), crashes(world.runtimes[1])]
+    assert world.run(bodies, again=until_the_end) == [[-1, 1], []]
 
 
 def test_who_comes_again_needs_something_to_run() -> None:
