@@ -63,11 +63,15 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank does: exchanges of so many elements begin at its times; ``spare`` messages go beside them."""
+    """What each rank does: exchanges of so many elements begin at its times; ``spare`` messages go beside them.
+
+    Args:
+      spare: from, to, when, how many bytes, with which priority.
+    """
 
     numels: tuple[int, ...]
     begin_s: tuple[tuple[float, ...], ...]
-    spare: tuple[tuple[int, int, float, int], ...] = ()
+    spare: tuple[tuple[int, int, float, int, int], ...] = ()
     dtype: torch.dtype = torch.float32
 
 
@@ -89,15 +93,24 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
         return total, sides, channel.sent.tolist(), runtime.now()
 
     async def spare(runtime: Runtime) -> list[float]:
-        rank, times = runtime.comm.rank, []
-        for index, (src, dst, at, nbytes) in enumerate(plan.spare):
+        rank, times = runtime.comm.rank, list[float]()
+
+        async def hear(src: int, index: int) -> None:
+            await runtime.comm.recv(src, Tag(10**6, index))
+            times[index] = runtime.now()
+
+        times += [0.0] * len(plan.spare)
+        heard: list[Pending[None]] = []
+        for index, message in enumerate(plan.spare):
+            if message[1] == rank:
+                heard.append(runtime.launch(hear(message[0], index)))
+        for index, (src, dst, at, nbytes, priority) in enumerate(plan.spare):
             if rank == src:
                 await runtime.sleep_until(at)
                 payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
-                runtime.comm.send(payload, dst, Tag(10**6, index))
-            elif rank == dst:
-                await runtime.comm.recv(src, Tag(10**6, index))
-                times.append(runtime.now())
+                runtime.comm.send(payload, dst, Tag(10**6, index), priority)
+        for one in heard:
+            await one
         return times
 
     async def body(runtime: Runtime) -> tuple[Any, ...]:
@@ -179,7 +192,8 @@ def test_buckets_that_follow_each_other(network: NetworkProfile, name: str) -> N
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
-    """Ranks join at times of their own, several exchanges are under way together, other messages between them."""
+    """Ranks join at times of their own, several exchanges are under way together, other messages between them, urgent
+    ones among these."""
     size = data.draw(st.integers(2, 6), label="size")
     network = data.draw(
         st.sampled_from([NETWORKS["alike"], JITTERY, SWITCH] + [UNEQUAL, CELL] * (size > 3)), label="network"
@@ -194,10 +208,11 @@ def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
     ]
     rank = st.integers(0, size - 1)
     spare_time = st.builds(lambda t, k: t + k * 7.77e-6, time, st.integers(1, 1000))
-    spares = st.tuples(rank, rank, spare_time, st.integers(0, 20_000)).filter(
+    priority = st.sampled_from([0, -1, 0, -2, 1])
+    spares = st.tuples(rank, rank, spare_time, st.integers(0, 20_000), priority).filter(
         lambda message: message[0] != message[1]
     )
-    spare = sorted(data.draw(st.lists(spares, max_size=4), label="spare"), key=lambda message: message[2])
+    spare = sorted(data.draw(st.lists(spares, max_size=6), label="spare"), key=lambda message: message[2])
     plan = Plan(tuple(numels), tuple(map(tuple, begins)), tuple(spare))
     assert_equal(network, size, data.draw(st.sampled_from(OURS), label="collective"), plan)
 

@@ -324,6 +324,20 @@ def test_who_is_gone_is_told_once_each() -> None:
         mailbox.departures.next()
 
 
+def test_who_comes_again_is_waited_for_again() -> None:
+    mailbox = Mailbox()
+    mailbox.welcome(3)
+    mailbox.fail_from(1, PeerLost(1, "gone"))
+    mailbox.welcome(1)
+    waiting = mailbox.recv(1, tag(), None, 0.0)
+    assert [mailbox.arrivals.next().result() for _ in range(2)] == [3, 1]
+    assert not waiting.done
+    mailbox.deliver(1, tag(), numbered(4))
+    assert received(waiting) == 4
+    mailbox.fail_from(1, PeerLost(1, "gone again"))
+    assert [mailbox.departures.next().result() for _ in range(2)] == [1, 1]
+
+
 def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
     mailbox = Mailbox()
     mailbox.deliver(1, tag(), numbered(3))

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from farflung.comm import ExchangeChannel, VirtualCommunicator
-from farflung.errors import ConfigError, Unsupported
+from farflung.errors import ConfigError
 from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace
 from farflung.noise import uniform
 from farflung.runtime import VirtualWorld
@@ -77,15 +79,36 @@ def test_a_priority_overtakes_in_the_middle_of_a_message() -> None:
     assert arrivals(UP, 3, messages) == [5.0, 3.0, 3.0]
 
 
-def test_a_priority_overtakes_on_the_same_link() -> None:
+@pytest.mark.parametrize("closed_form", [True, False])
+def test_a_priority_overtakes_on_the_same_link(closed_form: bool) -> None:
     network = NetworkProfile.uniform(Link(0.5, 8e3))
-    messages: list[Message] = [(0, 1, 0.0, 3000, 0), (0, 1, 1.0, 1000, -1)]
-    assert arrivals(network, 2, messages, closed_form=False) == [4.5, 2.5]
+    messages: list[Message] = [
+        (0, 1, 0.0, 3000, 0),
+        (0, 1, 0.0, 500, 0),
+        (0, 1, 1.0, 1000, -1),
+        (0, 1, 1.5, 500, -2),
+        (0, 1, 1.75, 0, 3),
+        (1, 0, 1.0, 1000, 0),
+    ]
+    # A second of the first is through; half of the urgent one, then all of what is more urgent still.
+    assert arrivals(network, 2, messages, closed_form=closed_form) == [5.0, 5.5, 3.0, 2.5, 2.25, 2.5]
 
 
-def test_links_in_closed_form_refuse_priorities() -> None:
-    with pytest.raises(Unsupported, match="closed_form=False"):
-        arrivals(NetworkProfile.uniform(Link(0.5, 8e3)), 2, [(0, 1, 0.0, 10, 1)])
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_link_of_its_own_is_the_same_as_a_flow(data: st.DataObject) -> None:
+    """Whatever is sent over it, whenever and how urgent it is; some of it at one time, some when another leaves."""
+    jitter_s = data.draw(st.sampled_from([0.0, 0.04]), label="jitter_s")
+    network = NetworkProfile.uniform(Link(0.05, 8e3, jitter_s=jitter_s))
+    at = st.one_of(st.sampled_from([0.0, 0.125, 0.5, 1.0]), st.floats(0.0, 2.0))
+    nbytes = st.one_of(st.sampled_from([0, 125, 500]), st.integers(1, 999))
+    way = st.sampled_from([(0, 1), (1, 0)])
+    message = st.builds(
+        lambda way, at, nbytes, priority: (*way, at, nbytes, priority), way, at, nbytes, st.integers(-2, 2)
+    )
+    messages = data.draw(st.lists(message, min_size=1, max_size=12), label="messages")
+    whole = arrivals(network, 2, messages, seed=4, closed_form=True)
+    assert whole == arrivals(network, 2, messages, seed=4, closed_form=False)
 
 
 def test_messages_to_one_receiver_follow_each_other() -> None:

@@ -82,6 +82,14 @@ def test_a_world_refuses_what_it_cannot_carry_by_name() -> None:
         FaultPlan().cut(0, 9, at_step=1).check(4, {"cut"}, "this world")
 
 
+def test_who_joins_before_anything_else_is_not_there_at_the_start() -> None:
+    plan = FaultPlan().join(1, at_step=5).leave(2, at_step=3).join(2, at_step=4).join(3, at_s=2.0)
+    assert plan.leave(3, at_s=1.0).crash(4, at_s=0.0).absent == {1}
+    assert plan.leave(3, at_s=3.0).leave(0, at_s=0.0).slow(3, factor=2.0, at_step=1).absent == {1, 3}
+    with pytest.raises(ConfigError, match="rank 3 comes and goes at steps and at times"):
+        _ = plan.crash(3, at_step=1).absent
+
+
 def test_faults_of_a_connection_concern_both_ways() -> None:
     assert set(FaultPlan().cut(1, at_s=0.0).faults[0].ways(3)) == {(1, 0), (0, 1), (1, 2), (2, 1)}
     assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].ways(3)) == {(1, 2), (2, 1)}

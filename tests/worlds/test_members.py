@@ -1,4 +1,7 @@
-"""Members of a view that is not whole: one is lost, a wait is given up, an answer is late; the same in both worlds."""
+"""Members of a view that is not whole, the same in both worlds.
+
+One is lost, one comes late, leaves and comes again; a wait is given up, an answer is late, an urgent message overtakes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm import LinkModel
-from farflung.errors import DeadlinePassed, FarflungError, PeerLost, WaitEnded
+from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost, RunLost, WaitEnded
 from farflung.faults import FaultPlan
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
@@ -25,7 +28,7 @@ from tests.helpers import PATIENCE_S, in_threads, number_in, numbered, tag
 
 SIZE = 5
 VICTIM = 4
-HERE, GO, SUMS, ASK, LATE, AFTER, NEVER = range(1, 8)
+HERE, GO, SUMS, ASK, LATE, AFTER, NEVER, BULK = range(1, 9)
 
 
 async def victim(runtime: Runtime) -> None:
@@ -164,3 +167,213 @@ def test_who_has_ended_is_gone_for_the_others_in_virtual_time() -> None:
         1,
         "lost rank 1: it had left the run",
     )
+
+
+# --- coming and going -------------------------------------------------------------------------------------------
+
+HOSTS = (0, 1)
+LATECOMER = 2
+LATENCY_S = 0.01
+GONE = f"lost rank {LATECOMER}: its connection is gone"
+LEFT = f"lost rank {LATECOMER}: it had left the run"
+
+
+async def host(runtime: Runtime) -> tuple[list[Any], list[float]]:
+    """What a member sees of one that comes, leaves and comes again; and when it hears of each."""
+    comm, seen, when = runtime.comm, list[Any](), list[float]()
+    for last in (False, True):
+        seen.append(str(await error_of(comm.send(numbered(0), LATECOMER, tag(ASK)))))
+        # A wait for who is not there yet is a wait; one for who has left fails, until it comes again.
+        early = None if last else comm.recv(LATECOMER, tag(HERE))
+        seen.append(await comm.arrival())
+        when.append(runtime.now())
+        seen.append(number_in(await (early or comm.recv(LATECOMER, tag(HERE)))))
+        comm.send(numbered(comm.rank), LATECOMER, tag(GO))
+        never = comm.recv(LATECOMER, tag(NEVER))
+        seen.append(await comm.departure())
+        when.append(runtime.now())
+        seen.append(str(await error_of(never)))
+    return seen, when
+
+
+async def latecomer(runtime: Runtime, *, stays: bool) -> list[float]:
+    """Meets the hosts, and stays until it is made to leave, or leaves by itself."""
+    for rank in HOSTS:
+        runtime.comm.send(numbered(7 + stays), rank, tag(HERE))
+    came = [number_in(await runtime.comm.recv(rank, tag(GO))) for rank in HOSTS]
+    if stays:
+        await runtime.comm.recv(0, tag(NEVER), deadline_s=math.inf)
+    return came
+
+
+def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
+    plan = FaultPlan().join(LATECOMER, at_s=1.0).leave(LATECOMER, at_s=5.0).join(LATECOMER, at_s=9.0)
+    world = VirtualWorld(3, LinkModel(LATENCY_S), faults=plan, whole=False)
+    bodies: list[Coroutine[Pending[Any], None, Any]] = [host(world.runtimes[rank]) for rank in HOSTS]
+    bodies.append(latecomer(world.runtimes[LATECOMER], stays=True))
+    *hosts, newcomer = world.run(bodies, again=partial(latecomer, stays=False))
+    for seen, when in hosts:
+        assert seen == [GONE, 2, 8.0, 2, LEFT, GONE, 2, 7.0, 2, LEFT]
+        # Each a delay later; the second time it leaves once it has heard the hosts, who had heard it.
+        assert when == pytest.approx([1 + LATENCY_S, 5 + LATENCY_S, 9 + LATENCY_S, 9 + 3 * LATENCY_S])
+    assert newcomer == [0.0, 1.0]
+
+
+async def hurried(runtime: Runtime) -> list[float]:
+    """Rank 0 sends 4 MB and, while they are under way, a few urgent bytes: when these were sent, or else which of the
+    two came first and when both were there."""
+    comm = runtime.comm
+    if comm.rank == 0:
+        comm.send(Payload((torch.zeros(4_000_000, dtype=torch.uint8),)), 1, tag(BULK))
+        await comm.recv(1, tag(GO))
+        sent = runtime.now()
+        comm.send(numbered(3.0), 1, tag(ASK), priority=-1)
+        await comm.recv(1, tag(AFTER))
+        return [sent]
+    comm.send(numbered(1), 0, tag(GO))
+    both = [comm.recv(0, tag(ASK)), comm.recv(0, tag(BULK))]
+    found = [float(await runtime.first_of(*both)), runtime.now()]
+    for one in both:
+        await one
+    found.append(runtime.now())
+    comm.send(numbered(2), 0, tag(AFTER))
+    return found
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+def test_an_urgent_message_waits_for_no_bulk_in_virtual_time(closed_form: bool) -> None:
+    world = VirtualWorld(2, LinkModel(LATENCY_S, 10e6), closed_form=closed_form, whole=False)
+    [sent], [first, heard, all_there] = world.run([hurried(runtime) for runtime in world.runtimes])
+    assert first == 0
+    # The delay and 4 bytes at 10 Mbit/s: 10.0032 ms. Behind 4 MB it would be 3.2 s.
+    assert heard - sent == pytest.approx(0.0100032, abs=1e-12)
+    assert all_there == pytest.approx(3.2 + 3.2e-6 + LATENCY_S)
+
+
+async def waits_for_nobody(runtime: Runtime) -> list[int]:
+    """Who came and who went, until a time."""
+    told = list[int]()
+
+    async def note(which: str) -> None:
+        while True:
+            rank = await getattr(runtime.comm, which)()
+            told.append(rank if which == "arrival" else -rank)
+
+    for which in ("arrival", "departure"):
+        runtime.launch(note(which))
+    await runtime.sleep_until(20.0)
+    return told
+
+
+async def until_the_end(runtime: Runtime) -> list[int]:
+    await runtime.sleep_until(20.0)
+    return []
+
+
+def told(plan: FaultPlan, link: LinkModel) -> list[int]:
+    world = VirtualWorld(2, link, faults=plan, whole=False)
+    bodies = [waits_for_nobody(world.runtimes[0]), until_the_end(world.runtimes[1])]
+    return world.run(bodies, again=until_the_end)[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (FaultPlan().crash(1, at_s=1.0).join(1, at_s=2.0).leave(1, at_s=3.0), [-1, 1, -1]),
+        (FaultPlan().leave(1, at_s=1.0).leave(1, at_s=2.0), [-1]),
+        (FaultPlan().leave(1, at_s=1.0).crash(1, at_s=2.0), [-1]),
+        (FaultPlan().leave(1, at_s=1.0).join(1, at_s=1.0).join(1, at_s=4.0), [-1, 1]),
+        (FaultPlan().join(1, at_s=1.0).hang(1, at_s=2.0, for_s=3.0).leave(1, at_s=3.0), [1, -1]),
+        # Its greeting is held up until it is gone already: nobody has met it.
+        (FaultPlan().join(1, at_s=1.0).cut(1, at_s=0.5, for_s=9.0).crash(1, at_s=2.0), []),
+        # Its farewell is held up, and it is back.
+        (FaultPlan().leave(1, at_s=1.0).cut(1, at_s=0.5, for_s=9.0).join(1, at_s=2.0), [-1, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("jitter_s", [0.0, 0.3])
+def test_each_is_told_once_of_who_comes_and_goes(
+    plan: FaultPlan, expected: list[int], jitter_s: float
+) -> None:
+    assert told(plan, LinkModel(0.3, jitter_s=jitter_s)) == expected
+
+
+def test_a_farewell_comes_behind_what_was_sent_before() -> None:
+    async def leaves(runtime: Runtime) -> list[Any]:
+        runtime.comm.send(Payload((torch.zeros(125_000, dtype=torch.uint8),)), 0, tag(BULK), priority=1)
+        await runtime.sleep_until(9.0)
+        raise AssertionError("it has left")
+
+    async def stays(runtime: Runtime) -> list[Any]:
+        bulk = await runtime.comm.recv(1, tag(BULK))
+        there, rank = runtime.now(), await runtime.comm.departure()
+        return [bulk.nbytes, there, rank, runtime.now()]
+
+    # A megabit in two seconds, and a delay of half a second for both.
+    world = VirtualWorld(2, LinkModel(0.5, 5e5), faults=FaultPlan().leave(1, at_s=1.0), whole=False)
+    found = world.run([stays(world.runtimes[0]), leaves(world.runtimes[1])])
+    assert found == [[125_000, 2.5, 1, 2.5]]
+
+
+def test_who_comes_again_hears_nothing_that_was_for_the_one_before() -> None:
+    """It is back before all has left that the one before has sent; the other is told of both nevertheless."""
+    bulk = Payload((torch.zeros(125_000, dtype=torch.uint8),))
+
+    async def stays(runtime: Runtime) -> list[Any]:
+        runtime.comm.send(bulk, 1, tag(BULK))
+        seen = [(await runtime.comm.recv(1, tag(BULK))).nbytes]
+        seen += [await runtime.comm.departure(), await runtime.comm.arrival()]
+        runtime.comm.send(numbered(5), 1, tag(GO))
+        return [*seen, number_in(await runtime.comm.recv(1, tag(AFTER)))]
+
+    async def first(runtime: Runtime) -> list[Any]:
+        runtime.comm.send(bulk, 0, tag(BULK))
+        await runtime.sleep_until(99.0)
+        raise AssertionError("it has left")
+
+    async def again(runtime: Runtime) -> list[Any]:
+        error = await error_of(runtime.comm.recv(0, tag(BULK), deadline_s=9.0))
+        assert isinstance(error, DeadlinePassed)
+        found = number_in(await runtime.comm.recv(0, tag(GO)))
+        runtime.comm.send(numbered(6), 0, tag(AFTER))
+        return [found]
+
+    plan = FaultPlan().leave(1, at_s=0.1).join(1, at_s=0.2)
+    world = VirtualWorld(2, LinkModel(0.05, 5e5), faults=plan, whole=False)
+    found = world.run([stays(world.runtimes[0]), first(world.runtimes[1])], again=again)
+    assert found == [[125_000, 1, 1, 6.0], [5.0]]
+
+
+def test_nothing_of_who_has_crashed_goes_on_when_it_comes_again() -> None:
+    async def crashes(runtime: Runtime) -> list[int]:
+        await runtime.sleep_until(5.0)
+        raise AssertionError("it has crashed")
+
+    world = VirtualWorld(2, faults=FaultPlan().crash(1, at_s=1.0).join(1, at_s=2.0), whole=False)
+    bodies = [waits_for_nobody(world.runtimes[0]), crashes(world.runtimes[1])]
+    assert world.run(bodies, again=until_the_end) == [[-1, 1], []]
+
+
+def test_who_comes_again_needs_something_to_run() -> None:
+    plan = FaultPlan().leave(1, at_s=1.0).join(1, at_s=2.0)
+    world = VirtualWorld(2, faults=plan, whole=False)
+    with pytest.raises(ConfigError, match=r"rank 1 comes in again: say what it runs"):
+        world.run([until_the_end(runtime) for runtime in world.runtimes])
+
+
+def test_waiting_for_somebody_who_never_comes_ends_the_run() -> None:
+    async def body(runtime: Runtime) -> None:
+        await runtime.comm.arrival()
+
+    world = VirtualWorld(2, faults=FaultPlan().join(1, at_step=5), whole=False)
+    with pytest.raises(RunLost, match="rank 0 waits for something other than a message"):
+        world.run([body(runtime) for runtime in world.runtimes])
+
+
+def test_a_wait_for_who_is_not_there_has_a_deadline() -> None:
+    async def body(runtime: Runtime) -> str:
+        return str(await error_of(runtime.comm.recv(1, tag(HERE))))
+
+    plan = FaultPlan().join(1, at_s=99.0)
+    world = VirtualWorld(2, faults=plan, whole=False, deadline_s=5.0)
+    assert "rank 1" in world.run([body(world.runtimes[0]), body(world.runtimes[1])])[0]

@@ -65,7 +65,7 @@ class Mailbox:
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = News("an arrival"), News("a departure")
-        """Senders that came after the first meeting, and those that are gone."""
+        """Senders that came after the first meeting, see :meth:`welcome`, and those that are gone."""
         self.view = 0
         """The number of the view whose messages are received."""
         self._ahead: list[tuple[int, int, Tag, Payload]] = []
@@ -210,9 +210,10 @@ class Mailbox:
             self.fail(waiting, error)
         self.departures.tell(src)
 
-    def returns(self, src: int) -> None:
-        """A sender that was gone is there again."""
+    def welcome(self, src: int) -> None:
+        """A sender has come in, for the first time or again: undoes :meth:`fail_from`, so waits for it wait again."""
         self._gone.pop(src, None)
+        self.arrivals.tell(src)
 
     def end(self, error: BaseException) -> None:
         """Fails every wait, now and from now on; what has arrived can still be received."""

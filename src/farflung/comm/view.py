@@ -244,8 +244,7 @@ class View:
         if not self.missing():
             self.ready.set(None)
         if rank in self._late:
-            self.mailbox.returns(rank)
-            self.mailbox.arrivals.tell(rank)
+            self.mailbox.welcome(rank)
             self._late[rank].set(None)
 
     def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:

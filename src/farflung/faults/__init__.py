@@ -3,11 +3,12 @@
 from farflung.faults.condition import Condition
 from farflung.faults.injector import FaultInjector, Stage
 from farflung.faults.loading import load_faults
-from farflung.faults.plan import FAULTS, PASSING, Fault, FaultPlan
+from farflung.faults.plan import FAULTS, MEMBERSHIP, PASSING, Fault, FaultPlan
 from farflung.faults.standing import Standing
 
 __all__ = [
     "FAULTS",
+    "MEMBERSHIP",
     "PASSING",
     "Condition",
     "Fault",

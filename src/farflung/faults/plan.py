@@ -14,7 +14,7 @@ FAULTS: dict[str, str] = {
     "crash": "the replica ends at once, and its connections close",
     "hang": "the replica stands still with its connections open",
     "leave": "the replica takes leave of the others and ends",
-    "join": "a replica of this rank comes in",
+    "join": "a replica of this rank comes in; nothing where there is one",
     "slow": "all that the replica computes takes a factor longer",
     "cut": "nothing passes between the replica and its peer, or anybody; what is on its way waits",
     "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
@@ -25,6 +25,8 @@ FAULTS: dict[str, str] = {
 """What can happen, by kind."""
 PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """What a kind needs, and no other kind has."""
+MEMBERSHIP = ("join", "leave")
+"""The kinds that change who is a member."""
 BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
 """The kinds that may have a peer."""
 PASSING = ("cut", "hang", "lose", "slow", "throttle")
@@ -229,6 +231,32 @@ class FaultPlan:
             for rank in (fault.rank, fault.peer):
                 if rank is not None and rank >= size:
                     raise ConfigError(f"{fault}: there are ranks 0 to {size - 1} alone")
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The ranks that are not there at the start: what happens to them first is that they come in.
+
+        >>> sorted(FaultPlan().join(2, at_s=1.0).leave(3, at_s=1.0).join(3, at_s=2.0).absent)
+        [2]
+
+        Raises:
+          ConfigError: a rank comes at a step and goes at a time, or the other way round.
+        """
+        moves: dict[int, list[Fault]] = {}
+        for fault in self.faults:
+            if fault.kind in (*MEMBERSHIP, "crash"):
+                moves.setdefault(fault.rank, []).append(fault)
+        absent = set[int]()
+        for rank, own in moves.items():
+            if any(fault.kind == "join" for fault in own):
+                if len({fault.at_s is None for fault in own}) > 1:
+                    raise ConfigError(
+                        f"rank {rank} comes and goes at steps and at times: give at_s for all of it, or at_step"
+                    )
+                first = min(own, key=lambda fault: (fault.at_step or 0, fault.at_s or 0.0))
+                if first.kind == "join":
+                    absent.add(rank)
+        return frozenset(absent)
 
     def _with(self, fault: Fault) -> FaultPlan:
         return FaultPlan((*self.faults, fault))

@@ -24,7 +24,7 @@ from farflung.runs.folder import RunFolder
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.variants import variant
 from farflung.runtime import DecisionLog, VirtualWorld
-from farflung.runtime.stage import CARRIED
+from farflung.runtime.stage import check_plan
 from farflung.seeding import generator
 from farflung.spec import build, is_carried, text_of
 from farflung.timing import forward_flops
@@ -351,7 +351,7 @@ class SimulatedConfig(RunConfig):
             return FaultPlan()
         plan = load_faults(Path(self.faults))
         with naming(self.faults):
-            plan.check(self.workers, CARRIED, "virtual time")
+            check_plan(plan, self.workers)
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:

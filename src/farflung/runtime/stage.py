@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.pauses import Pauses, pair
-from farflung.errors import DeadlinePassed, PeerLost
-from farflung.faults import Fault, FaultPlan, Standing
+from farflung.comm.virtual.roster import Roster
+from farflung.errors import DeadlinePassed, PeerLost, Unsupported
+from farflung.faults import MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.tasks import Pending
 
-__all__ = ["CARRIED", "VirtualStage"]
+__all__ = ["CARRIED", "VirtualStage", "check_plan"]
 
 CARRIED = frozenset({"crash", "cut", "hang", "lose", "restore", "slow", "throttle"})
-"""The kinds of faults that virtual time carries."""
+"""The kinds of faults that virtual time carries in every view; in one that is not whole members may come and go too."""
+
+
+def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
+    """Whether virtual time can carry a plan.
+
+    Args:
+      plan: what goes wrong.
+      size: number of replicas.
+      whole: whether every exchange needs all of them.
+
+    Raises:
+      Unsupported: a kind of fault that it does not carry.
+      ConfigError: a rank that there is not.
+    """
+    for fault in plan.faults:
+        if whole and fault.kind in MEMBERSHIP:
+            raise Unsupported(
+                f"{fault}: virtual time carries {', '.join(sorted(CARRIED))} alone where every exchange needs all "
+                "replicas; members come and go in a view that is not whole (VirtualWorld(whole=False))"
+            )
+    plan.check(size, CARRIED.union(MEMBERSHIP if not whole else ()), "virtual time")
 
 
 class VirtualStage:
     """Carries what goes wrong, and notices who is lost as the wall clock does: by a closed connection or a deadline.
 
-    A crash is seen by each of the others one delay of its link later; what has left before arrives. The deadline is
-    watched only where a plan has faults.
+    A crash is seen by each of the others one delay of its link later; what has left before arrives. Where members come
+    and go, see :class:`farflung.comm.virtual.roster.Roster`. The deadline is watched only where a plan has faults.
 
     Args:
       clock: virtual time.
@@ -47,10 +70,16 @@ class VirtualStage:
         *,
         whole: bool = True,
     ) -> None:
-        plan.check(len(network.mailboxes), CARRIED, "virtual time")
+        size = len(network.mailboxes)
+        check_plan(plan, size, whole=whole)
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
-        self._standing = Standing(len(network.mailboxes))
-        self._whole = whole
+        self._standing = Standing(size)
+        self._roster: Roster | None = None
+        if not whole:
+            self._roster = network.roster = Roster(
+                network.mailboxes, plan.absent, network.signal, network.notice
+            )
+        self._begin: Callable[[int], Pending[Any]]
         self.crashed: set[int] = set()
         """Replicas that are no more."""
         self._waiting_for_data: set[int] = set()
@@ -58,7 +87,11 @@ class VirtualStage:
         self._pauses: Pauses | None = None
         if plan.faults:
             self._pauses = network.pauses = Pauses(clock)
-        self._running: Sequence[Pending[Any]] = ()
+        self._stays = [0] * size
+        """Of each replica, how many are over; nothing of an earlier one goes on."""
+        self.running: dict[int, Pending[Any]] = {}
+        """The replicas that have begun and not taken leave."""
+        self._watching = False
         self.error: BaseException | None = None
         """What the first replica to fail has raised."""
 
@@ -74,8 +107,15 @@ class VirtualStage:
 
     def strike(self, fault: Fault) -> None:
         """See :class:`farflung.faults.Stage`."""
+        rank = fault.rank
         if fault.kind == "crash":
-            self._crash(fault.rank)
+            self._crash(rank)
+            return
+        if fault.kind == "leave":
+            self.when_running(rank, self.running_s(rank), lambda: self._leave(rank))
+            return
+        if fault.kind == "join":
+            self._join(rank)
             return
         if fault.kind == "hang":
             self._excuse(fault.rank)
@@ -101,16 +141,34 @@ class VirtualStage:
             (self._pauses.go_on if hung else self._pauses.stop)(rank)
 
     def _crash(self, rank: int) -> None:
-        self.crashed.add(rank)
-        self._gone(rank, PeerLost(rank, "its connection was closed from its end"))
+        if self._roster is not None:
+            if rank in self._roster:
+                self._roster.crashes(rank)
+        else:
+            lost = PeerLost(rank, "its connection was closed from its end")
+            for peer, mailbox in enumerate(self._network.mailboxes):
+                if peer != rank:
+                    self._network.notice(rank, peer, partial(mailbox.end, lost))
+        if rank in self.running:
+            self.crashed.add(rank)
 
-    def _gone(self, rank: int, lost: PeerLost) -> None:
-        """The others see that a replica is gone, one delay later."""
-        for peer, mailbox in enumerate(self._network.mailboxes):
-            if peer != rank:
-                seen = self._clock.now() + self._network.profile.link(rank, peer).latency_s
-                ends = partial(mailbox.end, lost) if self._whole else partial(mailbox.fail_from, rank, lost)
-                self._clock.at(seen, ends)
+    def _leave(self, rank: int) -> None:
+        assert self._roster is not None
+        if rank in self._roster:
+            del self.running[rank]
+            self._stays[rank] += 1
+            self._roster.leaves(rank)
+
+    def _join(self, rank: int) -> None:
+        assert self._roster is not None
+        if rank in self._roster:
+            return
+        self._stays[rank] += rank in self.running  # it crashed or ended
+        self.crashed.discard(rank)
+        self._start(rank)
+        self._roster.comes(rank)
+        if not self._watching:
+            self._look()
 
     # --- what the replicas feel ---------------------------------------------------------------------------------
 
@@ -123,14 +181,14 @@ class VirtualStage:
         return self._clock.now() - (0.0 if self._pauses is None else self._pauses.lost_s(rank))
 
     def when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when :meth:`running_s` of a replica is ``due_s``; never if it crashes before."""
+        """Calls ``fn`` when :meth:`running_s` of a replica is ``due_s``; never if it crashes or leaves before."""
         if self._pauses is None:
             self._clock.at(due_s, fn)
             return
-        pauses = self._pauses
+        pauses, stay = self._pauses, self._stays[rank]
         self._clock.at(
             due_s + pauses.lost_s(rank),
-            lambda: pauses.wait(rank, due_s, lambda _: self._unless_crashed(rank, fn)),
+            lambda: pauses.wait(rank, due_s, lambda _: self._in_stay(rank, stay, fn)),
         )
 
     def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
@@ -160,32 +218,41 @@ class VirtualStage:
         """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
         if self._pauses is None:
             return self._clock.soon
-        pauses = self._pauses
+        pauses, stay = self._pauses, self._stays[rank]
 
         def soon(fn: Callable[[], None]) -> None:
             due = self._clock.now() - pauses.lost_s(rank)
-            self._clock.soon(lambda: pauses.wait(rank, due, lambda _: self._unless_crashed(rank, fn)))
+            self._clock.soon(lambda: pauses.wait(rank, due, lambda _: self._in_stay(rank, stay, fn)))
 
         return soon
 
-    def _unless_crashed(self, rank: int, fn: Callable[[], None]) -> None:
-        if rank not in self.crashed:
+    def _in_stay(self, rank: int, stay: int, fn: Callable[[], None]) -> None:
+        if self._stays[rank] == stay and rank not in self.crashed:
             fn()
 
     # --- how it ends --------------------------------------------------------------------------------------------
 
-    def watch(self, running: Sequence[Pending[Any]]) -> None:
-        """Follows the replicas: the first error ends the view for all."""
-        self._running = running
-        for rank, task in enumerate(running):
-            task.on_done(partial(self._one_ended, rank))
+    def watch(self, begin: Callable[[int], Pending[Any]]) -> None:
+        """Begins and follows the replicas: the first error ends the view for all.
+
+        Args:
+          begin: has a replica begin, for the first time or again.
+        """
+        self._begin = begin
+        for rank in range(len(self._network.mailboxes)):
+            if self._roster is None or rank in self._roster:
+                self._start(rank)
         if self._pauses is not None:
             self._look()
 
+    def _start(self, rank: int) -> None:
+        task = self.running[rank] = self._begin(rank)
+        task.on_done(partial(self._one_ended, rank))
+
     def _one_ended(self, rank: int, task: Pending[Any]) -> None:
         if task.error is None:
-            if not self._whole:
-                self._gone(rank, PeerLost(rank, "it had left the run"))
+            if self._roster is not None:
+                self._roster.leaves(rank)
             return
         if self.error is None:
             self.error = task.error
@@ -195,17 +262,17 @@ class VirtualStage:
 
     def _look(self) -> None:
         """Ends the view when the oldest wait is too old; looks again when it may be."""
-        alive = [rank for rank, task in enumerate(self._running) if not task.done]
+        self._watching = False
+        alive = [rank for rank, task in self.running.items() if not task.done]
         if self.error is not None or not alive:
             return
+        now, again = self._clock.now(), math.inf
         if self.crashed.issuperset(alive):
-            if not self._whole and len(self.crashed) < len(self._running):
-                return
-            self.error = PeerLost(alive[0], "its connection was closed from its end")
+            if self._roster is not None and self._clock.due() < math.inf:
+                self._look_at(now + self._deadline_s)  # others may come in
+            elif self._roster is None or len(self.crashed) == len(self.running):
+                self.error = PeerLost(alive[0], "its connection was closed from its end")
             return
-        assert self._pauses is not None
-        now = self._clock.now()
-        again = now + self._deadline_s
         for rank in alive:
             waiting = self._network.mailboxes[rank].oldest()
             if self._silent(rank) or waiting is None:
@@ -217,13 +284,21 @@ class VirtualStage:
             root = self._root_of(rank)
             if root not in self._waiting_for_data or self._silent(root):
                 passed = DeadlinePassed(root, waiting.what, now - waiting.since)
-                if not self._whole:
+                if self._roster is not None:
                     self._network.mailboxes[rank].fail(waiting, passed)
+                    self._watching = True
                     self._clock.soon(self._look)
                 else:
                     self._network.mailboxes[rank].end(passed)
                 return
-        self._clock.at(again, self._look)
+        if self._clock.due() < math.inf:
+            again = min(again, now + self._deadline_s)
+        if again < math.inf:
+            self._look_at(again)
+
+    def _look_at(self, t: float) -> None:
+        self._watching = True
+        self._clock.at(t, self._look)
 
     def _root_of(self, rank: int) -> int | None:
         """Who holds up a rank in the end; one that stands still or waits for samples is held up by nobody."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from farflung import tasks
-from farflung.comm import AUTO, VirtualNetwork, collective_named
+from farflung.comm import AUTO, Mailbox, VirtualNetwork, collective_named
 from farflung.comm.virtual import Lane, VirtualClock
 from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, RunLost
@@ -51,7 +51,8 @@ class VirtualWorld:
       decisions: where decisions are kept; a fresh log when not given.
       count_evaluation: whether evaluations and checkpoints take time; see :attr:`VirtualRuntime.off_clock`.
       whole: whether the view ends with the first replica that is lost, as it has to where every exchange needs all of
-        them; otherwise its messages alone fail, and so do those of a replica whose coroutine has ended.
+        them; otherwise its messages alone fail, and so do those of a replica whose coroutine has ended. Then faults may
+        have replicas leave, and join: one to which that happens first is not there at the start.
 
     Raises:
       ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
@@ -93,6 +94,8 @@ class VirtualWorld:
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole)
+        if self.off_clock is not None:
+            self.off_clock.roster = self.network.roster
         self.injector = FaultInjector(faults, self.stage)
         """A sink for the events of all replicas."""
         self.runtimes = [
@@ -101,27 +104,60 @@ class VirtualWorld:
         ]
         self.network.charge([runtime.lane for runtime in self.runtimes])
 
-    def run(self, coroutines: Sequence[Coroutine[Pending[Any], None, T]]) -> list[T]:
-        """Drives one coroutine for each replica to its end; their results in rank order, without those that crashed.
+    def run(
+        self,
+        coroutines: Sequence[Coroutine[Pending[Any], None, T]],
+        *,
+        again: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
+    ) -> list[T]:
+        """Drives one coroutine for each replica to its end; their results in rank order, without those that crashed,
+        took leave by a fault, or never came in.
+
+        Args:
+          coroutines: that of a replica that is not there at the start begins when it comes in.
+          again: makes the coroutine of one that comes in again, from a runtime of its own; its result counts.
 
         Raises:
+          ConfigError: a replica comes in again, and there is no ``again``.
           RunLost: a replica was lost, or everybody waits and nothing is on its way; names who waits for whom.
           BaseException: what the first replica to fail has raised.
         """
-        with RandomState.scope(), _settled_memory():
-            running = [
-                Task(coroutine, runtime.soon)
-                for coroutine, runtime in zip(coroutines, self.runtimes, strict=True)
-            ]
-            self.stage.watch(running)
-            self.clock.run()
+        first = dict(enumerate(coroutines))
+
+        def begin(rank: int) -> Task[T]:
+            if rank in first:
+                return Task(first.pop(rank), self.runtimes[rank].soon)
+            if again is None:
+                raise ConfigError(
+                    f"rank {rank} comes in again: say what it runs by run(coroutines, again=...)"
+                )
+            runtime = self._renewed(rank)
+            return Task(again(runtime), runtime.soon)
+
+        if len(first) != len(self.runtimes):
+            raise ConfigError(f"{len(first)} coroutines for {len(self.runtimes)} replicas")
+        try:
+            with RandomState.scope(), _settled_memory():
+                self.stage.watch(begin)
+                self.clock.run()
+        finally:
+            for coroutine in first.values():
+                coroutine.close()
         if self.stage.error is not None:
             raise self.stage.error
-        left = [rank for rank in range(len(running)) if rank not in self.stage.crashed]
+        running = self.stage.running
+        left = [rank for rank in sorted(running) if rank not in self.stage.crashed]
         stuck = [rank for rank in left if not running[rank].done]
         if stuck:
             raise RunLost(self._deadlock(stuck))
         return [running[rank].result() for rank in left]
+
+    def _renewed(self, rank: int) -> VirtualRuntime:
+        """A runtime for a replica that comes in again; nothing comes to it that was for the one before."""
+        self.network.mailboxes[rank] = Mailbox()
+        runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
+        self.network.charge([one.lane for one in self.runtimes])
+        return runtime
 
     def settle_collective(
         self, name: str, nbytes: Sequence[int], *, step: int = 0, anew: bool = False

@@ -112,18 +112,23 @@ class Carrier(Protocol):
 
 
 class Departure(Pending[None]):
-    """Done at a time that is known beforehand; costs the clock an event only where somebody waits for it."""
+    """Done at a time that is known beforehand; costs the clock an event only where somebody waits for it.
 
-    __slots__ = ("_at", "_clock", "_watched")
+    Args:
+      clock: virtual time.
+      at: that time; may be put off until it has come.
+    """
+
+    __slots__ = ("_clock", "_watched", "at")
 
     def __init__(self, clock: Clock, at: float) -> None:
         super().__init__()
-        self._clock, self._at, self._watched = clock, at, False
+        self._clock, self.at, self._watched = clock, at, False
 
     @property
     def done(self) -> bool:
         """Whether the clock has come to it."""
-        if not self._done and self._clock.now() >= self._at:
+        if not self._done and self._clock.now() >= self.at:
             self.set(None)
         return self._done
 
@@ -131,5 +136,9 @@ class Departure(Pending[None]):
         """Calls ``callback(self)`` at that time; at once where it is past."""
         if not self.done and not self._watched:
             self._watched = True
-            self._clock.at(self._at, lambda: self.set(None))
+            self._clock.at(self.at, self._look)
         super().on_done(callback)
+
+    def _look(self) -> None:
+        if not self.done:
+            self._clock.at(self.at, self._look)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +18,9 @@ from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.lane import Ends, Lane
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
+from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
-from farflung.errors import Unsupported
+from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
 from farflung.network.link import both_lose
 from farflung.network.trace import map_capacity
@@ -54,9 +55,9 @@ class VirtualNetwork:
       network: a profile, or one link that every ordered pair has for itself.
       seed: of the jitter.
       closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
-        that nothing shares all of them are, and no message may have a priority; elsewhere those in which owners add,
-        where all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile
-        names a congestion control, since what a message takes then depends on those before it.
+        that nothing shares all of them are, and what a more urgent message delays is computed anew; elsewhere those in
+        which owners add, where all ranks join at one time, nothing else is under way, and no link jitters. None is
+        where the profile names a congestion control, since what a message takes then depends on those before it.
       mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
@@ -71,7 +72,7 @@ class VirtualNetwork:
         *,
         seed: int = 0,
         closed_form: bool = True,
-        mailboxes: Sequence[Mailbox] | None = None,
+        mailboxes: MutableSequence[Mailbox] | None = None,
     ) -> None:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
@@ -79,6 +80,8 @@ class VirtualNetwork:
         self._clock = clock
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
+        self.roster: Roster | None = None
+        """Who is there, in a view that is not whole."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
@@ -105,7 +108,16 @@ class VirtualNetwork:
         return VirtualCommunicator(self, rank, len(self.mailboxes))
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
-        """Starts a message; done when its last byte has left."""
+        """Starts a message; done when its last byte has left, failed where its sender knows nobody of that rank."""
+        if self.roster is None:
+            return self._carry(src, dst, tag, payload, priority)
+        if not self.roster.reaches(src, dst):
+            return failed(PeerLost(dst, "its connection is gone"))
+        left = self._carry(src, dst, tag, payload, priority)
+        self.roster.sent(src, left)
+        return left
+
+    def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
         if self._symmetric is not None:
             self._symmetric.interrupt()
         mailbox, view = self.mailboxes[dst], self.mailboxes[src].view
@@ -129,8 +141,18 @@ class VirtualNetwork:
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
         """Bytes from one device to another."""
+        if self._symmetric is not None:
+            self._symmetric.interrupt()
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
         return self._carrier.send(src, dst, 8 * nbytes, priority, heard)
+
+    def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
+        """A message of no bytes, behind those of priority 0."""
+        self._move(src, dst, 0, 0, lambda _: heard())
+
+    def notice(self, src: int, dst: int, seen: Callable[[], None]) -> None:
+        """What one device sees of another without a message, one delay later."""
+        self._clock.at(self._clock.now() + self.profile.link(src, dst).latency_s, seen)
 
     def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
         """From now on there is less bandwidth from one rank to another, in a world without closed forms.

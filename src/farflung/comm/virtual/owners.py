@@ -9,10 +9,15 @@ from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.groups import ReduceShape
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, by_time
+from farflung.comm.virtual.preemptive import Later
 from farflung.tasks import Pending
 from farflung.types import Counts
 
 __all__ = ["OwnersInOne"]
+
+
+_SUM = -1
+"""In the place of the number of a piece: what comes back."""
 
 
 class OwnersInOne:
@@ -49,7 +54,7 @@ class OwnersInOne:
         joined = self._members.join(rank, tensor, side)
         for piece in range(self._pieces):
             bits = 8.0 * (self._nbytes[piece] + (self._side_nbytes if piece == 0 else 0))
-            arrives = self._pairs.send_many(rank, slice(0, self._owners), bits)
+            arrives = self._pairs.send_many(rank, slice(0, self._owners), bits, self, piece)
             if rank < self._owners:
                 arrives[rank] = now
             np.maximum(self._complete[piece], arrives, out=self._complete[piece])
@@ -60,6 +65,28 @@ class OwnersInOne:
     def fail(self, error: BaseException) -> None:
         """Ends the wait of all who have joined."""
         self._members.fail(error)
+
+    def put_off(self, later: Later) -> None:
+        """A message is overtaken by another."""
+        if later.part == _SUM:
+            self._sum_put_off(later)
+        else:
+            self._part_put_off(later)
+
+    def _part_put_off(self, later: Later) -> None:
+        """An owner adds a piece later, and those after it."""
+        late = self._complete[later.part :, later.dst]
+        places = later.dst * self._pieces + later.part + np.flatnonzero(late < later.arrives_s)
+        np.maximum(late, later.arrives_s, out=late)
+        if self._members.joined == self._size:
+            self._clock.at(later.arrives_s, lambda: self._spread(places.tolist()))
+
+    def _sum_put_off(self, later: Later) -> None:
+        """A rank has all sums later."""
+        if self._finish[later.dst] < later.arrives_s:
+            self._finish[later.dst] = later.arrives_s
+            if not self._to_spread:
+                self._clock.at(later.arrives_s, lambda: self._give([later.dst]))
 
     def _complete_by(self, last: int) -> None:
         """The last rank has joined: when each owner can send what back is known."""
@@ -74,14 +101,22 @@ class OwnersInOne:
                 self._spread(own)
 
     def _spread(self, places: list[int]) -> None:
-        """Owners send sums to everybody; a place is an owner and a piece."""
+        """Owners send sums to everybody, if nothing has been put off; a place is an owner and a piece."""
         now = self._clock.now()
         for owner, piece in (divmod(place, self._pieces) for place in places):
-            bits = 8.0 * (self._nbytes[piece, owner] + (self._back_nbytes if piece == 0 else 0))
-            arrives = self._pairs.send_many(owner, slice(0, self._size), np.full(self._size, bits))
+            if self._complete[piece, owner] > now:
+                continue
+            bits = 8.0 * float(self._nbytes[piece, owner] + (self._back_nbytes if piece == 0 else 0))
+            arrives = self._pairs.send_many(owner, slice(0, self._size), bits, self, _SUM)
             arrives[owner] = now
             np.maximum(self._finish, arrives, out=self._finish)
-        self._to_spread -= len(places)
-        if not self._to_spread:
-            for t, ranks in by_time(self._finish):
-                self._clock.at(t, lambda ranks=ranks: self._members.give(ranks))  # type: ignore[misc]
+            self._to_spread -= 1
+            if not self._to_spread:
+                for t, ranks in by_time(self._finish):
+                    self._clock.at(t, lambda ranks=ranks: self._give(ranks))  # type: ignore[misc]
+
+    def _give(self, ranks: list[int]) -> None:
+        """Some ranks have all sums, if nothing has been put off."""
+        there = [rank for rank in ranks if self._finish[rank] <= self._clock.now()]
+        if there:
+            self._members.give(there)

@@ -12,6 +12,7 @@ from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, Ranks, by_time
+from farflung.comm.virtual.preemptive import Later
 from farflung.tasks import Pending
 from farflung.types import Counts, Segment
 
@@ -71,23 +72,35 @@ class RingInOne:
         first_half = hop < self._size - 1
         segment = np.where(first_half, ranks - hop, ranks + 1 - (hop - (self._size - 1))) % self._size
         after = (ranks + 1) % self._size
-        arrives = self._pairs.send_many(ranks, after, 8.0 * self._nbytes[segment])
+        arrives = self._pairs.send_many(ranks, after, 8.0 * self._nbytes[segment], self)
         self._sent[ranks] += 1
         for t, places in by_time(arrives):
             self._receive_at(t, after[places])
         return ranks
 
     def _receive_at(self, t: float, ranks: Ranks) -> None:
-        if self._pairs.jitters:
-            # Messages that overtook others' delays arrive together; they go on in the order they were sent.
-            self._clock.at(t, lambda: self._receive(ranks))
-            return
-        if t not in self._arriving:
-            self._arriving[t] = []
-            self._clock.at(t, lambda: self._receive(np.concatenate(self._arriving.pop(t))))
-        self._arriving[t].append(ranks)
+        # With jitter, messages that overtook others' delays arrive together; they go on in the order they were sent.
+        alone = self._pairs.jitters or t not in self._arriving
+        self._arriving.setdefault(t, []).append(ranks)
+        if alone:
+            self._clock.at(t, lambda: self._receive(t))
 
-    def _receive(self, ranks: Ranks) -> None:
+    def put_off(self, later: Later) -> None:
+        """A message is overtaken by another: of those that would arrive together over one link, the last."""
+        arriving = self._arriving[later.was_s]
+        for index in reversed(range(len(arriving))):
+            places = np.flatnonzero(arriving[index] == later.dst)
+            if len(places):
+                arriving[index] = np.delete(arriving[index], places[-1])
+                break
+        self._receive_at(later.arrives_s, np.array([later.dst]))
+
+    def _receive(self, t: float) -> None:
+        arriving = self._arriving.pop(t)
+        if self._pairs.jitters and len(arriving) > 1:
+            self._arriving[t] = arriving[1:]
+            arriving = arriving[:1]
+        ranks = np.concatenate(arriving)
         np.add.at(self._received, ranks, 1)
         self._go_on(np.unique(ranks))
 
