@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,12 @@ GONE = f"lost rank {LATECOMER}: its connection is gone"
 LEFT = f"lost rank {LATECOMER}: it had left the run"
 
 
-async def host(runtime: Runtime) -> tuple[list[Any], list[float]]:
+async def host(runtime: Runtime, admit: Callable[[], object] = lambda: None) -> tuple[list[Any], list[float]]:
     """What a member sees of one that comes, leaves and comes again; and when it hears of each."""
     comm, seen, when = runtime.comm, list[Any](), list[float]()
     for last in (False, True):
         seen.append(str(await error_of(comm.send(numbered(0), LATECOMER, tag(ASK)))))
+        admit()
         # A wait for who is not there yet is a wait; one for who has left fails, until it comes again.
         early = None if last else comm.recv(LATECOMER, tag(HERE))
         seen.append(await comm.arrival())
@@ -196,10 +197,10 @@ async def host(runtime: Runtime) -> tuple[list[Any], list[float]]:
     return seen, when
 
 
-async def latecomer(runtime: Runtime, *, stays: bool) -> list[float]:
+async def latecomer(runtime: Runtime, number: float, *, stays: bool) -> list[float]:
     """Meets the hosts, and stays until it is made to leave, or leaves by itself."""
     for rank in HOSTS:
-        runtime.comm.send(numbered(7 + stays), rank, tag(HERE))
+        runtime.comm.send(numbered(number), rank, tag(HERE))
     came = [number_in(await runtime.comm.recv(rank, tag(GO))) for rank in HOSTS]
     if stays:
         await runtime.comm.recv(0, tag(NEVER), deadline_s=math.inf)
@@ -210,13 +211,41 @@ def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
     plan = FaultPlan().join(LATECOMER, at_s=1.0).leave(LATECOMER, at_s=5.0).join(LATECOMER, at_s=9.0)
     world = VirtualWorld(3, LinkModel(LATENCY_S), faults=plan, whole=False)
     bodies: list[Coroutine[Pending[Any], None, Any]] = [host(world.runtimes[rank]) for rank in HOSTS]
-    bodies.append(latecomer(world.runtimes[LATECOMER], stays=True))
-    *hosts, newcomer = world.run(bodies, again=partial(latecomer, stays=False))
+    bodies.append(latecomer(world.runtimes[LATECOMER], 8.0, stays=True))
+    *hosts, newcomer = world.run(bodies, again=partial(latecomer, number=7.0, stays=False))
     for seen, when in hosts:
         assert seen == [GONE, 2, 8.0, 2, LEFT, GONE, 2, 7.0, 2, LEFT]
         # Each a delay later; the second time it leaves once it has heard the hosts, who had heard it.
         assert when == pytest.approx([1 + LATENCY_S, 5 + LATENCY_S, 9 + LATENCY_S, 9 + 3 * LATENCY_S])
     assert newcomer == [0.0, 1.0]
+
+
+def as_host(rank: int, meeting: dist.Store) -> list[Any]:
+    runtime = WallRuntime(rank, 3, meeting, whole=False, members=HOSTS, join_s=PATIENCE_S)
+    try:
+        body = host(runtime, lambda: runtime.admit(LATECOMER, join_s=PATIENCE_S))
+        return runtime.launch(body).wait()[0]
+    finally:
+        runtime.close()
+
+
+def as_latecomer(meeting: dist.Store) -> list[list[float]]:
+    """Twice, as two processes would one after the other."""
+    found = []
+    for number in (8.0, 7.0):
+        runtime = WallRuntime(LATECOMER, 3, meeting, whole=False, join_s=PATIENCE_S)
+        found.append(runtime.launch(latecomer(runtime, number, stays=False)).wait())
+        runtime.close()
+    return found
+
+
+def test_one_comes_leaves_and_comes_again_on_the_wall() -> None:
+    meeting = dist.HashStore()
+    *hosts, newcomer = in_threads(
+        *(partial(as_host, rank, meeting) for rank in HOSTS), partial(as_latecomer, meeting)
+    )
+    assert hosts == [[GONE, 2, 8.0, 2, LEFT, GONE, 2, 7.0, 2, LEFT]] * 2
+    assert newcomer == [[0.0, 1.0]] * 2
 
 
 async def hurried(runtime: Runtime) -> list[float]:
@@ -248,6 +277,21 @@ def test_an_urgent_message_waits_for_no_bulk_in_virtual_time(closed_form: bool) 
     # The delay and 4 bytes at 10 Mbit/s: 10.0032 ms. Behind 4 MB it would be 3.2 s.
     assert heard - sent == pytest.approx(0.0100032, abs=1e-12)
     assert all_there == pytest.approx(3.2 + 3.2e-6 + LATENCY_S)
+
+
+def as_hurried(rank: int, meeting: dist.Store) -> list[float]:
+    runtime = WallRuntime(rank, 2, meeting, encrypt=True, join_s=PATIENCE_S)
+    try:
+        return runtime.launch(hurried(runtime)).wait()
+    finally:
+        runtime.close()
+
+
+def test_an_urgent_message_waits_for_no_bulk_on_the_wall() -> None:
+    """Order alone; in the lab it crosses a link of 10 Mbit/s."""
+    meeting = dist.HashStore()
+    found = in_threads(*(partial(as_hurried, rank, meeting) for rank in range(2)))
+    assert not any(isinstance(one, Exception) for one in found), found
 
 
 async def waits_for_nobody(runtime: Runtime) -> list[int]:

@@ -15,7 +15,7 @@ from farflung.comm.peer import Peer, check_peers
 from farflung.comm.transport import Transport
 from farflung.comm.wire import Kind, Message, WireError, encode, json_of
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
 
 __all__ = ["View"]
@@ -185,6 +185,8 @@ class View:
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`."""
+        if dst in self._left or dst not in self._greeted:
+            return failed(PeerLost(dst, "its connection is gone"))
         self._sent[dst] += 1
         frames = self._frames(Kind.DATA, tag, payload)
         return self.transport.send(dst, frames, payload.nbytes, priority=priority, view=self.number)

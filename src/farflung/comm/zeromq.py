@@ -173,7 +173,7 @@ class ZmqTransport:
         self._gate.dismiss(rank)
         for name in (peer.token, peer.token + _URGENT):
             del self._inboxes[name]
-            self._sending.close(name, PeerLost(rank, "it is no member any more"))
+            self._sending.close(name, PeerLost(rank, "its connection is gone"))
 
     def expects(self, count: int) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -212,7 +212,7 @@ class ZmqTransport:
 
     def _put(self, rank: int, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
         if rank not in self._peers:
-            raise PeerLost(rank, "it is no member")
+            raise PeerLost(rank, "its connection is gone")
         token = self._peers[rank].token
         urgent = priority < 0 and rank in self._urgent
         return self._sending.put(token + _URGENT if urgent else token, frames, priority, view)

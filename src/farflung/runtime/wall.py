@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -126,7 +127,7 @@ class WallRuntime:
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
-        self._store = store
+        self._store, self._whole, self._published = store, whole, False
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
             assert store is not None
@@ -318,6 +319,9 @@ class WallRuntime:
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        if self._store is not None and self._published:
+            with suppress(RuntimeError):  # the store may have ended before
+                self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
         self._thread.soon(lambda: self.view.farewell(error))
@@ -363,6 +367,7 @@ class WallRuntime:
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
+        self._published = not self._whole
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:

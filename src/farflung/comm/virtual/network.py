@@ -118,8 +118,6 @@ class VirtualNetwork:
         return left
 
     def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
-        if self._symmetric is not None:
-            self._symmetric.interrupt()
         mailbox, view = self.mailboxes[dst], self.mailboxes[src].view
 
         def arrived(_: float) -> None:
