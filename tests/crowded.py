@@ -6,12 +6,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
 from farflung.comm import door
 from tests.helpers import Group
+from tests.late import Late
+from tests.strangers import FRAME, PLAIN_GREETING, forged, knock
 
 COUNT = 1100
 LIMIT = 1024
@@ -60,6 +62,37 @@ def scenario() -> None:
                 members.exchange(number)
             assert descriptors() <= before + 4  # pipes to the crowd
         assert [comm.view.lost for comm in members.comms] == [None, None]
+
+
+def late_scenario() -> None:
+    """A crowd is there while one is admitted, who forges, and others send without end, in such a process."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+    with mock.patch.object(door, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
+        members.meet().exchange(1)
+        members.newcomer()
+        first, before = members.comms[0], resident_nbytes()
+        with crowd(first.view.transport.me.address), ExitStack() as strangers:
+            members.admit()
+            endless = [strangers.enter_context(knock(first)) for _ in range(3)]
+            for link in endless:
+                link.setblocking(False)
+            for number in range(50):
+                for link in endless:
+                    with suppress(OSError):  # cut off, or nobody reads it
+                        link.send(PLAIN_GREETING if number == 0 else FRAME)
+                members.raw(2, 0, *forged(), b"more")
+                assert descriptors() < LIMIT
+            members.until(lambda: members.views[-1].ready.done)
+            members.exchange(2, 0, 2)
+        assert resident_nbytes() - before < 100 << 20
+        assert members.transports[0].refused == 50
+        assert members.transports[0].turned_away > 0
+        assert [comm.view.lost for comm in members.comms] == [None] * 3
+
+
+def resident_nbytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def hopeless_scenario() -> None:

@@ -34,6 +34,10 @@ NOISE = {
 }
 
 
+FRAME = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+"""One of 1 MiB, with more to follow."""
+
+
 def knock(comm: WallCommunicator) -> socket.socket:
     host, _, port = comm.view.transport.me.address.removeprefix("tcp://").rpartition(":")
     less_than_zeromqs_own = PATIENCE_S / 3

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import View, WallCommunicator, ZmqTransport
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Kind, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.runtime import WallRuntime
 from farflung.types import Payload
 from tests.helpers import PATIENCE_S, Group, in_threads, number_in, numbered, parted, tag
+from tests.late import Late
 from tests.strangers import forged
 
 SIZE = 5
@@ -132,41 +132,6 @@ def test_who_is_alone_has_nobody_to_admit() -> None:
 
 
 # --- one by one -------------------------------------------------------------------------------------------------
-
-
-class Late(Group):
-    """A view of which the last has not come yet."""
-
-    def __init__(self, size: int, **options: Any) -> None:
-        self._late: dict[str, Any] = {"later": True, **options}
-        super().__init__(size, about={"whole": False}, **self._late)
-
-    def take(self, transports: Any, settings: Any, **about: Any) -> None:
-        super().take(transports, settings, **about, members=range(len(transports) - 1))
-
-    def meet(self) -> Group:
-        for view in self.views[:-1]:
-            view.connect(self.peers[:-1])
-        self.until(lambda: all(view.ready.done for view in self.views[:-1]))
-        return self
-
-    def newcomer(self, settings: dict[str, Any] | None = None) -> View:
-        """In the place of the last, with an address of its own."""
-        if self.views[-1] in self._open:
-            self.close(self.views[-1])
-        rank, size = len(self.views) - 1, len(self.views)
-        self.transports[-1] = ZmqTransport(rank, size, **self._late)
-        self.views[-1] = View(
-            self.transports[-1], size, now=lambda: self.clock, whole=False, settings=settings
-        )
-        self.comms[-1] = WallCommunicator(self.views[-1])
-        self._open.append(self.views[-1])
-        return self.views[-1]
-
-    def admit(self) -> None:
-        for view in self.views[:-1]:
-            view.admit(self.peers[-1])
-        self.views[-1].connect(self.peers)
 
 
 @pytest.fixture(params=["plain", "sealed"])

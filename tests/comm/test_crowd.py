@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import resource
-import struct
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
 
 from farflung.comm import ZmqTransport, door
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
-from tests.crowded import LIMIT, hopeless_scenario, scenario
+from tests.crowded import LIMIT, hopeless_scenario, late_scenario, resident_nbytes, scenario
 from tests.forks import Fork
 from tests.helpers import Group
-from tests.strangers import CURVE_GREETING, GREETING, PLAIN_GREETING, knock
+from tests.strangers import CURVE_GREETING, FRAME, GREETING, PLAIN_GREETING, knock
 
 
 def test_a_crowd_takes_no_descriptors_where_there_may_be_more() -> None:
@@ -34,17 +32,21 @@ def test_a_crowd_takes_no_descriptors_where_there_are_no_more() -> None:
     assert process.returncode == 0, "\n".join(err)
 
 
+def test_a_newcomer_gets_in_among_a_crowd_endless_frames_and_forged_ones() -> None:
+    with Fork(late_scenario) as process:
+        _, err = process.finished()
+    assert process.returncode == 0, "\n".join(err)
+
+
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (LIMIT, LIMIT))
-    with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
+    with pytest.raises(ConfigError, match="1000 replicas take 2256 open files in each process, and 1024 are"):
         ZmqTransport(0, 1000)
 
 
 # --- what they say ----------------------------------------------------------------------------------------------
 
 MANY_NBYTES = 500 << 20
-FRAME = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
-"""One of 1 MiB, with more to follow."""
 SAID = {
     "no mechanism": GREETING
     + b"NULL".ljust(20, b"\0")
@@ -53,10 +55,6 @@ SAID = {
     "no password": PLAIN_GREETING,
     "no key": CURVE_GREETING,
 }
-
-
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])

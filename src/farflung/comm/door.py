@@ -132,7 +132,7 @@ def _raise_limit(size: int) -> None:
     if soft == resource.RLIM_INFINITY:
         return
     most = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
-    most, needed = max(soft, most), size + _RESERVE
+    most, needed = max(soft, most), 2 * size + _RESERVE  # two connections of each
     if most < needed:
         raise ConfigError(
             f"{size} replicas take {needed} open files in each process, and {most} are allowed: raise ulimit -n"
