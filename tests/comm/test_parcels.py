@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from farflung.comm import inbox
 from farflung.comm.inbox import Inbox
 from farflung.comm.outbox import Outbox, Withdrawn
+from farflung.comm.pool import Pool
 from farflung.comm.wire import Frame, Kind, Message, WireError, begin, encode, part
 from farflung.types import Payload, Tag
 from tests.helpers import number_in, numbered, same_payload, tag
@@ -56,7 +57,7 @@ def first_number(message: Message) -> float:
 def test_every_message_arrives_once_and_those_of_one_priority_in_their_order(
     plan: list[tuple[int, float, int]],
 ) -> None:
-    outbox, peer = Outbox(PIECE), Inbox(PIECE)
+    outbox, peer = Outbox(PIECE), Inbox(PIECE, Pool())
     came: list[Message] = []
     sent = [large(number, pieces) for number, (_, pieces, _) in enumerate(plan)]
     for number, (priority, _, turns) in enumerate(plan):
@@ -76,7 +77,7 @@ def test_every_message_arrives_once_and_those_of_one_priority_in_their_order(
 
 
 def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
-    outbox, peer = Outbox(PIECE), Inbox(PIECE)
+    outbox, peer = Outbox(PIECE), Inbox(PIECE, Pool())
     slow = outbox.put(frames_of(large(1, 6)), 0, 0)
     first, _ = outbox.take()
     assert heard(peer, first) == []
@@ -92,7 +93,7 @@ def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
 
 
 def test_small_ones_that_waited_leave_together() -> None:
-    outbox, peer = Outbox(PIECE), Inbox(PIECE)
+    outbox, peer = Outbox(PIECE), Inbox(PIECE, Pool())
     for number in range(40):
         outbox.put(frames_of(numbered(number)), 0, 0)
     (only,) = parcels(outbox)
@@ -113,7 +114,7 @@ def test_a_parcel_is_a_piece_or_so() -> None:
 
 
 def test_what_a_view_has_queued_is_withdrawn_and_the_rest_arrives() -> None:
-    outbox, peer = Outbox(PIECE), Inbox(PIECE)
+    outbox, peer = Outbox(PIECE), Inbox(PIECE, Pool())
     gone = [outbox.put(frames_of(large(1, 6)), 0, 7), outbox.put(frames_of(numbered(2)), 0, 7)]
     stays = outbox.put(frames_of(numbered(3)), 0, 8)
     parcel, _ = outbox.take()
@@ -143,7 +144,7 @@ def in_parts(number: int) -> list[list[Frame]]:
 
 
 def test_parts_of_nothing_are_refused() -> None:
-    peer = Inbox(PIECE)
+    peer = Inbox(PIECE, Pool())
     with pytest.raises(WireError, match="a part of nothing that has begun"):
         heard(peer, in_parts(1)[1])
     heard(peer, in_parts(1)[0])
@@ -154,7 +155,7 @@ def test_parts_of_nothing_are_refused() -> None:
 
 
 def test_fewer_frames_than_announced_are_refused_and_nothing_beside_them_is_used() -> None:
-    peer = Inbox(PIECE)
+    peer = Inbox(PIECE, Pool())
     good = frames_of(numbered(1))
     with pytest.raises(WireError, match="fewer frames than announced"):
         heard(peer, [*good, *frames_of(large(2))[:-1]])
@@ -167,7 +168,7 @@ def test_fewer_frames_than_announced_are_refused_and_nothing_beside_them_is_used
 def test_a_message_larger_than_any_of_the_run_is_refused_at_its_first_part() -> None:
     head, *others = frames_of(large(1, 200))
     parcel = [bytearray(one) for one in ([begin(head, 1, 1), others[0], *frames_of(numbered(2))])]
-    refused, message = Inbox(PIECE).take(parcel, ROOM)
+    refused, message = Inbox(PIECE, Pool()).take(parcel, ROOM)
     assert str(refused) == "larger than any message of this run"
     assert isinstance(message, Message)
     assert number_in(message.payload) == 2
@@ -175,7 +176,7 @@ def test_a_message_larger_than_any_of_the_run_is_refused_at_its_first_part() -> 
 
 def test_only_so_many_come_in_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "AT_ONCE", 3)
-    peer, due = Inbox(PIECE), deque(in_parts(number) for number in range(1, 5))
+    peer, due = Inbox(PIECE, Pool()), deque(in_parts(number) for number in range(1, 5))
     rests = []
     for _ in range(3):
         first, rest = due.popleft()
@@ -189,4 +190,4 @@ def test_only_so_many_come_in_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_more_frames_than_a_message_has_are_refused() -> None:
     head, *others = frames_of(large(1))
     with pytest.raises(WireError):
-        heard(Inbox(PIECE), [begin(head, 1, len(others) + 1), *others, bytes(PIECE)])
+        heard(Inbox(PIECE, Pool()), [begin(head, 1, len(others) + 1), *others, bytes(PIECE)])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from farflung.comm.wire import Buffer, Head, Kind, Message, WireError, head_in, message_of
+from farflung.comm.pool import Pool
+from farflung.comm.wire import Buffer, Head, Kind, Landing, Message, WireError, head_in, message_of
 
 __all__ = ["Inbox"]
 
@@ -13,33 +13,17 @@ AT_ONCE = 64
 """Messages of one peer that may have come in part; it sends as many only where each overtakes the one before."""
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A message that has come in part.
-
-    Args:
-      head: of it.
-      described: the bytes of its head.
-      frames: behind it, so far.
-      due: how many it has in all.
-    """
-
-    head: Head
-    described: memoryview
-    frames: list[Buffer]
-    due: int
-
-
 class Inbox:
     """Messages from one peer.
 
     Args:
       piece: bytes of each frame but the last of a large tensor.
+      pool: of memory for tensors that come in pieces.
     """
 
-    def __init__(self, piece: int) -> None:
-        self._piece = piece
-        self._begun: dict[int, _Begun] = {}
+    def __init__(self, piece: int, pool: Pool) -> None:
+        self._piece, self._pool = piece, pool
+        self._begun: dict[int, Landing] = {}
 
     def take(self, parcel: Sequence[Buffer], max_nbytes: int) -> list[Message | WireError]:
         """The messages that are whole with this parcel, and why others of it are refused.
@@ -69,26 +53,31 @@ class Inbox:
                 except WireError as error:
                     whole.append(error)
                     continue
-                if head.number == 0 and head.layout is not None:
-                    whole.append(message_of(head, described[: head.nbytes], following, self._piece))
-                elif (message := self._in_parts(head, described[: head.nbytes], following)) is not None:
-                    whole.append(message)
+                if head.kind is Kind.WITHDRAWN:
+                    self._begun.pop(head.number, None)
+                    continue
+                if not head.follow and not head.number:
+                    whole.append(message_of(head, described[: head.nbytes], ()))
+                    continue
+                landing = self._landing(head, described[: head.nbytes])
+                for one in following:
+                    landing.take(one)
+                if landing.whole:
+                    self._begun.pop(head.number, None)
+                    whole.append(landing.message())
+                elif head.number == 0:
+                    raise WireError("fewer frames than described")
         return whole
 
-    def _in_parts(self, head: Head, described: memoryview, frames: Sequence[Buffer]) -> Message | None:
-        """The message of a part, if it is whole with it."""
-        if head.kind is Kind.WITHDRAWN:
-            self._begun.pop(head.number, None)
-            return None
-        begun = self._begun.get(head.number)
-        if head.kind is not Kind.PART:
-            if begun is not None or len(self._begun) >= AT_ONCE:
+    def _landing(self, head: Head, described: memoryview) -> Landing:
+        """Where the frames behind a head go."""
+        if head.kind is Kind.PART:
+            if head.number not in self._begun:
+                raise WireError("a part of nothing that has begun")
+            return self._begun[head.number]
+        landing = Landing(head, described, self._piece, self._pool.take)
+        if head.number:
+            if head.number in self._begun or len(self._begun) >= AT_ONCE:
                 raise WireError("more messages in parts than may be")
-            begun = self._begun[head.number] = _Begun(head, described, [], head.frames_due(self._piece))
-        elif begun is None:
-            raise WireError("a part of nothing that has begun")
-        begun.frames += frames
-        if len(begun.frames) < begun.due:
-            return None
-        del self._begun[head.number]
-        return message_of(begun.head, begun.described, begun.frames, self._piece)
+            self._begun[head.number] = landing
+        return landing

@@ -16,11 +16,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +37,7 @@ __all__ = [
     "Frame",
     "Head",
     "Kind",
+    "Landing",
     "Message",
     "WireError",
     "begin",
@@ -149,11 +149,6 @@ class Head(NamedTuple):
         if self.layout is not None and self.layout.nbytes > max_nbytes:
             raise WireError("larger than any message of this run")
 
-    def frames_due(self, piece: int) -> int:
-        """How many frames of so many bytes the whole message has behind its head."""
-        leaves = () if self.layout is None else self.layout.leaves
-        return sum(-(-leaf.nbytes // piece) for leaf in leaves if leaf.at is None)
-
 
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
     """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
@@ -226,29 +221,89 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
     head.check(max_nbytes)
     if head.nbytes != len(first):
         raise WireError("more bytes than described")
-    return message_of(head, first, frames[1:], piece)
+    landing = Landing(head, first, piece)
+    for frame in frames[1:]:
+        landing.take(frame)
+    return landing.message()
 
 
-def message_of(head: Head, described: memoryview, frames: Sequence[Buffer], piece: int) -> Message:
+class Landing:
+    """A message whose frames arrive: pieces of a large tensor are copied to their place as they come.
+
+    Args:
+      head: of it.
+      described: the bytes of its head.
+      piece: see :func:`decode`.
+      memory: gives a buffer of so many bytes.
+    """
+
+    def __init__(
+        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], bytearray] = bytearray
+    ) -> None:
+        self._head, self._described = head, described
+        self._piece, self._memory = piece, memory
+        self._large = [leaf.nbytes for leaf in head.layout.leaves if leaf.at is None] if head.layout else []
+        self._come: list[Buffer] = []
+        """Of large tensors that are whole."""
+        self._begun: memoryview | None = None
+        self._at = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all has come."""
+        return len(self._come) == len(self._large)
+
+    def take(self, frame: Buffer) -> None:
+        """The next frame.
+
+        Raises:
+          WireError: it is none of this message.
+        """
+        if self.whole:
+            raise WireError("more frames than described")
+        nbytes = self._large[len(self._come)]
+        due = min(self._piece, nbytes - self._at)
+        if len(frame) != due:
+            raise WireError(f"{len(frame)} bytes where {due} were described")
+        if due == nbytes:
+            self._come.append(frame)
+            return
+        if self._begun is None:
+            self._begun = memoryview(self._memory(nbytes))
+        self._begun[self._at : self._at + due] = frame
+        self._at += due
+        if self._at == nbytes:
+            self._come.append(self._begun)
+            self._begun, self._at = None, 0
+
+    def message(self) -> Message:
+        """What has come.
+
+        Raises:
+          WireError: it is not whole.
+        """
+        return message_of(self._head, self._described, self._come)
+
+
+def message_of(head: Head, described: memoryview, large: Sequence[Buffer]) -> Message:
     """A message.
 
     Args:
       head: of it.
       described: the bytes of its head.
-      frames: all that follow.
-      piece: see :func:`decode`.
+      large: those of each tensor that is not in it.
 
     Raises:
-      WireError: as there.
+      WireError: there are fewer of them than described, or it is a head without a message.
     """
     layout = head.layout
     if layout is None:
         raise WireError("no message")
-    small = bytearray(described) if layout.any_small else None
-    large = iter(frames)
-    tensors = [leaf.read(small, large, piece) for leaf in layout.leaves]
-    if next(large, None) is not None:
-        raise WireError("more frames than described")
+    small, others = bytearray(described) if layout.any_small else None, iter(large)
+    try:
+        tensors = [leaf.read(small, others) for leaf in layout.leaves]
+    except StopIteration:
+        raise WireError("fewer frames than described") from None
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
     return Message(head.kind, head.view, head.tag, payload)
 
@@ -308,31 +363,18 @@ class _Leaf:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def read(self, small: bytearray | None, large: Iterator[Buffer], piece: int) -> Tensor:
+    def read(self, small: bytearray | None, large: Iterator[Buffer]) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.at is not None:
             assert small is not None
             tensor = torch.frombuffer(small, dtype=self.dtype, count=self.numel, offset=self.at)
         else:
-            data = _whole(large, self.nbytes, piece)
+            data = next(large)
             tensor = torch.frombuffer(data, dtype=self.dtype)
             if tensor.data_ptr() % self.dtype.itemsize:
                 tensor = torch.frombuffer(bytearray(data), dtype=self.dtype)
         return tensor if len(self.shape) == 1 else tensor.reshape(self.shape)
-
-
-def _whole(frames: Iterator[Buffer], nbytes: int, piece: int) -> Buffer:
-    """The bytes of one tensor, from the frame or the pieces that it came in."""
-    data = next(frames, b"")
-    if len(data) == piece < nbytes:
-        others = (nbytes - 1) // piece
-        pieces = [data, *islice(frames, others)]
-        if len(pieces) == 1 + others and all(len(one) == piece for one in pieces[:-1]):
-            data = bytearray().join(pieces)
-    if len(data) != nbytes:
-        raise WireError(f"{len(data)} bytes where {nbytes} were described")
-    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer
+from farflung.comm.pool import Pool
 from farflung.comm.ports import advertised
 from farflung.comm.sending import Sending
 from farflung.comm.transport import FIRST, LAST, Listener
@@ -100,6 +101,7 @@ class ZmqTransport:
         self._peers: dict[int, Peer] = {}
         self._inboxes: dict[bytes, tuple[int, Inbox]] = {}
         """By routing id: whose it is, and what has come in part."""
+        self._pool = Pool()
         self._denied: set[int] = set()
         self._due = size - 1 - rank
         self._urgent: set[int] = set()
@@ -145,7 +147,7 @@ class ZmqTransport:
             self.dismiss(peer.rank)
             self._peers[peer.rank] = peer
             for name in (peer.token, peer.token + _URGENT):
-                self._inboxes[name] = peer.rank, Inbox(self.piece)
+                self._inboxes[name] = peer.rank, Inbox(self.piece, self._pool)
         higher = [peer for peer in others if peer.rank > self.me.rank]
         self._urgent_due |= {peer.rank for peer in higher}
         self._gate.admit(higher)
