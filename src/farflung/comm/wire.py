@@ -28,6 +28,7 @@ from torch import Tensor
 from farflung.types import Payload, Tag
 
 __all__ = [
+    "DIRECT",
     "INLINE",
     "MAGIC",
     "PIECE",
@@ -38,6 +39,7 @@ __all__ = [
     "Header",
     "Kind",
     "Message",
+    "Route",
     "WireError",
     "begin",
     "decode",
@@ -52,7 +54,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
 
 MAGIC = b"FF"
-VERSION = 3
+VERSION = 4
 INLINE = 4096
 """Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
@@ -60,7 +62,7 @@ PIECE = 1 << 17
 WHOLE = 1 << 25
 """The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
 
-_HEADER = struct.Struct("<2sBBIQIIIII")
+_HEADER = struct.Struct("<2sBBIQIIIIIiII")
 _PARTS = struct.Struct("<II")
 """The last two numbers of a header; see :class:`Header`."""
 _ALIGNMENT = 8
@@ -105,9 +107,29 @@ class Kind(IntEnum):
     """No more frames of it will come."""
     OPEN = 7
     """A connection is there."""
+    LOST = 8
+    """Somebody is gone whose messages the sender has relayed."""
 
 
 _KINDS = tuple(Kind)
+
+
+class Route(NamedTuple):
+    """The way of a message that a third member relays.
+
+    Args:
+      source: the rank that has sent it.
+      destination: whom it is for.
+      priority: with which the relay passes it on.
+    """
+
+    source: int
+    destination: int
+    priority: int
+
+
+DIRECT = Route(0, 0, 0)
+"""Of a message that goes from one end of its connection to the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +140,7 @@ class Message:
     view: int
     tag: Tag
     payload: Payload
+    route: Route = DIRECT
 
 
 class Header(NamedTuple):
@@ -134,7 +157,9 @@ class Header(NamedTuple):
     follow: int
 
 
-def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
+def encode(
+    kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE, route: Route = DIRECT
+) -> list[Frame]:
     """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
     tensors: list[Tensor] = []
     description = _description(_structure(payload, tensors))
@@ -152,7 +177,7 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WH
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         at += dense.nbytes + -dense.nbytes % _ALIGNMENT
     head[0] = _HEADER.pack(
-        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), 0, len(frames)
+        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route, 0, len(frames)
     )
     return [b"".join(head), *frames]
 
@@ -165,7 +190,7 @@ def begin(head: Frame, number: int, follow: int) -> bytes:
 
 def part(kind: Kind, number: int, follow: int) -> bytes:
     """A header alone: for more frames of a message, or for the end of one that is not whole."""
-    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, number, follow)
+    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, *DIRECT, number, follow)
 
 
 def header_of(head: Buffer) -> Header:
@@ -223,7 +248,7 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
       WireError: anything that :func:`encode` would not have made.
     """
     head = memoryview(frames[0] if frames else b"")
-    kind, view, exchange, part, hop, *_ = _header(head)
+    kind, view, exchange, part, hop, _, *route, _, _ = _header(head)
     layout = _described(head, max_nbytes)
     if len(head) != layout.head_nbytes:
         raise WireError("more or fewer bytes than described")
@@ -233,7 +258,7 @@ def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> 
     if next(large, None) is not None:
         raise WireError("more frames than described")
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-    return Message(kind, view, Tag(exchange, part, hop), payload)
+    return Message(kind, view, Tag(exchange, part, hop), payload, Route(*route))
 
 
 def _rides(nbytes: int, at: int) -> bool:
