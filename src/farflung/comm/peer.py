@@ -30,7 +30,7 @@ class Peer:
 
     @property
     def where(self) -> str:
-        """For messages to people."""
+        """The address, or that there is none, for people."""
         return self.address or "no way in"
 
     @property

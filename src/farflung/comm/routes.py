@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from farflung.comm.peer import Peer, connects
 from farflung.errors import ConfigError
@@ -28,7 +28,7 @@ class Routes:
         self._relays: list[int | None] = []
         """By meeting."""
 
-    def meet(self, peers: Iterable[Peer], gone: Collection[int] = ()) -> None:
+    def meet(self, peers: Sequence[Peer], gone: Collection[int] = ()) -> None:
         """Learns of some; those who are there again are others than before.
 
         Args:

@@ -1,10 +1,10 @@
 """Frames between real processes over ZeroMQ.
 
-One ROUTER socket per process both listens and connects. Of two one connects (:func:`farflung.comm.peer.connects`), so it
-is enough that the other can be reached, at one port. It connects twice: messages that are urgent have a connection of
-their own, which waits behind no bulk; a connection that is lost loses the peer, one for urgent messages only the haste.
-A routing id is a random token that only the run's processes learn, through the store; whatever comes from another id is
-refused and counted.
+One ROUTER socket per process both listens and connects. Of two one connects (:func:`farflung.comm.peer.connects`), so
+it is enough that the other can be reached, at one port. It connects twice: messages that are urgent have a connection
+of their own, which waits behind no bulk; a connection that is lost loses the peer, one for urgent messages only the
+haste. A routing id is a random token that only the run's processes learn, through the store; whatever comes from
+another id is refused and counted.
 
 Little is left to ZeroMQ's own queues, where nothing can be overtaken or taken back: see :mod:`farflung.comm.sending`.
 Off loopback the kernel is told to take no more than a piece that it cannot send yet, for the same reason.
