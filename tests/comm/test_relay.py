@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from farflung.comm import RELAYED, Peer, Purpose, WallCommunicator
 from farflung.comm.keys import Keys
 from farflung.comm.peer import connects
+from farflung.comm.relay import Relay
 from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST
-from farflung.comm.wire import PIECE, Frame, Kind, Route, encode
+from farflung.comm.wire import PIECE, Frame, Kind, Message, Route, WireError, decode, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
 from farflung.runtime import WallRuntime
 from farflung.types import Payload, Runtime, Tag
@@ -246,9 +248,7 @@ def test_settings_are_compared_through_a_relay(group: Callable[..., Group]) -> N
 # --- forged -----------------------------------------------------------------------------------------------------
 
 
-def relayed(source: int, destination: int, payload: Payload, kind: Kind = Kind.DATA) -> Any:
-    from farflung.comm.wire import decode
-
+def relayed(source: int, destination: int, payload: Payload, kind: Kind = Kind.DATA) -> Message:
     route = Route(source, destination, 0)
     return decode([bytearray(one) for one in forged(route, payload, kind)], max_nbytes=1 << 20)
 
@@ -433,6 +433,76 @@ def test_messages_for_who_has_left_are_no_forgeries(group: Callable[..., Group])
 # --- those who come again ---------------------------------------------------------------------------------------
 
 
+class Passing:
+    """A relay between ranks 0 and 2, whose messages go nowhere."""
+
+    def __init__(self) -> None:
+        of = peers(3, *BEHIND_1)
+        self.said: list[int] = []
+        transport: Any = SimpleNamespace(
+            me=of[1], piece=PIECE, say=lambda rank, *_, **__: self.said.append(rank)
+        )
+        self.routes = routes(of, 1)
+        self.relay = Relay(transport, self.routes, 3)
+
+    def greet(self, source: int, destination: int) -> None:
+        to = text(b'{"to": "%s"}' % self.routes.token(destination).encode())
+        self.relay.take(source, relayed(source, destination, to, Kind.HELLO))
+
+    def again(self, rank: int) -> None:
+        self.relay.lost(rank)
+        self.routes.meet([Peer(rank, None, b"another")])
+
+
+def test_greetings_pass_together() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    assert both.said == []
+    assert not both.relay.serves([])
+    both.greet(2, 0)
+    assert sorted(both.said) == [0, 2]
+    assert both.relay.serves([])
+    assert not both.relay.serves([2])
+
+
+def test_a_greeting_for_who_had_the_rank_before_is_not_passed_on() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.again(2)
+    both.greet(2, 0)
+    assert both.said == []
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
+def test_a_greeting_of_who_had_the_rank_before_is_not_passed_on() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.again(0)
+    both.greet(2, 0)
+    assert both.said == []
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
+def test_what_was_for_who_is_lost_is_not_passed_to_who_has_its_rank_now() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.greet(2, 0)
+    both.again(2)
+    both.relay.take(0, relayed(0, 2, text(b"{}"), Kind.WAITING))
+    assert len(both.said) == 2
+
+
+def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
+    both = Passing()
+    with pytest.raises(WireError, match="no JSON"):
+        both.relay.take(0, relayed(0, 2, text(b"{"), Kind.HELLO))
+    both.greet(2, 0)
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
 def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], sealed: bool) -> None:
     members = group(3, *BEHIND_1, about={"whole": False})
     members.close(members.views[2])
@@ -481,7 +551,10 @@ async def sent(runtime: Runtime, dst: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("hidden", [BEHIND_1, BEHIND_2])
-def test_a_relay_that_is_through_stays_for_those_behind_it(hidden: tuple[int, ...], sealed: bool) -> None:
+def test_a_relay_that_is_through_stays_for_those_behind_it(
+    hidden: tuple[int, ...], sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.comm.view.PARTING_S", 0.0)
     runtimes = together(hidden, encrypt=sealed)
     one, other, relay = (runtimes[rank] for rank in (*hidden, third(hidden)))
     gone = relay.comm.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -76,11 +77,12 @@ def test_homes_train_through_a_relay_as_on_one_machine(
     assert b"CURVE".ljust(20, b"\0") in heard
     assert b'"settings"' not in heard, "a greeting can be read"
 
-    ends = []
+    ends: list[dict[str, list[int]]] = []
     for rank, folder in enumerate(folders):
         events = list(read_events(folder / "run" / "telemetry" / f"rank-{rank}.jsonl"))
         assert not [event for event in events if event["event"] == "refused"]
-        ends.append(next(event for event in events if event["event"] == "end")["bytes_sent_to"])
+        end: dict[str, Any] = next(event for event in events if event["event"] == "end")
+        ends.append(end["bytes_sent_to"])
     here, a, b = ends
     nobody, to_a, to_b = here[RELAYED]
     assert nobody == 0

@@ -33,8 +33,8 @@ class Relay:
         self._transport, self._routes, self._size = transport, routes, size
         self.passed: Callable[[int, int], object] = lambda *_: None
         """Told of the payload bytes of each message that is passed on, and whom it is for."""
-        self._held: dict[tuple[int, int], Message] = {}
-        """Greetings, by source and destination."""
+        self._held: dict[tuple[int, int], tuple[Message, object]] = {}
+        """Greetings, by source and destination, and whom of that rank they mean."""
         self._parted: dict[frozenset[int], bool] = {}
         """Whether one of a pair that had met is gone."""
         self.count = 0
@@ -52,14 +52,14 @@ class Relay:
         pair = frozenset((source, destination))
         if message.kind is Kind.HELLO:
             self._hold(message)
-        elif self._routes.between(source, destination) != self._transport.me.rank or pair not in self._parted:
+        elif pair not in self._parted:
             raise WireError("a message between two for whom nothing is relayed here")
         elif not self._parted[pair]:
             self._pass_on(message)
 
     def lost(self, rank: int) -> None:
         """A member is gone: what is for it goes nowhere, until it greets anew."""
-        self._held = {ends: message for ends, message in self._held.items() if ends[0] != rank}
+        self._held = {ends: greeting for ends, greeting in self._held.items() if ends[0] != rank}
         self._parted.update({pair: True for pair in self._parted if rank in pair})
 
     def serves(self, gone: Collection[int]) -> bool:
@@ -74,21 +74,17 @@ class Relay:
             raise WireError("a greeting between two for whom nothing is relayed here")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
             raise WireError("a greeting for nobody of this run, or larger than any")
-        self._held[source, destination] = message
-        other = self._held.get((destination, source))
-        if other is None or not (self._meant(message) and self._meant(other)):
-            return
-        self._parted[frozenset((source, destination))] = False
-        del self._held[source, destination], self._held[destination, source]
-        for one in (other, message):
-            self._pass_on(one)
+        self._held[source, destination] = message, json_of(message.payload).get("to")
+        both = ((destination, source), (source, destination))
+        if known and all(map(self._means_who_is_there, both)):
+            self._parted[frozenset(both[0])] = False
+            for greeting, _ in [self._held.pop(ends) for ends in both]:
+                self._pass_on(greeting)
 
-    def _meant(self, greeting: Message) -> bool:
-        """Whether it is for who has that rank now."""
-        destination = greeting.route.destination
-        return destination in self._routes and json_of(greeting.payload).get("to") == self._routes.token(
-            destination
-        )
+    def _means_who_is_there(self, ends: tuple[int, int]) -> bool:
+        """Whether one of these has greeted the other, and none that had its rank before."""
+        greeting = self._held.get(ends)
+        return greeting is not None and greeting[1] == self._routes.token(ends[1])
 
     def _pass_on(self, message: Message) -> None:
         _, destination, priority = message.route

@@ -136,6 +136,7 @@ class View:
             raise ProtocolError(f"rank {peer.rank} of {self.size} is there already, or is none of the run's")
         check_peers(self.transport.me, [peer], self.transport.keys)
         self._routes.meet([peer], self._left - {peer.rank})
+        self.relay.lost(peer.rank)
         self._early.pop(peer.rank, None)
         self._greeted.discard(peer.rank)
         self._left.discard(peer.rank)
