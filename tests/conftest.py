@@ -47,8 +47,8 @@ POOLED = (
 APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
 """These share nothing and take long, so each of their tests runs wherever there is room, at the end."""
 
-UNMEASURED = "tests/lab/test_two_machines.py"
-"""This makes network namespaces as the lab does and measures nothing, so it runs with the others."""
+UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_two_machines.py")
+"""These make network namespaces as the lab does and measure nothing, so they run with the others."""
 
 
 @pytest.fixture(scope="session")
@@ -170,8 +170,18 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for part, lacks in PARTS.items():
-        if item.get_closest_marker(part) is None or (reason := lacks()) is None:
-            continue
-        if part in _required():
-            pytest.fail(f"{part} is in FARFLUNG_REQUIRE, but: {reason}", pytrace=False)
-        pytest.skip(f"{part}: {reason}")
+        if item.get_closest_marker(part) is not None and (reason := lacks()) is not None:
+            _cannot_run(part, reason)
+
+
+@pytest.fixture
+def nft() -> None:
+    """For tests of the lab that translate addresses."""
+    if shutil.which("nft") is None:
+        _cannot_run("lab", "there is no nft (nftables)")
+
+
+def _cannot_run(part: str, reason: str) -> None:
+    if part in _required():
+        pytest.fail(f"{part} is in FARFLUNG_REQUIRE, but: {reason}", pytrace=False)
+    pytest.skip(f"{part}: {reason}")

@@ -52,12 +52,12 @@ def scenario() -> None:
     """A crowd is there before a run starts, and comes again once it has."""
     with mock.patch.object(door, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
         first = members.comms[0]
-        with crowd(first.view.transport.me.address):
+        with crowd(first.view.transport.me.where):
             members.meet().exchange(1)
             members.until(lambda: members.transports[0]._connections.waiting == 0)
         assert first.view.transport.turned_away > 0
         before = descriptors()
-        with crowd(first.view.transport.me.address):
+        with crowd(first.view.transport.me.where):
             for number in range(2, 20):
                 members.exchange(number)
             assert descriptors() <= before + 4  # pipes to the crowd
@@ -71,6 +71,7 @@ def late_scenario() -> None:
         members.meet().exchange(1)
         members.newcomer()
         first, before = members.comms[0], resident_nbytes()
+        assert first.view.transport.me.address is not None
         with crowd(first.view.transport.me.address), ExitStack() as strangers:
             members.admit()
             endless = [strangers.enter_context(knock(first)) for _ in range(3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -32,6 +32,7 @@ from farflung.codecs import (
     error_feedback,
 )
 from farflung.comm import LinkModel, Peer, View, WallCommunicator, ZmqTransport
+from farflung.comm.ports import NO_WAY_IN
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -255,6 +256,7 @@ class Group:
       size: how many.
       settings: of each.
       about: options of their views.
+      hidden: ranks that have no way in.
       options: of their transports.
     """
 
@@ -264,11 +266,14 @@ class Group:
         settings: list[dict[str, Any]] | None = None,
         *,
         about: dict[str, Any] | None = None,
+        hidden: Collection[int] = (),
         **options: Any,
     ) -> None:
         self.clock = 0.0
         given = settings or [{}] * size
-        self.take([ZmqTransport(rank, size, **options) for rank in range(size)], given, **(about or {}))
+        ways = [{"advertise": NO_WAY_IN} if rank in hidden else {} for rank in range(size)]
+        transports = [ZmqTransport(rank, size, **{**options, **way}) for rank, way in enumerate(ways)]
+        self.take(transports, given, **(about or {}))
 
     def take(
         self, transports: Sequence[ZmqTransport], settings: Sequence[dict[str, Any]], **about: Any

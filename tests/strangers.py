@@ -39,7 +39,7 @@ FRAME = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
 
 
 def knock(comm: WallCommunicator) -> socket.socket:
-    host, _, port = comm.view.transport.me.address.removeprefix("tcp://").rpartition(":")
+    host, _, port = comm.view.transport.me.where.removeprefix("tcp://").rpartition(":")
     less_than_zeromqs_own = PATIENCE_S / 3
     return socket.create_connection((host, int(port)), timeout=less_than_zeromqs_own)
 

@@ -108,7 +108,8 @@ def attach(
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address.
+      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
+        ``"none"`` where nobody can connect to it.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.

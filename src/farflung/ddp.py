@@ -89,7 +89,8 @@ def ddp_hook(
       deadline_s: seconds that any message may take before its sender counts as lost.
       interface: the address or network interface to listen on; that of the route to the master when not given.
       port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address.
+      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
+        ``"none"`` where nobody can connect to it.
       encrypt: encrypts on loopback too.
 
     Returns:

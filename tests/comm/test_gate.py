@@ -89,7 +89,7 @@ def test_a_member_under_anothers_name_is_refused(sealed: Sealed, dealer: zmq.Soc
     first.view.connect(sealed.peers)
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[1].token)
     with_keys(dealer, sealed.keys[2], str(sealed.peers[0].key))
-    dealer.connect(sealed.peers[0].address)
+    dealer.connect(sealed.peers[0].where)
     dealer.send_multipart(greeting(1))
     dealer.send_multipart(abort())
     sealed.until(lambda: first.view.transport.refused == 2)
@@ -105,7 +105,7 @@ def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[0].token)
     with_keys(dealer, sealed.keys[2], str(sealed.peers[1].key))
     monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    dealer.connect(sealed.peers[1].address)
+    dealer.connect(sealed.peers[1].where)
     dealer.send_multipart(greeting(0))
     dealer.send_multipart(abort())
     sealed.until(lambda: bool(monitor.poll(0)))
@@ -124,7 +124,7 @@ def test_who_has_not_greeted_has_no_say(sealed: Sealed, dealer: zmq.Socket[bytes
     first.view.connect(sealed.peers)
     dealer.setsockopt(zmq.ROUTING_ID, sealed.peers[1].token)
     with_keys(dealer, sealed.keys[1], str(sealed.peers[0].key))
-    dealer.connect(sealed.peers[0].address)
+    dealer.connect(sealed.peers[0].where)
     dealer.send_multipart(abort())
     sealed.until(lambda: first.view.transport.refused == 1)
     dealer.send_multipart(greeting(1))
@@ -152,8 +152,21 @@ def members(request: pytest.FixtureRequest) -> Iterator[Group]:
     group.close()
 
 
-def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(members: Group) -> None:
-    """Its closing is told after the greeting of a rank whose connection has got the same descriptor."""
+@pytest.mark.parametrize("kind", [Group, Sealed], ids=["plain", "sealed"])
+def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(kind: Callable[[int], Group]) -> None:
+    """Its closing is told after the greeting of a rank whose connection has got the same descriptor, most times."""
+    for _ in range(20):
+        with closing(kind(SIZE)) as members:
+            members.comms[0].view.connect(members.peers)
+            got = _descriptors_got(members)
+            assert members.comms[0].view.lost is None
+        if got == 2 * (SIZE - 1):
+            return
+    raise AssertionError("a stranger and two connections of each never had one descriptor less")
+
+
+def _descriptors_got(members: Group) -> int:
+    """How many the connections of a stranger, of rank 1 and of rank 2 have had at rank 0."""
     first = members.comms[0]
     for_the_door_of_rank_1 = os.open(os.devnull, os.O_RDONLY)
     with knock(first) as stranger:
@@ -165,9 +178,7 @@ def test_the_descriptor_of_a_stranger_is_not_taken_for_a_ranks(members: Group) -
     members.transports[0]._gate.answer()
     assert members.transports[0]._socket.poll(int(PATIENCE_S * 1000)), "the greeting of rank 1"
     members.meet().exchange(1)
-    found = members.transports[0]._connections._latest
-    assert len(found) == 2 * (SIZE - 1), "a stranger and two connections of each, one descriptor less"
-    assert first.view.lost is None
+    return len(members.transports[0]._connections._latest)
 
 
 # --- strangers --------------------------------------------------------------------------------------------------
@@ -210,7 +221,7 @@ def test_a_stranger_gets_nothing_in(arm: Arm, members: Group, dealer: zmq.Socket
     first = members.comms[0]
     dealer.setsockopt(zmq.ROUTING_ID, members.peers[1].token)  # even who knows a member's name
     arm(dealer, members)
-    dealer.connect(first.view.transport.me.address)
+    dealer.connect(first.view.transport.me.where)
     with suppress(zmq.Again):  # cut off already
         for message in (greeting(1), forged(), abort()):
             dealer.send_multipart(message, zmq.NOBLOCK)
@@ -229,7 +240,7 @@ def test_a_member_has_no_other_name(dealer: zmq.Socket[bytes]) -> None:
         first.view.connect(members.peers)
         with_password(dealer, members.peers[1], members.peers[0])
         dealer.setsockopt(zmq.ROUTING_ID, b"nobody")
-        dealer.connect(first.view.transport.me.address)
+        dealer.connect(first.view.transport.me.where)
         for count, message in enumerate((greeting(1), forged(), abort()), start=1):
             dealer.send_multipart(message)
             members.until(lambda count=count: first.view.transport.refused == count)  # type: ignore[misc]
@@ -279,7 +290,7 @@ def test_who_says_nothing_is_cut_off(kind: type[Group], monkeypatch: pytest.Monk
 def test_a_recording_played_again_gets_nothing_in(sealed: Sealed) -> None:
     first, second = sealed.comms[:2]
     first.view.connect(sealed.peers)
-    with closing(Proxy(first.view.transport.me.address)) as proxy:
+    with closing(Proxy(first.view.transport.me.where)) as proxy:
         second.view.connect([replace(sealed.peers[0], address=proxy.address), *sealed.peers[1:]])
         sealed.until(lambda: first.view.missing() == [2] and second.view.missing() == [2])
         sealed.until(lambda: 1 in sealed.transports[0]._urgent)

@@ -68,7 +68,7 @@ def taken() -> Iterator[int]:
 
 def test_the_first_port_that_is_free_is_taken(taken: int) -> None:
     members = Group(2, ports=(taken, 0)).meet()
-    assert all(not comm.view.transport.me.address.endswith(f":{taken}") for comm in members.comms)
+    assert all(not comm.view.transport.me.where.endswith(f":{taken}") for comm in members.comms)
     members.exchange(3)
     members.close()
 

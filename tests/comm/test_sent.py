@@ -21,7 +21,7 @@ NUMBERS = Payload((torch.zeros(3), Payload((torch.zeros(2, dtype=torch.uint8),))
 
 def communicator(**settings: Any) -> WallCommunicator:
     """Rank 1 of 3, whose messages go nowhere."""
-    view: Any = SimpleNamespace(rank=1, size=3, send=lambda *_: done(None))
+    view: Any = SimpleNamespace(rank=1, size=3, relay=SimpleNamespace(), send=lambda *_: done(None))
     return WallCommunicator(view, **settings)
 
 

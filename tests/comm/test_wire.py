@@ -208,7 +208,7 @@ def headed(
 ) -> bytes:
     """A description behind a good header, unless told otherwise."""
     padded = description + bytes(-len(description) % 8)
-    return struct.pack("<2sBBIQIIIII4x", magic, version, kind, 0, 0, 0, 0, len(padded), 0, 0) + padded
+    return struct.pack("<2sBBIQIIIIIiII", magic, version, kind, *[0] * 4, len(padded), *[0] * 5) + padded
 
 
 @given(st.binary(max_size=60))

@@ -97,7 +97,7 @@ def test_a_payload_larger_than_any_of_the_run_is_refused(group: Callable[..., Gr
 
 def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
     comm = group().comms[0]
-    host, _, port = comm.view.transport.me.address.removeprefix("tcp://").partition(":")
+    host, _, port = comm.view.transport.me.where.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1"
     with socket.create_connection((host, int(port))):
         pass
@@ -109,7 +109,7 @@ def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
 def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: Callable[..., Group]) -> None:
     members = group()
     members.comms[0].view.connect(members.peers)
-    host, _, port = members.comms[0].view.transport.me.address.removeprefix("tcp://").partition(":")
+    host, _, port = members.comms[0].view.transport.me.where.removeprefix("tcp://").partition(":")
     with socket.create_connection((host, int(port))) as probe:
         probe.recv(1)  # the greeting of the transport: the connection is known there
     members.meet()

@@ -1,4 +1,4 @@
-"""Machines that are network namespaces of this one, joined by a cable; made with ``ip``, gone at the end."""
+"""Machines that are network namespaces of this one, joined by cables; made with ``ip``, gone at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_S = 10.0
 
 @dataclass
 class Machine:
-    """One end of the cable.
+    """One end of a cable.
 
     Args:
       name: of its namespace.
@@ -133,6 +133,74 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
 
 
+HOME, ROUTER = "192.168.1.2", "192.168.1.1"
+"""Of each home's machine, and of its router on the inside: the same in all homes, as it often is."""
+_RULES = """
+table ip home {
+    chain translated {
+        type nat hook postrouting priority srcnat
+        oifname "out" masquerade
+    }
+    chain forwarded {
+        type filter hook forward priority filter; policy drop
+        iifname "in" accept
+        ct state established,related accept
+        meta l4proto tcp reject with tcp reset
+    }
+}
+"""
+
+
+@dataclass
+class Home(Machine):
+    """A machine behind a router that translates addresses and lets nothing in.
+
+    Args:
+      router: the router's address outside.
+    """
+
+    router: str = ""
+
+
+@contextlib.contextmanager
+def public_and_homes() -> Iterator[tuple[Machine, Home, Home]]:
+    """A machine with a public address, and two that reach it from behind address translation, and nothing else."""
+    stem = f"ff{os.getpid()}"
+    public = Machine(f"{stem}p", "203.0.113.1", "to-a")
+    homes = [
+        Home(f"{stem}{end}", HOME, "wire", router=f"203.0.113.{outside}")
+        for end, outside in (("a", 2), ("b", 6))
+    ]
+    routers = [f"{home.name}-router" for home in homes]
+    try:
+        for name in (public.name, *routers, *(home.name for home in homes)):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for number, (home, router) in enumerate(zip(homes, routers, strict=True)):
+            provider = f"203.0.113.{1 + 4 * number}"
+            _lay((public.name, f"to-{'ab'[number]}", f"{provider}/30"), (router, "out", f"{home.router}/30"))
+            _lay((router, "in", f"{ROUTER}/24"), (home.name, home.cable, f"{HOME}/24"))
+            ip("-n", router, "route", "add", "default", "via", provider)
+            ip("-n", home.name, "route", "add", "default", "via", ROUTER)
+            ip("netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+            _run("nft", "-f", "-", within=router, said=_RULES)
+        yield public, homes[0], homes[1]
+    finally:
+        for machine in (public, *homes):
+            machine.end()
+        for name in (public.name, *routers, *(home.name for home in homes)):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _lay(*ends: tuple[str, str, str]) -> None:
+    """A cable between two namespaces: for each end the namespace, the interface and its address."""
+    (one, first, _), (other, second, _) = ends
+    ip("link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", other)
+    for name, cable, address in ends:
+        ip("-n", name, "address", "add", address, "dev", cable)
+        ip("-n", name, "link", "set", cable, "up")
+
+
 def _enter(name: str) -> None:
     """From here on the calling thread is in the namespace of this name."""
     with Path("/run/netns", name).open() as namespace:
@@ -152,6 +220,11 @@ def ip(*arguments: str) -> None:
     Raises:
       RuntimeError: with what it said.
     """
-    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str, within: str = "", said: str = "") -> None:
+    inside = ["ip", "netns", "exec", within] if within else []
+    done = subprocess.run([*inside, *command], check=False, capture_output=True, text=True, input=said)
     if done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

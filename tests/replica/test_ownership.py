@@ -314,11 +314,11 @@ def swaps_of(run: Resharded, ahead: list[Ahead] | None = None) -> list[Sent]:
         return carry(src, dst, tag, payload, priority)
 
     def noting(deliver: Any) -> Any:
-        def arrived(src: int, tag: Tag, payload: Payload) -> None:
+        def arrived(src: int, tag: Tag, payload: Payload, view: int) -> None:
             if (src, tag) in under_way:
                 began_s, behind_s, nbytes = under_way.pop((src, tag))
                 found.append(Sent(src, began_s, behind_s, run.world.clock.now(), nbytes))
-            deliver(src, tag, payload)
+            deliver(src, tag, payload, view)
 
         return arrived
 

@@ -36,7 +36,9 @@ class Train(RunOptions):
     takes one, for firewalls; when not given, any that is free."""
     advertise: str | None = None
     """Under torchrun on several machines: HOST or HOST:PORT by which the others reach this one, where that is another
-    address than the one it listens at: behind port forwarding, in a container."""
+    address than the one it listens at: behind port forwarding, in a container. none where nobody can connect to this
+    one, as behind a home router: it connects to the others, and one that can be reached relays between two that
+    cannot."""
     keys: Path | None = None
     """Under torchrun on several machines: the folder made by farflung keys, with this machine's secret key and the
     public keys of all; when not given, keys are made for the run and exchanged through torchrun's store, so whoever

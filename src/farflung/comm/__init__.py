@@ -1,6 +1,6 @@
 """Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
 
-from farflung.comm.channel import KINDS, ExchangeChannel, Purpose
+from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose
 from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
 from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
 from farflung.comm.communicator import WallCommunicator
@@ -16,6 +16,7 @@ __all__ = [
     "AUTO",
     "COLLECTIVES",
     "KINDS",
+    "RELAYED",
     "SIDE_NBYTES",
     "Coding",
     "Collective",

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.tasks import Pending, done
 from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Tag, TensorSpec
 
-__all__ = ["KINDS", "ExchangeChannel", "Purpose", "in_words", "kind_of"]
+__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "in_words", "kind_of"]
 
 T = TypeVar("T")
 
@@ -74,6 +74,8 @@ KINDS = {
     Purpose.STANDING: "standing",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
+RELAYED = "relayed"
+"""What bytes are counted as that a replica passes on between two others; these count them too, as what they are for."""
 _BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.items()}
 
 

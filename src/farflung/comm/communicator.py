@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.channel import kind_of
+from farflung.comm.channel import RELAYED, kind_of
 from farflung.comm.collectives import collective_named
 from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.view import View
@@ -39,6 +40,7 @@ class WallCommunicator:
         self.sent = Sent(view.size)
         self.view = view
         """The members."""
+        view.relay.passed = partial(self.sent.add, RELAYED)
         self._native, self._stage = native, stage
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:

@@ -17,7 +17,7 @@ from farflung.comm.gate import Gate
 from farflung.comm.interface import is_loopback, tcp
 from farflung.errors import ConfigError
 
-__all__ = ["CROWD", "HANDSHAKE_S", "Door"]
+__all__ = ["CROWD", "HANDSHAKE_S", "Door", "raise_limit"]
 
 HANDSHAKE_S = 10.0
 """How long anybody may take from connecting to having proved who it is."""
@@ -51,7 +51,7 @@ class Door:
 
     Raises:
       ConfigError: the address is none of this machine's, or not loopback and there is no encryption; or no port is
-        free; or this process may not open enough files.
+        free.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Door:
             raise ConfigError(
                 f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
             )
-        _raise_limit(size)
         self._listener = _listener(interface, ports, size + _BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         """At which it listens."""
@@ -126,8 +125,12 @@ def _listener(interface: str, ports: Sequence[int], backlog: int) -> socket.sock
     )
 
 
-def _raise_limit(size: int) -> None:
-    """Lets this process open as many files as a run of ``size`` replicas takes, and as strangers may make it open."""
+def raise_limit(size: int) -> None:
+    """Lets this process open as many files as a run of ``size`` replicas takes, and as strangers may make it open.
+
+    Raises:
+      ConfigError: it may not.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

@@ -51,13 +51,13 @@ class Gate:
         if self.keys is None:
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
             return
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret.encode())
+        _give(socket, self.keys)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
 
     def approach(self, socket: zmq.Socket[bytes], rank: int, peer: Peer) -> None:
         """Makes the next connection of ``socket`` one of this replica, ``rank``, to ``peer``."""
-        if peer.key is not None:
+        if self.keys is not None and peer.key is not None:
+            _give(socket, self.keys)
             socket.setsockopt(zmq.CURVE_SERVERKEY, peer.key.encode())
             return
         socket.setsockopt(zmq.PLAIN_USERNAME, str(rank).encode())
@@ -109,6 +109,12 @@ class Gate:
             return key if key in admitted else None
         name = credentials[0].decode(errors="replace")
         return name if hmac.compare_digest(credentials[1], admitted.get(name, b"")) else None
+
+
+def _give(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """What it proves itself with from now on."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
 def _password(of: bytes, to: bytes) -> bytes:

@@ -12,7 +12,7 @@ from farflung.comm.interface import is_loopback
 from farflung.comm.keys import Keys, is_public_key
 from farflung.errors import ConfigError, ProtocolError
 
-__all__ = ["Peer", "check_peers"]
+__all__ = ["Peer", "check_peers", "connects"]
 
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):[0-9]{1,5}")
 
@@ -22,18 +22,26 @@ class Peer:
     """How a replica is reached and recognised."""
 
     rank: int
-    address: str
+    address: str | None
+    """``None``: it has no way in."""
     token: bytes
     key: str | None = None
     """Its public key; ``None`` where nothing is encrypted."""
 
     @property
-    def host(self) -> str:
-        """The address without transport and port.
+    def where(self) -> str:
+        """The address, or that there is none, for people."""
+        return self.address or "no way in"
+
+    @property
+    def host(self) -> str | None:
+        """The address without transport and port, where there is one.
 
         Raises:
           ValueError: it is none that ZeroMQ would reach by TCP without asking anybody.
         """
+        if self.address is None:
+            return None
         found = _ADDRESS.fullmatch(self.address)
         if found is None:
             raise ValueError(f"{self.address!r} is no address")
@@ -41,8 +49,8 @@ class Peer:
 
     def to_json(self) -> str:
         """For the store."""
-        key = {} if self.key is None else {"key": self.key}
-        return json.dumps({"rank": self.rank, "address": self.address, "token": self.token.hex(), **key})
+        fields = {"rank": self.rank, "address": self.address, "token": self.token.hex(), "key": self.key}
+        return json.dumps({name: value for name, value in fields.items() if value is not None})
 
     @staticmethod
     def from_json(text: str | bytes) -> Peer:
@@ -53,13 +61,23 @@ class Peer:
         """
         try:
             fields = json.loads(text)
-            token, key = bytes.fromhex(fields["token"]), fields.get("key")
-            peer = Peer(int(fields["rank"]), str(fields["address"]), token, key)
-            if not (peer.host and 0 < len(token) < 256 and (key is None or is_public_key(key))):
+            token, address, key = bytes.fromhex(fields["token"]), fields.get("address"), fields.get("key")
+            peer = Peer(int(fields["rank"]), None if address is None else str(address), token, key)
+            valid = 0 < len(token) < 256 and (key is None or is_public_key(key))
+            if not valid or (address is not None and not peer.host):
                 raise ValueError(text)
             return peer
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
+
+
+def connects(one: Peer, other: Peer) -> bool:
+    """Whether of two replicas ``one`` connects to ``other``.
+
+    Where both can be reached it is the higher rank that connects, and where one can it is the other; of two that cannot
+    be reached neither does, and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
+    """
+    return other.address is not None and (one.address is None or one.rank > other.rank)
 
 
 def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
@@ -78,17 +96,17 @@ def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
         if (me.key is None) != (peer.key is None):
             plain, sealed = (me, peer) if me.key is None else (peer, me)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.address}), rank {sealed.rank} encrypts "
-                f"({sealed.address}): give all machines the same --master-addr, or each its own --interface"
+                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {sealed.rank} encrypts "
+                f"({sealed.where}): give all machines the same --master-addr, or each its own --interface"
             )
-        if peer.key is None and not is_loopback(peer.host):
+        if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(
                 f"the store sends rank {me.rank} to {peer.address} for rank {peer.rank}, where it does not encrypt: "
                 "is it written to from another machine?"
             )
         if keys is not None and keys.listed is not None and peer.key not in keys.listed:
             raise ConfigError(
-                f"rank {peer.rank} at {peer.address} has the key {peer.key}, which is not in the folder of --keys "
+                f"rank {peer.rank} at {peer.where} has the key {peer.key}, which is not in the folder of --keys "
                 "here: copy the .public file of its machine there"
             )
     for names in ({peer.rank for peer in (me, *others)}, {peer.token for peer in (me, *others)}):

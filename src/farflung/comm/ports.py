@@ -9,7 +9,10 @@ import socket
 from farflung.comm.interface import tcp
 from farflung.errors import ConfigError
 
-__all__ = ["advertised", "ports_in"]
+__all__ = ["NO_WAY_IN", "advertised", "ports_in"]
+
+NO_WAY_IN = "none"
+"""What a replica advertises that nobody can connect to."""
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _HIGHEST = 65535
@@ -42,7 +45,8 @@ def advertised(asked: str, port: int) -> str:
     found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
     if found is None or not 0 < int(found[2] or found[4] or port) <= _HIGHEST:
         raise ConfigError(
-            f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000"
+            f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
+            f"{NO_WAY_IN} where nobody can connect"
         )
     try:
         (*_, (host, *_)), *_ = socket.getaddrinfo(found[1] or found[3], None, type=socket.SOCK_STREAM)

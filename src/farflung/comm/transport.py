@@ -12,7 +12,7 @@ from farflung.tasks import Pending
 
 __all__ = ["FIRST", "LAST", "Listener", "Transport"]
 
-FIRST, LAST = -(1 << 31), 1 << 31
+FIRST, LAST = -(1 << 31), (1 << 31) - 1
 """Priorities that nothing has that is sent: before and behind it all."""
 
 
@@ -80,7 +80,13 @@ class Transport(Protocol):
         ...
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
-        """Lets the higher ranks in, and connects to the lower ones; more of them may come later."""
+        """Lets those in that connect to this process, and connects to the others; more of them may come later.
+
+        Args:
+          others: no two of which neither can be reached are among them and this process, see
+            :func:`farflung.comm.peer.connects`.
+          listener: is told of them.
+        """
         ...
 
     def dismiss(self, rank: int) -> None:

@@ -12,8 +12,10 @@ import torch
 from farflung.comm.blame import Blame, Holdup
 from farflung.comm.mailbox import Full, Mailbox
 from farflung.comm.peer import Peer, check_peers
-from farflung.comm.transport import Transport
-from farflung.comm.wire import Kind, Message, WireError, encode, json_of
+from farflung.comm.relay import Relay
+from farflung.comm.routes import Routes
+from farflung.comm.transport import FIRST, LAST, Transport
+from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, WireError, encode, json_of
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
@@ -24,6 +26,7 @@ PARTING_S = 1.0
 """How long a replica that leaves waits for the others to leave too."""
 STUCK_S = 5.0
 """How long it waits for something of what it has sent to leave."""
+CLOSED = "its connection was closed from its end"
 _CONTROL = Tag(0)
 
 
@@ -69,8 +72,13 @@ class View:
         self._now, self._whole = now, whole
         self._settings = {"number of replicas": size, **(settings or {})}
         self._members = set(range(size) if members is None else members)
-        self._addresses: dict[int, str] = {}
-        """Of the others, once it is known who they are."""
+        self._addresses: dict[int, str | None] = {}
+        """Of the others, once it is known who they are; ``None``: it has no way in."""
+        self._routes = Routes(transport.me)
+        self.relay = Relay(transport, self._routes, size)
+        """What this member passes on for others."""
+        self._early: dict[int, list[Message]] = {}
+        """What has come through a relay before the greeting of who has sent it, by rank."""
         self._greeted: set[int] = set()
         self._late: dict[int, Pending[None]] = {}
         """Those that were admitted after the first meeting, done once they have greeted."""
@@ -90,22 +98,26 @@ class View:
     # --- meeting ----------------------------------------------------------------------------------------------------
 
     def connect(self, peers: Iterable[Peer]) -> None:
-        """Learns everybody's address and key; connects to the lower ranks and greets them.
+        """Learns everybody's address and key; connects where it has to, and greets there.
 
         Raises:
-          ConfigError: a key is not on this replica's list, or some encrypt and others do not.
+          ConfigError: a key is not on this replica's list, or some encrypt and others do not; or two cannot reach each
+            other, and have nobody who relays.
           ProtocolError: the peers do not make up a run.
         """
         others = [peer for peer in peers if peer.rank != self.rank]
         check_peers(self.transport.me, others, self.transport.keys)
+        self._routes.meet(others)
         self._addresses = {peer.rank: peer.address for peer in others}
-        self.transport.open(others, self)
+        self.transport.open([peer for peer in others if self._routes.relay(peer.rank) is None], self)
+        self._expect()
         for peer in others:
-            if peer.rank < self.rank:
+            if self._routes.goes_to(peer.rank):
                 self._greet(peer.rank)
 
     def admit(self, peer: Peer) -> Pending[None]:
-        """Lets somebody in after the first meeting, who connects to the lower ranks, as higher ones do to it.
+        """Lets somebody in after the first meeting, or connects to it, as at that.
+
 
         A rank that has left, or was lost, may come again.
 
@@ -115,7 +127,8 @@ class View:
           :class:`PeerLost` where it is lost before, or does not come, see :meth:`dismiss`.
 
         Raises:
-          ConfigError: its key is not on this replica's list, or it encrypts and others do not.
+          ConfigError: its key is not on this replica's list, or it encrypts and others do not; or nobody relays between
+            it and another.
           ProtocolError: the view is whole, or the rank is there already, or is none of the run's.
         """
         if self._whole:
@@ -125,15 +138,22 @@ class View:
         if peer.rank == self.rank or peer.rank in self.present() or peer.rank >= self.size:
             raise ProtocolError(f"rank {peer.rank} of {self.size} is there already, or is none of the run's")
         check_peers(self.transport.me, [peer], self.transport.keys)
+        self._routes.meet([peer], self._left - {peer.rank})
+        self.relay.lost(peer.rank)
+        self._early.pop(peer.rank, None)
         self._greeted.discard(peer.rank)
         self._left.discard(peer.rank)
         self._members.add(peer.rank)
         admitted = self._late[peer.rank] = Pending()
         self._heard[peer.rank] = self._sent[peer.rank] = 0
         self._addresses[peer.rank] = peer.address
-        self.transport.open([peer], self)
+        relay = self._routes.relay(peer.rank)
+        if relay is None:
+            self.transport.open([peer], self)
+        else:
+            self.transport.dismiss(peer.rank)
         self._expect()
-        if peer.rank < self.rank:
+        if self._routes.goes_to(peer.rank) or relay in self.present():
             self._greet(peer.rank)
         return admitted
 
@@ -148,16 +168,17 @@ class View:
         self._late.pop(rank).fail(why)
 
     def missing(self) -> list[int]:
-        """The members that have not greeted yet."""
-        return sorted(self._members - self._greeted - {self.rank})
+        """The members that have not greeted yet, those behind a relay last."""
+        missing = self._members - self._greeted - {self.rank}
+        return sorted(missing, key=lambda rank: (self._routes.relay(rank) is not None, rank))
 
     def _expect(self) -> None:
-        self.transport.expects(sum(rank > self.rank for rank in self.missing()))
+        self.transport.expects(sum(map(self._routes.comes_from, self.missing())))
 
     def greeting_of(self, rank: int) -> str:
         """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
         if not self.transport.failed_at(rank):
-            return "its greeting"
+            return f"its greeting{self._through(rank)}"
         return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
 
     @property
@@ -188,8 +209,9 @@ class View:
         if dst in self._left or dst not in self._greeted:
             return failed(PeerLost(dst, "its connection is gone"))
         self._sent[dst] += 1
-        frames = self._frames(Kind.DATA, tag, payload)
-        return self.transport.send(dst, frames, payload.nbytes, priority=priority, view=self.number)
+        frames = self._frames(Kind.DATA, tag, payload, dst, priority)
+        hop = self._routes.next_hop(dst)
+        return self.transport.send(hop, frames, payload.nbytes, priority=priority, view=self.number)
 
     def now(self) -> float:
         """The view's clock, in seconds."""
@@ -197,11 +219,39 @@ class View:
 
     def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
+        source, destination, _ = message.route
+        if message.route == DIRECT:
+            self._take(rank, message)
+        elif destination != self.rank:
+            self._has_greeted(rank)
+            self.relay.take(rank, message)
+        elif self._routes.relay(source) != rank:
+            raise WireError("a message of another's, by who does not relay it")
+        elif source in self._greeted or message.kind is Kind.HELLO:
+            self._take(source, message)
+        else:
+            self._keep(source, message)
+
+    def _keep(self, rank: int, message: Message) -> None:
+        """Until the sender's greeting, which may be overtaken: the relay sends it behind what it sends itself."""
+        if rank not in self._members - self._left:
+            raise WireError("a message of who is no member")
+        early = self._early.setdefault(rank, [])
+        if sum(one.payload.nbytes for one in (*early, message)) > self.transport.max_nbytes:
+            raise WireError("more before a greeting than any message has")
+        early.append(message)
+
+    def _has_greeted(self, rank: int) -> None:
+        if rank not in self._greeted:
+            raise WireError("a message before a greeting")
+
+    def _take(self, rank: int, message: Message) -> None:
+        """A message of this rank's to this replica."""
         if message.kind is Kind.HELLO:
             self._hello(rank, json_of(message.payload))
-        elif rank not in self._greeted:
-            raise WireError("a message before a greeting")
-        elif message.kind is Kind.DATA:
+            return
+        self._has_greeted(rank)
+        if message.kind is Kind.DATA:
             self._heard[rank] += 1
             self._blame.moves(rank, self._heard[rank])
             try:
@@ -214,7 +264,19 @@ class View:
     def closed(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         if rank not in self._left:
-            self._lose(rank, PeerLost(rank, "its connection was closed from its end"))
+            self._lose(rank, PeerLost(rank, CLOSED))
+        self._tell_lost(rank, CLOSED)
+        for behind in self._routes.behind(rank):
+            if behind not in self._left:
+                self._lose(behind, PeerLost(behind, f"rank {rank} is gone, which relayed its messages"))
+
+    def _tell_lost(self, rank: int, why: str) -> None:
+        """Those who reach a member through this replica hear that it is gone, behind what it has sent them."""
+        self.relay.lost(rank)
+        for other in self._routes.relayed_to(rank):
+            if other in self.present():
+                body: dict[str, Json] = {"rank": rank, "token": self._routes.token(rank), "detail": why}
+                self._say(Kind.LOST, other, body, last=True)
 
     def denied(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
@@ -230,16 +292,19 @@ class View:
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
             raise WireError("a greeting under another's name")
-        if rank > self.rank:
+        if self._routes.comes_from(rank):
             self._greet(rank)
         if self._parting is not None:
             self._say(self._parting[0], rank, self._parting[1], last=True)
         unlike = self._unlike(rank, body.get("settings"))
         if unlike is not None and rank in self._late:
             self._say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
+            self._tell_lost(rank, str(unlike))
             self.dismiss(rank, unlike)
             return
         self._greeted.add(rank)
+        for behind in self._routes.behind(rank):
+            self._greet(behind)
         if unlike is not None:
             self.end(unlike)
         self._expect()
@@ -248,6 +313,8 @@ class View:
         if rank in self._late:
             self.mailbox.welcome(rank)
             self._late[rank].set(None)
+        for message in self._early.pop(rank, ()):
+            self._take(rank, message)
 
     def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
         """How a member's settings differ from this one's."""
@@ -267,6 +334,8 @@ class View:
         if message.kind is Kind.FAREWELL:
             self._left.add(rank)
             self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        elif message.kind is Kind.LOST:
+            self._hear_lost(rank, body)
         elif message.kind is Kind.WAITING:
             self._blame.heard(rank, body, self.mailbox.oldest(), self._now())
         elif message.kind is Kind.ABORT:
@@ -278,18 +347,39 @@ class View:
             else:
                 self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
 
+    def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
+        """A relay says who is gone behind it."""
+        rank = body.get("rank")
+        if not isinstance(rank, int) or self._routes.relay(rank) != relay:
+            raise WireError("a loss told by who does not relay")
+        if rank not in self._left and body.get("token") == self._routes.token(rank):
+            why = f"rank {relay}, which relays its messages, says: {body.get('detail')}"
+            self._lose(rank, PeerLost(rank, why))
+
     def _greet(self, rank: int) -> None:
-        self._say(Kind.HELLO, rank, {"rank": self.rank, "settings": self._settings}, last=True)
+        """Says who this is; where a relay holds the greeting until the other has come, also who that is."""
+        body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}
+        if self._routes.relay(rank) is not None:
+            body["to"] = self._routes.token(rank)
+        self._say(Kind.HELLO, rank, body, last=True)
 
     def _say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
+        frames = self._frames(kind, _CONTROL, Payload((text,)), rank, LAST if last else FIRST)
+        hop = self._routes.next_hop(rank)
         try:
-            self.transport.say(rank, self._frames(kind, _CONTROL, Payload((text,))), last=last)
+            self.transport.say(hop, frames, last=last)
         except PeerLost as error:
-            self._lose(rank, error)
+            self._lose(hop, error)
 
-    def _frames(self, kind: Kind, tag: Tag, payload: Payload) -> list[Any]:
-        return encode(kind, self.number, tag, payload, piece=self.transport.piece)
+    def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
+        route = DIRECT if self._routes.relay(dst) is None else Route(self.rank, dst, priority)
+        return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
+
+    def _through(self, rank: int | None) -> str:
+        """For messages to people: by whom a rank's messages come, where that is another."""
+        relay = None if rank is None else self._routes.relay(rank)
+        return "" if relay is None else f", through rank {relay}"
 
     # --- waits ------------------------------------------------------------------------------------------------------
 
@@ -317,9 +407,8 @@ class View:
             return None
         since = self._blame.counts_from(waiting)
         if now - since >= deadline_s:
-            passed = DeadlinePassed(
-                self._blame.root_of(waiting.src), waiting.what, now - waiting.since, slow=True
-            )
+            what = f"{waiting.what}{self._through(waiting.src)}"
+            passed = DeadlinePassed(self._blame.root_of(waiting.src), what, now - waiting.since, slow=True)
             if not self._whole:
                 self.mailbox.fail(waiting, passed)
                 return self._check_oldest(now, deadline_s)
@@ -368,10 +457,14 @@ class View:
         else:
             self.mailbox.fail_from(rank, error)
 
-    def farewell(self, error: BaseException | None) -> None:
+    def farewell(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
         """Tells everybody that this replica leaves, and why if it failed by itself.
 
         What was sent leaves before, as long as it moves; where something has failed it is withdrawn.
+
+        Args:
+          error: why it leaves; ``None``: it is through.
+          relays_s: how long it stays then for others whose messages it relays, from the last of them on, in seconds.
         """
         others = self._addresses.keys() - self._left
         if error is None and self.lost is None:
@@ -388,7 +481,7 @@ class View:
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
         self._parting = (kind, body)
         for rank in others:
-            if rank in self._greeted or rank < self.rank:
+            if rank in self._greeted or self._routes.goes_to(rank):
                 self._say(kind, rank, body, last=True)
         # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
         # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
@@ -397,6 +490,16 @@ class View:
             if not self._addresses.keys() - self._left and not self.transport.held_nbytes:
                 break
             self.transport.poll(left_s)
+        if error is None:
+            self._go_on_relaying(relays_s)
+
+    def _go_on_relaying(self, patience_s: float) -> None:
+        """Until nobody is left who needs it, or nothing has passed for some seconds."""
+        until, passed = self._now() + patience_s, self.relay.count
+        while self.relay.serves(self._left) and (left_s := until - self._now()) > 0:
+            self.transport.poll(left_s)
+            if self.relay.count != passed:
+                until, passed = self._now() + patience_s, self.relay.count
 
     def _send_all(self) -> None:
         """Until all that was sent has left, or nothing of it has for some seconds."""

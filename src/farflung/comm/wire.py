@@ -28,6 +28,7 @@ from torch import Tensor
 from farflung.types import Payload, Tag
 
 __all__ = [
+    "DIRECT",
     "INLINE",
     "MAGIC",
     "PIECE",
@@ -39,6 +40,7 @@ __all__ = [
     "Kind",
     "Landing",
     "Message",
+    "Route",
     "WireError",
     "begin",
     "decode",
@@ -53,7 +55,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frame: TypeAlias = "bytes | memoryview"
 
 MAGIC = b"FF"
-VERSION = 3
+VERSION = 4
 INLINE = 4096
 """Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
@@ -61,10 +63,10 @@ PIECE = 1 << 17
 WHOLE = 1 << 25
 """The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
 
-_HEADER = struct.Struct("<2sBBIQIIIII4x")
+_HEADER = struct.Struct("<2sBBIQIIIIIiII")
 _PARTS = struct.Struct("<II")
 """The last two numbers of a header; see :class:`Head`."""
-_PARTS_AT = _HEADER.size - 4 - _PARTS.size
+_PARTS_AT = _HEADER.size - _PARTS.size
 _ALIGNMENT = 8
 """The description and each small tensor are padded to a multiple of this many bytes."""
 _PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
@@ -107,10 +109,30 @@ class Kind(IntEnum):
     """No more frames of it will come."""
     OPEN = 7
     """A connection is there."""
+    LOST = 8
+    """Somebody is gone whose messages the sender has relayed."""
 
 
 _KINDS = tuple(Kind)
 _WITHOUT_TENSORS = (Kind.PART, Kind.WITHDRAWN)
+
+
+class Route(NamedTuple):
+    """The way of a message that a third member relays.
+
+    Args:
+      source: the rank that has sent it.
+      destination: whom it is for.
+      priority: with which the relay passes it on.
+    """
+
+    source: int
+    destination: int
+    priority: int
+
+
+DIRECT = Route(0, 0, 0)
+"""Of a message that goes from one end of its connection to the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +143,7 @@ class Message:
     view: int
     tag: Tag
     payload: Payload
+    route: Route = DIRECT
 
 
 class Head(NamedTuple):
@@ -130,6 +153,7 @@ class Head(NamedTuple):
       kind: of message, or of part.
       view: whose.
       tag: of the message.
+      route: the way that it takes.
       number: of a message in parts among those of its connection, from 1 on; 0: it is whole.
       follow: how many frames behind it belong to it.
       layout: of its tensors; ``None``: it has none.
@@ -139,6 +163,7 @@ class Head(NamedTuple):
     kind: Kind
     view: int
     tag: Tag
+    route: Route
     number: int
     follow: int
     layout: _Layout | None
@@ -150,7 +175,9 @@ class Head(NamedTuple):
             raise WireError("larger than any message of this run")
 
 
-def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE) -> list[Frame]:
+def encode(
+    kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE, route: Route = DIRECT
+) -> list[Frame]:
     """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
     tensors: list[Tensor] = []
     description = _description(_structure(payload, tensors))
@@ -168,19 +195,19 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WH
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         at += dense.nbytes + -dense.nbytes % _ALIGNMENT
     head[0] = _HEADER.pack(
-        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), 0, len(frames)
+        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route, 0, len(frames)
     )
     return [b"".join(head), *frames]
 
 
 def begin(head: Frame, number: int, follow: int) -> bytes:
     """The head of a message of which only some frames follow."""
-    return b"".join((head[:_PARTS_AT], _PARTS.pack(number, follow), head[_PARTS_AT + _PARTS.size :]))
+    return b"".join((head[:_PARTS_AT], _PARTS.pack(number, follow), head[_HEADER.size :]))
 
 
 def part(kind: Kind, number: int, follow: int) -> bytes:
     """A head without tensors: of more frames of a message, or of the end of one that is not whole."""
-    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, number, follow)
+    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, *DIRECT, number, follow)
 
 
 def head_in(frame: memoryview) -> Head:
@@ -191,18 +218,21 @@ def head_in(frame: memoryview) -> Head:
     """
     if len(frame) < _HEADER.size:
         raise WireError(f"a header of {len(frame)} bytes")
-    magic, version, kind, view, exchange, part, hop, described, number, follow = _HEADER.unpack_from(frame)
+    magic, version, kind, view, exchange, part, hop, described, *route, number, follow = _HEADER.unpack_from(
+        frame
+    )
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
     if kind in _WITHOUT_TENSORS:
-        return Head(_KINDS[kind], view, Tag(exchange, part, hop), number, follow, None, _HEADER.size)
+        return Head(_KINDS[kind], view, Tag(exchange, part, hop), DIRECT, number, follow, None, _HEADER.size)
     end = _HEADER.size + described
     if end > len(frame):
         raise WireError("a description that ends early")
     layout = _layout(bytes(frame[_HEADER.size : end]))
     if layout.head_nbytes > len(frame):
         raise WireError("fewer bytes than described")
-    return Head(_KINDS[kind], view, Tag(exchange, part, hop), number, follow, layout, layout.head_nbytes)
+    tag = Tag(exchange, part, hop)
+    return Head(_KINDS[kind], view, tag, Route(*route), number, follow, layout, layout.head_nbytes)
 
 
 def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
@@ -305,7 +335,7 @@ def message_of(head: Head, described: memoryview, large: Sequence[Buffer]) -> Me
     except StopIteration:
         raise WireError("fewer frames than described") from None
     payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-    return Message(head.kind, head.view, head.tag, payload)
+    return Message(head.kind, head.view, head.tag, payload, head.route)
 
 
 def _rides(nbytes: int, at: int) -> bool:

@@ -1,10 +1,10 @@
 """Frames between real processes over ZeroMQ.
 
-One ROUTER socket per process both listens and connects: of two the higher rank connects, so it is enough that one side
-can be reached, at one port. It connects twice: messages that are urgent have a connection of their own, which waits
-behind no bulk; a connection that is lost loses the peer, one for urgent messages only the haste. A routing id is a
-random token that only the run's processes learn, through the store; whatever comes from another id is refused and
-counted.
+One ROUTER socket per process both listens and connects. Of two one connects (:func:`farflung.comm.peer.connects`), so
+it is enough that the other can be reached, at one port. It connects twice: messages that are urgent have a connection
+of their own, which waits behind no bulk; a connection that is lost loses the peer, one for urgent messages only the
+haste. A routing id is a random token that only the run's processes learn, through the store; whatever comes from
+another id is refused and counted.
 
 Little is left to ZeroMQ's own queues, where nothing can be overtaken or taken back: see :mod:`farflung.comm.sending`.
 Off loopback the kernel is told to take no more than a piece that it cannot send yet, for the same reason.
@@ -31,15 +31,15 @@ from contextlib import suppress
 import zmq
 
 from farflung.comm.connections import Connections
-from farflung.comm.door import Door
+from farflung.comm.door import Door, raise_limit
 from farflung.comm.gate import Gate
 from farflung.comm.inbox import Inbox
 from farflung.comm.interface import LOOPBACK
 from farflung.comm.keys import Keys
 from farflung.comm.outbox import Withdrawn
-from farflung.comm.peer import Peer
+from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
-from farflung.comm.ports import advertised
+from farflung.comm.ports import NO_WAY_IN, advertised
 from farflung.comm.sending import Sending
 from farflung.comm.transport import FIRST, LAST, Listener
 from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, WireError, encode
@@ -74,12 +74,13 @@ class ZmqTransport:
       interface: the address to bind, loopback by default.
       ports: at the first of these that is free; 0: any.
       advertise: the host, or host and port, by which the others reach this one, where that is not the address that is
-        bound: behind port forwarding, in a container.
+        bound: behind port forwarding, in a container. ``"none"``: nobody can connect to it, and it does not listen.
       keys: what to prove this process with; everything is encrypted then. Off loopback there have to be some.
       later: whether others may come later than the first meeting.
 
     Raises:
-      ConfigError: the address is none of this machine's, or not loopback and there are no keys.
+      ConfigError: the address is none of this machine's, or not loopback and there are no keys; or this process may
+        not open enough files.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ZmqTransport:
         keys: Keys | None = None,
         later: bool = False,
     ) -> None:
+        raise_limit(size)
         self.keys = keys
         self.refused = self.turned_away = 0
         self.piece = PIECE if keys else WHOLE
@@ -103,7 +105,7 @@ class ZmqTransport:
         """By routing id: whose it is, and what has come in part."""
         self._pool = Pool()
         self._denied: set[int] = set()
-        self._due = size - 1 - rank
+        self._due = size - 1
         self._urgent: set[int] = set()
         """Ranks with a connection for urgent messages."""
         self._urgent_due: set[int] = set()
@@ -127,9 +129,11 @@ class ZmqTransport:
         self._monitor = self._connections.monitor
         self._gate = Gate(self._context, token, keys, later=later)
         self._door: Door | None = None
+        address: str | None = None
         try:
-            self._door = Door(self._socket, interface, self._gate, size, ports)
-            address = self._door.address if advertise is None else advertised(advertise, self._door.port)
+            if advertise != NO_WAY_IN:
+                self._door = Door(self._socket, interface, self._gate, size, ports)
+                address = self._door.address if advertise is None else advertised(advertise, self._door.port)
         except ConfigError:
             self.close(linger=False)
             raise
@@ -141,22 +145,23 @@ class ZmqTransport:
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
-        assert self._door is not None
         self._listener = listener
         for peer in others:
             self.dismiss(peer.rank)
             self._peers[peer.rank] = peer
             for name in (peer.token, peer.token + _URGENT):
                 self._inboxes[name] = peer.rank, Inbox(self.piece, self._pool)
-        higher = [peer for peer in others if peer.rank > self.me.rank]
-        self._urgent_due |= {peer.rank for peer in higher}
-        self._gate.admit(higher)
-        self._door.open()
+        coming = [peer for peer in others if connects(peer, self.me)]
+        self._urgent_due |= {peer.rank for peer in coming}
+        self._gate.admit(coming)
+        if self._door is not None:
+            self._door.open()
         for peer in others:
-            if peer.rank < self.me.rank:
+            if connects(self.me, peer):
                 self._connect(peer)
 
     def _connect(self, peer: Peer) -> None:
+        assert peer.address is not None
         self._gate.approach(self._socket, self.me.rank, peer)
         self._socket.setsockopt(zmq.IPV6, "[" in peer.address)
         for suffix in (b"", _URGENT):
@@ -313,7 +318,8 @@ class ZmqTransport:
         descriptor = frame.get(zmq.SRCFD)
         if self._connections.owner_of(descriptor) == sender:
             return
-        due = self._gate.name_of(self._peers[rank]) if rank > self.me.rank else None
+        peer = self._peers[rank]
+        due = self._gate.name_of(peer) if connects(peer, self.me) else None
         if self._gate.named(frame) != due:
             raise WireError("a message under another's name")
         self._connections.bind(descriptor, sender)
@@ -349,15 +355,15 @@ class ZmqTransport:
         self._listener.closed(rank)
 
     def _mind_the_door(self) -> None:
-        assert self._door is not None
-        self._door.mind(self._due + len(self._urgent_due), self._connections.waiting)
+        if self._door is not None:
+            self._door.mind(self._due + len(self._urgent_due), self._connections.waiting)
 
     def _report(self, what: str) -> None:
         if self.refused + self.turned_away == 1:
             logging.getLogger("farflung").warning(
                 "rank %d at %s: refused %s that is not of this run; all of them are counted",
                 self.me.rank,
-                self.me.address,
+                self.me.where,
                 what,
             )
 

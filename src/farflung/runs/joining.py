@@ -41,7 +41,8 @@ class Reach:
     Args:
       interface: the address or network interface to listen on; ``None``: the one on the way to the master address.
       port: to listen at, or a range of them; ``None``: any that is free.
-      advertise: the host, or host and port, that the others are told; ``None``: what is listened at.
+      advertise: the host, or host and port, that the others are told; ``"none"``: nobody can connect; ``None``: what is
+        listened at.
       keys: what to prove this machine with where the run's store is not trusted.
     """
 

@@ -67,7 +67,7 @@ def train(
       interface: under torchrun on several machines: where the others reach this one.
       port: under torchrun: the port to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
       advertise: under torchrun on several machines: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one,
-        where that is another address than the one it listens at.
+        where that is another address than the one it listens at; ``"none"`` where nobody can connect to this one.
       keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
       network: paces the messages of workers that are started here as this network would: a name or a TOML file.
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,

@@ -29,7 +29,7 @@ from farflung.comm import (
 )
 from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
 from farflung.comm.keys import Keys
-from farflung.comm.ports import ports_in
+from farflung.comm.ports import NO_WAY_IN, ports_in
 from farflung.comm.staging import to_host
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
@@ -74,7 +74,8 @@ class WallRuntime:
       interface: the address or the name of the network interface to listen on.
       port: to listen at, or a range of them: ``"7000-7100"``; ``None``: any that is free.
       advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one, where that is another address than
-        the one that is bound: behind port forwarding, in a container.
+        the one that is bound: behind port forwarding, in a container. ``"none"``: nobody can connect to it; it connects
+        to those that can be reached, and the lowest rank of these relays its messages for the others.
       encrypt: whether to encrypt on loopback too; elsewhere everything is.
       decisions: where decisions are kept; a fresh log when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
@@ -87,7 +88,8 @@ class WallRuntime:
       members: the same; this one too. Others come later, see :meth:`admit`.
 
     Raises:
-      ConfigError: the interface cannot be used, or some replica's key is not accepted.
+      ConfigError: the interface cannot be used, or some replica's key is not accepted, or two replicas cannot be
+        reached and nobody can relay.
       DeadlinePassed: a replica did not appear; names it.
       ProtocolError: ranks were started with unlike settings; names the setting.
     """
@@ -115,7 +117,12 @@ class WallRuntime:
         members: Collection[int] | None = None,
     ) -> None:
         address = interface_address(interface)
-        local = is_loopback(address) and advertise is None
+        if advertise == NO_WAY_IN and port is not None:
+            raise ConfigError(
+                f"--advertise {NO_WAY_IN}: nobody connects to this replica, so it listens at no port: leave out --port "
+                f"{port}, or name the address at which it is reached"
+            )
+        local = is_loopback(address) and advertise in (None, NO_WAY_IN)
         if native and size > 1 and not local:
             raise ConfigError(
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
@@ -150,7 +157,7 @@ class WallRuntime:
         self.comm = WallCommunicator(
             self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
         )
-        self._thread = CommunicationThread(self.view, self.now, deadline_s)
+        self._thread, self._deadline_s = CommunicationThread(self.view, self.now, deadline_s), deadline_s
         try:
             if store is not None and size > 1:
                 self.view.connect(self._meet(store, join_s, range(size) if members is None else members))
@@ -318,13 +325,16 @@ class WallRuntime:
             return value
 
     def close(self, error: BaseException | None = None) -> None:
-        """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread."""
+        """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread.
+
+        One that relays messages stays for those who need it, until none has passed for the deadline of the run.
+        """
         if self._store is not None and self._published:
             with suppress(RuntimeError):  # the store may have ended before
                 self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
-        self._thread.soon(lambda: self.view.farewell(error))
+        self._thread.soon(lambda: self.view.farewell(error, relays_s=self._deadline_s))
         self._thread.stop()
         if self._group is not None:
             self._group.shutdown()

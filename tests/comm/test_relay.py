@@ -1,0 +1,586 @@
+"""Replicas that nobody can connect to: who connects, who relays, what a relay refuses, who is told of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farflung.comm import RELAYED, Peer, Purpose, WallCommunicator
+from farflung.comm.keys import Keys
+from farflung.comm.peer import connects
+from farflung.comm.relay import Relay
+from farflung.comm.routes import Routes
+from farflung.comm.transport import FIRST
+from farflung.comm.wire import PIECE, Frame, Kind, Message, Route, WireError, decode, encode
+from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
+from farflung.runtime import WallRuntime
+from farflung.types import Payload, Runtime, Tag
+from tests.helpers import (
+    PATIENCE_S,
+    Group,
+    in_threads,
+    joined,
+    number_in,
+    numbered,
+    parted,
+    same_payload,
+    tag,
+)
+
+LARGE = Payload((torch.arange(1 << 20, dtype=torch.float32),))
+"""Of 4 MiB, which leaves in parts where it is encrypted."""
+BEHIND_1, BEHIND_2 = (0, 2), (0, 1)
+"""Of three, those without a way in, whom the third relays for."""
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def sealed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def group(sealed: bool) -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(size: int, *hidden: int, meets: bool = True, **options: Any) -> Group:
+        made.append(Group(size, hidden=hidden, keys=Keys.fresh() if sealed else None, **options))
+        return made[-1].meet() if meets else made[-1]
+
+    yield make
+    for members in made:
+        members.close()
+
+
+def third(hidden: tuple[int, ...]) -> int:
+    (relay,) = {0, 1, 2} - set(hidden)
+    return relay
+
+
+# --- who connects, and who relays -------------------------------------------------------------------------------
+
+
+def peers(size: int, *hidden: int) -> list[Peer]:
+    return [
+        Peer(rank, None if rank in hidden else f"tcp://127.0.0.1:{7000 + rank}", bytes([rank + 1]) * 16)
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "connecting"), [((), [(1, 0)]), ((0,), [(0, 1)]), ((1,), [(1, 0)]), ((0, 1), [])]
+)
+def test_who_can_be_reached_is_connected_to(
+    hidden: tuple[int, ...], connecting: list[tuple[int, int]]
+) -> None:
+    pair = peers(2, *hidden)
+    assert [(a.rank, b.rank) for a in pair for b in pair if a is not b and connects(a, b)] == connecting
+
+
+def routes(of: list[Peer], rank: int) -> Routes:
+    (me,) = (peer for peer in of if peer.rank == rank)
+    found = Routes(me)
+    found.meet([peer for peer in of if peer.rank != rank])
+    return found
+
+
+def test_all_find_the_same_relay_and_only_for_those_who_need_one() -> None:
+    everybody = peers(6, 0, 3, 4)
+    for rank in range(6):
+        found = routes(everybody, rank)
+        pairs = {(a, b): found.between(a, b) for a in range(6) for b in range(6)}
+        assert {pair for pair, relay in pairs.items() if relay is not None} == {
+            (a, b) for a in (0, 3, 4) for b in (0, 3, 4) if a != b
+        }
+        assert set(pairs.values()) == {None, 1}
+    assert routes(everybody, 1).relayed_to(3) == [0, 4]
+    assert routes(everybody, 3).behind(1) == [0, 4]
+    assert routes(everybody, 3).next_hop(0) == 1
+    assert routes(everybody, 3).next_hop(5) == 5
+
+
+def test_who_comes_later_changes_no_way_that_there_is() -> None:
+    everybody = peers(5, 0, 3, 4)
+    for rank in (0, 2, 3):
+        found = routes([peer for peer in everybody if peer.rank in (0, 2, 3)], rank)
+        found.meet([everybody[1]])
+        found.meet([everybody[4]])
+        assert (found.between(0, 3), found.between(0, 4), found.between(3, 4)) == (2, 1, 1)
+        found.meet([replace(everybody[3], token=b"another")], gone=[1])
+        assert (found.between(0, 3), found.between(0, 4)) == (2, 1)
+
+
+def test_two_that_nobody_relays_between_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ranks 0 and 1 advertise no way in, .*: let .* \(--port, --advertise HOST:PORT\)"
+    ):
+        routes(peers(3, 0, 1, 2), 2)
+    assert routes(peers(1, 0), 0).behind(0) == []
+
+
+def test_a_replica_without_a_way_in_is_published_without_an_address() -> None:
+    (hidden,) = peers(1, 0)
+    assert "address" not in hidden.to_json()
+    assert Peer.from_json(hidden.to_json()) == hidden
+    with pytest.raises(ProtocolError):
+        Peer.from_json(hidden.to_json().replace("}", ', "address": ""}'))
+
+
+@pytest.mark.parametrize("hidden", [(0,), (1,), (0, 1), (1, 2), (0, 2), (0, 3)])
+def test_all_reach_all(hidden: tuple[int, ...], group: Callable[..., Group]) -> None:
+    members = group(max(2, max(hidden) + 1 + (hidden == (0, 1))), *hidden)
+    size = len(members.comms)
+    for src in range(size):
+        for dst in range(src):
+            members.exchange(1 + src * size + dst, src, dst)
+    assert all(one.refused == 0 for one in members.transports)
+    assert all(not view._early for view in members.views)
+    for rank in hidden:
+        assert members.transports[rank]._door is None, "it listens"
+    due = [sorted(view.transport._urgent) for view in members.views]  # type: ignore[attr-defined]
+    for rank, urgent in enumerate(due):
+        assert urgent == [b for b in range(size) if b != rank and not {rank, b} <= set(hidden)]
+
+
+# --- what is relayed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [BEHIND_1, BEHIND_2])
+def test_large_messages_pass_each_way_and_are_counted(
+    hidden: tuple[int, ...], group: Callable[..., Group]
+) -> None:
+    members = group(3, *hidden)
+    gradients = Tag(Purpose.STEP.at(3))
+    arrived = []
+    for src, dst in (hidden, hidden[::-1]):
+        members.comms[src].send(LARGE, dst, gradients)
+        members.comms[src].send(numbered(7), dst, Tag(Purpose.DECISION.at(3)))
+        arrived.append(members.comms[dst].recv(src, gradients))
+    members.until(lambda: all(one.done for one in arrived))
+    assert all(same_payload(one.result(), LARGE) for one in arrived)
+    for src, dst in (hidden, hidden[::-1]):
+        to = [0] * 3
+        to[dst] = LARGE.nbytes
+        assert members.comms[src].sent.to_json()["gradients"] == to
+    relay = members.comms[third(hidden)]
+    expected = [0 if rank == relay.rank else LARGE.nbytes + numbered(7).nbytes for rank in range(3)]
+    members.until(lambda: relay.sent.to_json() == {RELAYED: expected})
+
+
+def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1)
+    sender, relay, receiver = members.comms
+    came: list[int] = []
+
+    def sent(number: int, payload: Payload, priority: int) -> None:
+        receiver.recv(0, tag(number)).on_done(lambda _: came.append(number))
+        sender.send(payload, 2, tag(number), priority)
+
+    relay.send(Payload((torch.zeros(1 << 24),)), 2, tag(1))  # in whose way all of them are
+    for number in range(2, 6):
+        sent(number, LARGE, 0)
+    members.until(lambda: relay.view.relay.count >= 2 + 4)
+    sent(6, numbered(6), -1)
+    members.until(lambda: len(came) == 5)
+    assert came[0] == 6
+
+
+def test_what_overtakes_a_greeting_waits_for_it(group: Callable[..., Group]) -> None:
+    """The relay sends greetings behind bulk of its own, and what comes with a better priority before it."""
+    members = group(3, *BEHIND_1, meets=False)
+    passed: list[Callable[[], None]] = []
+    relay = members.transports[1]
+    say = relay.say
+
+    def late(rank: int, frames: list[Frame], *, last: bool = False) -> None:
+        held = rank == 2 and members.views[1].relay.count > 0
+        (passed.append if held else _now)(partial(say, rank, frames, last=last))
+
+    relay.say = late  # type: ignore[assignment]
+    for view in members.views:
+        view.connect(members.peers)
+    members.until(lambda: members.views[0].ready.done and len(passed) == 1)
+    members.comms[0].send(numbered(5), 2, tag(5))
+    members.until(lambda: 0 in members.views[2]._early)
+    assert not members.views[2].ready.done
+    arrived = members.comms[2].recv(0, tag(5))
+    assert not arrived.done, "who has not greeted has no say"
+    passed.pop()()
+    members.until(lambda: arrived.done)
+    assert number_in(arrived.result()) == 5
+    assert members.transports[2].refused == 0
+    members.meet()
+
+
+def _now(call: Callable[[], None]) -> None:
+    call()
+
+
+def test_there_is_room_for_one_message_before_a_greeting(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, meets=False, about={"max_nbytes": 1000})
+    for view in members.views:
+        view.connect(members.peers)
+    members.until(lambda: 1 in members.views[2]._greeted)
+    sent = [relayed(0, 2, numbered(number)) for number in range(251)]
+    receiver = members.views[2]
+    for message in sent[:250]:
+        receiver.arrived(1, message)
+    with pytest.raises(ValueError, match="more before a greeting than any message has"):
+        receiver.arrived(1, sent[250])
+    members.meet()
+
+
+def test_settings_are_compared_through_a_relay(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, meets=False, settings=[{"steps": 1}, {"steps": 1}, {"steps": 2}])
+    members.views[1]._unlike = lambda *_: None  # type: ignore[method-assign]
+    for view in members.views:
+        view.connect(members.peers)
+    members.until(lambda: members.views[0].lost is not None)
+    assert "ranks disagree on steps: 1 on rank 0, 2 on rank 2" in str(members.views[0].lost)
+
+
+# --- forged -----------------------------------------------------------------------------------------------------
+
+
+def relayed(source: int, destination: int, payload: Payload, kind: Kind = Kind.DATA) -> Message:
+    route = Route(source, destination, 0)
+    return decode([bytearray(one) for one in forged(route, payload, kind)], max_nbytes=1 << 20)
+
+
+def forged(route: Route, payload: Payload | None = None, kind: Kind = Kind.DATA) -> list[bytes]:
+    frames = encode(kind, 0, tag(99), payload or numbered(666), piece=PIECE, route=route)
+    return [bytes(frame) for frame in frames]
+
+
+def text(content: bytes) -> Payload:
+    return Payload((torch.frombuffer(bytearray(content), dtype=torch.uint8),))
+
+
+LOST = text(b'{"rank": 0, "detail": "gone", "token": ""}')
+FORGED = {
+    "in the name of another, through the relay": (2, 1, Route(0, 2, 0)),
+    "in the name of another who is not relayed": (2, 1, Route(3, 2, 0)),
+    "in the name of another, to the relay itself": (2, 1, Route(0, 1, 0)),
+    "in the name of the relay": (2, 1, Route(1, 0, 0)),
+    "in the name of who is behind a relay, by another member": (3, 0, Route(2, 0, 0)),
+    "for who can be reached": (2, 1, Route(2, 3, 0)),
+    "for who is connected": (2, 1, Route(2, 1, 0)),
+    "for itself": (2, 1, Route(2, 2, 0)),
+    "for nobody": (2, 1, Route(2, 7, 0)),
+    "through who relays nothing": (2, 3, Route(2, 0, 0)),
+    "of nobody": (1, 2, Route(9, 2, 0)),
+    "of who is not relayed": (1, 2, Route(3, 2, 0)),
+    "of the relay itself, as if it were relayed": (1, 2, Route(1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.HELLO, Kind.ABORT])
+def test_forged_messages_are_refused_and_counted(what: str, kind: Kind, group: Callable[..., Group]) -> None:
+    members = group(4, *BEHIND_1)
+    liar, heard_by, route = FORGED[what]
+    payload = numbered(666) if kind is Kind.DATA else text(b'{"rank": %d, "detail": ""}' % route.source)
+    wanted = [comm.recv_any(tag(99)) for comm in members.comms]
+    members.raw(liar, heard_by, *forged(route, payload, kind))
+    members.until(lambda: members.transports[heard_by].refused == 1)
+    for number, (a, b) in enumerate([(0, 2), (0, 1), (1, 2), (3, 0)], start=1):
+        members.exchange(number, a, b)
+    assert [one.refused for one in members.transports] == [int(rank == heard_by) for rank in range(4)]
+    assert not any(one.done for one in wanted)
+    assert not any(view.lost for view in members.views)
+
+
+@pytest.mark.parametrize(("liar", "route"), [(1, Route(0, 2, 0)), (3, Route(0, 0, 0)), (1, Route(0, 0, 0))])
+def test_a_loss_is_believed_of_the_relay_alone(liar: int, route: Route, group: Callable[..., Group]) -> None:
+    """And not of one that had the rank before; nor is it when a relay passes it on as another's."""
+    members = group(4, *BEHIND_1)
+    members.raw(liar, 2, *forged(route, LOST, Kind.LOST))
+    members.exchange(1, liar, 2)
+    assert members.transports[2].refused == int(liar == 3 or route.destination == 2)
+    members.exchange(2, 0, 2)
+    assert members.views[2].lost is None
+
+
+def test_who_has_not_greeted_has_nothing_relayed(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, meets=False)
+    members.views[1].connect(members.peers)
+    members.transports[0].open([members.peers[1]], members.views[0])
+    members.raw(0, 1, *forged(Route(0, 2, 0)))
+    members.until(lambda: members.transports[1].refused == 1)
+
+
+def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1)
+    members.raw(0, 1, *forged(Route(0, 3, 0), text(b"{}"), Kind.HELLO))
+    members.raw(0, 1, *forged(Route(0, 2, 0), text(b" " * (1 << 20) + b"{}"), Kind.HELLO))
+    members.until(lambda: members.transports[1].refused == 2)
+    assert not members.views[1].relay._held
+    members.exchange(1, 0, 2)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "not whole"])
+@pytest.mark.parametrize("hidden", [BEHIND_1, BEHIND_2])
+def test_who_is_lost_behind_a_relay_is_named(
+    hidden: tuple[int, ...], whole: bool, group: Callable[..., Group]
+) -> None:
+    members = group(3, *hidden, about={"whole": whole})
+    lost, stayer, relay = *hidden, third(hidden)
+    comm = members.comms[stayer]
+    departure, waiting = comm.departure(), comm.recv(lost, tag(5))
+    members.comms[lost].send(numbered(4), stayer, tag(4))
+    members.until(lambda: members.views[relay].relay.count == 3)
+    members.close(members.views[lost])
+    members.until(lambda: waiting.done)
+    assert isinstance(waiting.error, PeerLost)
+    assert waiting.error.rank == lost
+    assert str(waiting.error) == (
+        f"lost rank {lost}: rank {relay}, which relays its messages, says: its connection was closed from its end"
+    )
+    assert number_in(comm.recv(lost, tag(4)).result()) == 4, "what it sent before is there"
+    if whole:
+        assert comm.view.lost is waiting.error
+        return
+    assert comm.view.lost is None
+    assert departure.result() == lost
+    members.exchange(8, stayer, relay)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "not whole"])
+@pytest.mark.parametrize("hidden", [BEHIND_1, BEHIND_2])
+def test_a_lost_relay_loses_those_behind_it(
+    hidden: tuple[int, ...], whole: bool, group: Callable[..., Group]
+) -> None:
+    members = group(3, *hidden, about={"whole": whole})
+    relay = third(hidden)
+    waits = [members.comms[one].recv(other, tag(5)) for one, other in (hidden, hidden[::-1])]
+    of_relay = members.comms[hidden[0]].recv(relay, tag(5))
+    members.close(members.views[relay])
+    members.until(lambda: all(one.done for one in waits))
+    assert str(of_relay.error) == f"lost rank {relay}: its connection was closed from its end"
+    for rank, waiting in zip(hidden[::-1], waits, strict=True):
+        assert isinstance(waiting.error, PeerLost)
+        if whole:
+            assert waiting.error.rank == relay
+        else:
+            assert str(waiting.error) == f"lost rank {rank}: rank {relay} is gone, which relayed its messages"
+    late = members.comms[hidden[0]].recv(hidden[1], tag(6))
+    assert isinstance(late.error, PeerLost)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "not whole"])
+def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[..., Group]) -> None:
+    members = group(4, 0, 2, 3, about={"whole": whole})
+    waits = [members.comms[2].recv(0, tag(5)), members.comms[2].recv(3, tag(5))]
+    members.leave(0)
+    members.until(lambda: waits[0].done)
+    assert str(waits[0].error) == "lost rank 0: it had left the run"
+    assert members.views[2].lost is None
+    members.exchange(1, 2, 3)
+    members.leave(3, ValueError("bad batch"))
+    members.until(lambda: waits[1].done)
+    assert isinstance(waits[1].error, PeerFailed)
+    assert str(waits[1].error) == "rank 3 failed: ValueError: bad batch"
+
+
+def test_the_waits_of_others_are_told_through_a_relay(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1)
+    members.comms[0].recv(2, tag(1))
+    members.comms[2].recv(1, tag(1))
+    members.clock = 5.0
+    for comm in members.comms:
+        comm.view.check_deadline(10.0)
+    members.until(lambda: 2 in members.views[0]._blame.blocked_on)
+    members.clock = 10.0
+    members.views[0].check_deadline(10.0)
+    lost = members.views[0].lost
+    assert isinstance(lost, DeadlinePassed)
+    assert lost.rank == 1
+    assert "the exchange at step 1, part 0, hop 0, through rank 1" in str(lost)
+
+
+def test_who_does_not_come_is_named_with_its_relay_and_the_relay_before_it(
+    group: Callable[..., Group],
+) -> None:
+    members = group(3, *BEHIND_1, meets=False)
+    members.views[2].connect(members.peers)
+    assert members.views[2].missing() == [1, 0]
+    members.views[1].connect(members.peers)
+    members.until(lambda: members.views[2].missing() == [0])
+    assert members.views[2].greeting_of(0) == "its greeting, through rank 1"
+    members.views[0].connect(members.peers)
+    members.meet()
+
+
+def test_messages_for_who_has_left_are_no_forgeries(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, about={"whole": False})
+    members.close(members.views[2])
+    members.until(lambda: 2 in members.views[1]._left)
+    members.raw(0, 1, *forged(Route(0, 2, 0)))
+    members.raw(0, 1, *forged(Route(0, 2, FIRST), text(b"{}"), Kind.WAITING))
+    members.exchange(1)
+    assert members.transports[1].refused == 0
+
+
+# --- those who come again ---------------------------------------------------------------------------------------
+
+
+class Passing:
+    """A relay between ranks 0 and 2, whose messages go nowhere."""
+
+    def __init__(self) -> None:
+        of = peers(3, *BEHIND_1)
+        self.said: list[int] = []
+        transport: Any = SimpleNamespace(
+            me=of[1], piece=PIECE, say=lambda rank, *_, **__: self.said.append(rank)
+        )
+        self.routes = routes(of, 1)
+        self.relay = Relay(transport, self.routes, 3)
+
+    def greet(self, source: int, destination: int) -> None:
+        to = text(b'{"to": "%s"}' % self.routes.token(destination).encode())
+        self.relay.take(source, relayed(source, destination, to, Kind.HELLO))
+
+    def again(self, rank: int) -> None:
+        self.relay.lost(rank)
+        self.routes.meet([Peer(rank, None, b"another")])
+
+
+def test_greetings_pass_together() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    assert both.said == []
+    assert not both.relay.serves([])
+    both.greet(2, 0)
+    assert sorted(both.said) == [0, 2]
+    assert both.relay.serves([])
+    assert not both.relay.serves([2])
+
+
+def test_a_greeting_for_who_had_the_rank_before_is_not_passed_on() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.again(2)
+    both.greet(2, 0)
+    assert both.said == []
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
+def test_a_greeting_of_who_had_the_rank_before_is_not_passed_on() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.again(0)
+    both.greet(2, 0)
+    assert both.said == []
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
+def test_what_was_for_who_is_lost_is_not_passed_to_who_has_its_rank_now() -> None:
+    both = Passing()
+    both.greet(0, 2)
+    both.greet(2, 0)
+    both.again(2)
+    both.relay.take(0, relayed(0, 2, text(b"{}"), Kind.WAITING))
+    assert len(both.said) == 2
+
+
+def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
+    both = Passing()
+    with pytest.raises(WireError, match="no JSON"):
+        both.relay.take(0, relayed(0, 2, text(b"{"), Kind.HELLO))
+    both.greet(2, 0)
+    both.greet(0, 2)
+    assert sorted(both.said) == [0, 2]
+
+
+def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], sealed: bool) -> None:
+    members = group(3, *BEHIND_1, about={"whole": False})
+    members.close(members.views[2])
+    members.until(lambda: 2 in members.views[0]._left)
+    again = Group(3, hidden=BEHIND_1, keys=members.transports[1].keys, about={"whole": False})
+    newcomer = again.views[2]
+    again.close(*again.views[:2])
+    members._open.append(newcomer)
+    members.views[2], members.transports[2], members.comms[2] = newcomer, again.transports[2], again.comms[2]
+    arrival = members.comms[0].arrival()
+    newcomer.connect(members.peers)
+    # Whoever is told first: its greeting is held until the relay and the other know of the newcomer.
+    members.views[0].admit(members.peers[2])
+    members.until(lambda: bool(members.views[1].relay._held))
+    assert not arrival.done
+    members.views[1].admit(members.peers[2])
+    members.until(lambda: newcomer.ready.done and arrival.done)
+    assert arrival.result() == 2
+    members.exchange(1, 0, 2)
+    assert all(one.refused == 0 for one in members.transports)
+
+
+# --- whole replicas, each with its thread -----------------------------------------------------------------------
+
+
+def together(hidden: tuple[int, ...], **options: Any) -> list[WallRuntime]:
+    store = dist.HashStore()
+    given = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S, **options}
+    found = in_threads(
+        *(
+            partial(WallRuntime, rank, 3, store, advertise="none" if rank in hidden else None, **given)
+            for rank in range(3)
+        )
+    )
+    runtimes = [one for one in found if isinstance(one, WallRuntime)]
+    assert len(runtimes) == 3, found
+    return runtimes
+
+
+async def received(runtime: Runtime, src: int) -> float:
+    return number_in(await runtime.comm.recv(src, tag(4)))
+
+
+async def sent(runtime: Runtime, dst: int, value: float) -> None:
+    await runtime.comm.send(numbered(value), dst, tag(4))
+
+
+@pytest.mark.parametrize("hidden", [BEHIND_1, BEHIND_2])
+def test_a_relay_that_is_through_stays_for_those_behind_it(
+    hidden: tuple[int, ...], sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.comm.view.PARTING_S", 0.0)
+    runtimes = together(hidden, encrypt=sealed)
+    one, other, relay = (runtimes[rank] for rank in (*hidden, third(hidden)))
+    gone = relay.comm.rank
+
+    def talk() -> float:
+        with pytest.raises(PeerLost, match="it had left the run"):
+            one.launch(received(one, gone)).wait()  # so the relay has taken its leave
+        other.launch(sent(other, one.comm.rank, 3.0)).wait()
+        value = one.launch(received(one, other.comm.rank)).wait()
+        parted([one, other])
+        return value
+
+    assert in_threads(relay.close, talk) == [None, 3.0]
+
+
+def test_without_anybody_to_relay_a_run_does_not_begin() -> None:
+    with pytest.raises(ConfigError, match="ranks 0 and 1 advertise no way in"):
+        joined(2, advertise="none")
+
+
+def test_who_has_no_way_in_listens_at_no_port() -> None:
+    with pytest.raises(ConfigError, match=r"--advertise none: nobody connects .*: leave out --port 7000"):
+        WallRuntime(0, 2, dist.HashStore(), advertise="none", port=7000)
+
+
+def test_who_cannot_be_reached_alone_needs_nobody() -> None:
+    (runtime,) = joined(1, advertise="none")
+    assert isinstance(runtime.comm, WallCommunicator)
+    runtime.close()
