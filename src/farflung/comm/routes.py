@@ -27,6 +27,8 @@ class Routes:
         """At which of the meetings so far each was first there."""
         self._relays: list[int | None] = []
         """By meeting."""
+        self._hops: dict[int, int] = {}
+        """To whom this replica sends what is for each; every message asks."""
 
     def meet(self, peers: Sequence[Peer], gone: Collection[int] = ()) -> None:
         """Learns of some; those who are there again are others than before.
@@ -50,6 +52,9 @@ class Routes:
         self._met.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
         self._peers = known
+        for rank in known:
+            relay = self.relay(rank)
+            self._hops[rank] = rank if relay is None else relay
 
     def __contains__(self, rank: int) -> bool:
         """Whether a rank is known."""
@@ -81,8 +86,7 @@ class Routes:
 
     def next_hop(self, rank: int) -> int:
         """To whom this replica sends what is for ``rank``."""
-        relay = self.relay(rank)
-        return rank if relay is None else relay
+        return self._hops.get(rank, rank)
 
     def behind(self, relay: int) -> list[int]:
         """Those whom this replica reaches through ``relay``."""

@@ -373,7 +373,7 @@ class View:
             self._lose(hop, error)
 
     def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
-        route = DIRECT if self._routes.relay(dst) is None else Route(self.rank, dst, priority)
+        route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
         return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
 
     def _through(self, rank: int | None) -> str:
