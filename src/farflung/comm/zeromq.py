@@ -104,6 +104,10 @@ class ZmqTransport:
         self._inboxes: dict[bytes, tuple[int, Inbox]] = {}
         """By routing id: whose it is, and what has come in part."""
         self._pool = Pool()
+        self._unreachable: set[bytes] = set()
+        """Connections that turned out to be gone when something was to be sent."""
+        self._told: set[bytes] = set()
+        """Those of which it is told that they are gone."""
         self._denied: set[int] = set()
         self._due = size - 1
         self._urgent: set[int] = set()
@@ -225,11 +229,7 @@ class ZmqTransport:
         return self._sending.put(token + _URGENT if urgent else token, frames, priority, view)
 
     def _flush(self) -> None:
-        for name in self._sending.flush():
-            if name in self._inboxes:
-                self._lost(name, self._inboxes[name][0])
-            else:
-                self._sending.close(name, Withdrawn())
+        self._unreachable.update(self._sending.flush())
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class ZmqTransport:
         if self._gate.questions in events:
             self._gate.answer()
         self._receive(BURST)
-        if self._monitor in events or self._connections.any_closed:
+        if self._monitor in events or self._connections.any_closed or self._unreachable:
             self._look_for_losses()
         for fd in self._watched.keys() & events.keys():
             self._watched[fd]()
@@ -331,13 +331,16 @@ class ZmqTransport:
         # What a peer sent before it went is in the socket by now, its farewell too.
         self._receive(math.inf)
         closed, strangers = self._connections.take_closed()
+        unreachable, self._unreachable = self._unreachable, set()
         if strangers:
             self.turned_away += strangers
             self._report("a connection")
         self._mind_the_door()
-        for name in closed:
-            if name in self._inboxes:
+        for name in dict.fromkeys((*closed, *sorted(unreachable))):
+            if name in self._inboxes and name not in self._told:
                 self._lost(name, self._inboxes[name][0])
+            else:
+                self._sending.close(name, Withdrawn())
         for rank, peer in self._peers.items():
             if peer.address in self._connections.denied and rank not in self._denied:
                 assert self._listener is not None
@@ -346,6 +349,7 @@ class ZmqTransport:
 
     def _lost(self, name: bytes, rank: int) -> None:
         token = self._peers[rank].token
+        self._told.add(name)
         if name != token:
             self._urgent.discard(rank)
             self._sending.divert(name, token)
