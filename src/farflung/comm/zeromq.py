@@ -25,6 +25,7 @@ import math
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -257,13 +258,22 @@ class ZmqTransport:
     def close(self, *, linger: bool) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
         if linger:
-            self._sending.flush()
+            self._send_the_rest()
         if self._door is not None:
             self._door.close()
         self._connections.close()
         self._gate.close()
         self._socket.close(linger=LINGER_S * 1000 if linger else 0)
         self._context.term()
+
+    def _send_the_rest(self) -> None:
+        """Hands over to ZeroMQ what waits for room, which sends it while it lingers."""
+        until = time.monotonic() + LINGER_S
+        while self._sending.waits and time.monotonic() < until:
+            for name in self._sending.flush():
+                self._sending.close(name, Withdrawn())
+            if self._sending.waits:
+                zmq.select([self._socket.fileno()], [], [], LOOK_AGAIN_S)
 
     def _readable(self) -> bool:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
