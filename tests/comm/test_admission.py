@@ -48,7 +48,7 @@ async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, b
 async def founder(runtime: WallRuntime) -> dict[str, Any]:
     """Lets two in while it sums, of whom one is wrong, and then hears from the other."""
     arrived, turn, again, sums = runtime.comm.arrival(), 0, True, set()
-    admitted = {rank: runtime.admit(rank, join_s=wait) for rank, wait in ((WRONG, 5.0), (RIGHT, PATIENCE_S))}
+    admitted = {rank: runtime.admit(rank, join_s=wait) for rank, wait in ((WRONG, 20.0), (RIGHT, PATIENCE_S))}
     while again:
         total, again = await summed(runtime, turn, not all(one.done for one in admitted.values()))
         sums.add(total)
