@@ -45,7 +45,7 @@ ORDER: list[set[str]] = [
     {"replica"},
     {"runtime"},
     {"timing", "recipes"},
-    {"attach", "importance"},
+    {"attach", "importance", "coded"},
     {"ddp"},
     {"integrations"},
     {"report"},
