@@ -1,14 +1,22 @@
-"""Memory for what arrives, used again once nobody has it any more."""
+"""Memory for what arrives and for what is summed, used again once nobody has it any more."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 
-__all__ = ["Pool"]
+import torch
+from torch import Tensor
+
+__all__ = ["Pool", "scratch_like"]
 
 KEPT_NBYTES = 1 << 28
 """Bytes of free and used buffers that are kept in all; beyond that, those asked for longest ago are let go."""
+WORTH_NBYTES = 1 << 17
+"""Bytes from which on a tensor's memory is pooled; malloc keeps by itself what is smaller."""
+_ALIGNMENT = 64
+"""Of tensors in bytes, as torch aligns its own."""
 
 
 class Pool:
@@ -60,3 +68,26 @@ def _unused() -> int:
 
 
 _UNUSED = _unused()
+
+
+class _OfThread(threading.local):
+    """The pool of the thread that asks."""
+
+    def __init__(self) -> None:
+        self.pool = Pool()
+
+
+_scratch = _OfThread()
+
+
+def scratch_like(tensor: Tensor) -> Tensor:
+    """An uninitialized tensor like ``tensor``, for sums and copies of an exchange.
+
+    On the host its memory is that of a dropped one, of the same thread and size, where there is one. It may be given
+    away like any other: it comes again once no sender, receiver or view has it.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < WORTH_NBYTES:
+        return torch.empty_like(tensor)
+    memory = torch.frombuffer(_scratch.pool.take(tensor.nbytes + _ALIGNMENT), dtype=torch.uint8)
+    begin = -memory.data_ptr() % _ALIGNMENT
+    return memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

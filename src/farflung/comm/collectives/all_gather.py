@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from farflung.comm.collectives.coding import Wire
-from farflung.comm.collectives.segments import cut, others, sum_in_order
+from farflung.comm.collectives.segments import copied, cut, others, sum_in_order
+from farflung.comm.pool import scratch_like
 from farflung.network import pieces_of
 from farflung.trees import apart
-from farflung.types import Channel, CodingCost, Payload, SegmentCoding
+from farflung.types import Channel, Payload, SegmentCoding
 
 __all__ = ["all_gather"]
 
@@ -29,7 +30,7 @@ async def all_gather(
     # Nobody says when all have read it, and the sum is written where the tensor was.
     own = tensor
     if coding is None:
-        own = channel.compute(CodingCost("copy", "", tensor.numel()), tensor.clone)
+        own = copied(channel, tensor, scratch_like(tensor))
     segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
     hop = channel.hops(len(segments))
     packed = []

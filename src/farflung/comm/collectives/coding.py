@@ -139,7 +139,7 @@ class Wire:
           where: the segment.
           hop: at which the others' come.
           side: this rank's side vector, where one rides along.
-          out: takes the sum; a fresh tensor does when not given.
+          out: takes the sum; a tensor of its own does when not given.
 
         Returns:
           The sum, and the side vectors in rank order.
@@ -157,5 +157,5 @@ class Wire:
         return self.add(parts, out), sides
 
     def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The sum, first to last, in ``out``, which is none of the parts, or in a fresh tensor."""
+        """The sum, first to last, in ``out``, which is none of the parts, or in a tensor of its own."""
         return summed(self._channel, parts, out)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from farflung.comm.pool import scratch_like
 from farflung.types import Channel, CodingCost, Segment
 
 __all__ = ["copied", "cut", "others", "sum_in_order", "summed"]
@@ -30,9 +31,11 @@ def others(channel: Channel) -> list[int]:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum, first to last, in ``out``, which is none of the parts, or in a fresh tensor."""
+    """The sum, first to last, in ``out``, which is none of the parts, or in a tensor of its own."""
+    if out is None:
+        out = scratch_like(parts[0])
     if len(parts) == 1:
-        return parts[0].clone() if out is None else out.copy_(parts[0])
+        return out.copy_(parts[0])
     total = torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         total += part
