@@ -32,7 +32,10 @@ from farflung.codecs import (
     error_feedback,
 )
 from farflung.comm import LinkModel, Peer, View, WallCommunicator, ZmqTransport
+from farflung.comm.inbox import Inbox
+from farflung.comm.pool import Pool
 from farflung.comm.ports import NO_WAY_IN
+from farflung.comm.wire import WHOLE, Buffer, Message, WireError
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -151,6 +154,18 @@ def number_in(payload: Payload) -> float:
     """What :func:`numbered` put there."""
     (tensor,) = payload.tensors()
     return float(tensor)
+
+
+def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
+    """The one message that :func:`farflung.comm.wire.encode` has made frames of, as an inbox reads it.
+
+    Raises:
+      WireError: it refuses them.
+    """
+    (message,) = Inbox(piece, Pool()).take(frames, max_nbytes)
+    if isinstance(message, WireError):
+        raise message
+    return message
 
 
 # --- drivers ----------------------------------------------------------------------------------------------------

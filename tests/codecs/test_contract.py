@@ -18,7 +18,7 @@ from torch import Tensor
 from farflung.codecs import CODECS, ErrorFeedback, Truncate16
 from farflung.codecs.sparse import accumulate
 from farflung.comm import ExchangeChannel
-from farflung.comm.wire import Kind, decode, encode
+from farflung.comm.wire import Kind, encode
 from farflung.errors import Unsupported
 from farflung.replica import load_tree, save_tree
 from farflung.seeding import generator
@@ -27,6 +27,7 @@ from tests.helpers import (
     CODEC_ROWS,
     NUMEL,
     CodecRow,
+    decode,
     in_virtual_time,
     raw,
     same_bits,

@@ -10,9 +10,9 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from farflung.comm.wire import PIECE, Kind, WireError, decode, encode, json_of
+from farflung.comm.wire import PIECE, Kind, WireError, encode, json_of
 from farflung.types import Payload, Tag
-from tests.helpers import Group, same_bits, tag
+from tests.helpers import Group, decode, same_bits, tag
 from tests.strangers import NOISE, PLAIN_GREETING, knock
 
 pytestmark = pytest.mark.slow

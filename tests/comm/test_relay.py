@@ -18,13 +18,14 @@ from farflung.comm.peer import connects
 from farflung.comm.relay import Relay
 from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST
-from farflung.comm.wire import PIECE, Frame, Kind, Message, Route, WireError, decode, encode
+from farflung.comm.wire import PIECE, Frame, Kind, Message, Route, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
 from farflung.runtime import WallRuntime
 from farflung.types import Payload, Runtime, Tag
 from tests.helpers import (
     PATIENCE_S,
     Group,
+    decode,
     in_threads,
     joined,
     number_in,

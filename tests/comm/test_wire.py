@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import wire
-from farflung.comm.wire import INLINE, PIECE, Kind, WireError, decode, encode
+from farflung.comm.wire import INLINE, PIECE, Kind, WireError, encode
 from farflung.types import Payload, Tag
-from tests.helpers import raw, same_bits, same_payload
+from tests.helpers import decode, raw, same_bits, same_payload
 
 ROOM = 1 << 24
 DTYPES = (

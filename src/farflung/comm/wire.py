@@ -43,7 +43,6 @@ __all__ = [
     "Route",
     "WireError",
     "begin",
-    "decode",
     "encode",
     "head_in",
     "json_of",
@@ -235,40 +234,18 @@ def head_in(frame: memoryview) -> Head:
     return Head(_KINDS[kind], view, tag, Route(*route), number, follow, layout, layout.head_nbytes)
 
 
-def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
-    """Reads a message.
-
-    Args:
-      frames: as :func:`encode` gave them; large tensors in the result share their memory, if not in pieces.
-      max_nbytes: the largest payload accepted.
-      piece: bytes of each piece of a large tensor.
-
-    Raises:
-      WireError: anything that :func:`encode` would not have made.
-    """
-    first = memoryview(frames[0] if frames else b"")
-    head = head_in(first)
-    head.check(max_nbytes)
-    if head.nbytes != len(first):
-        raise WireError("more bytes than described")
-    landing = Landing(head, first, piece)
-    for frame in frames[1:]:
-        landing.take(frame)
-    return landing.message()
-
-
 class Landing:
     """A message whose frames arrive: pieces of a large tensor are copied to their place as they come.
 
     Args:
       head: of it.
       described: the bytes of its head.
-      piece: see :func:`decode`.
+      piece: bytes of each piece of a large tensor but the last.
       memory: gives a buffer of so many bytes.
     """
 
     def __init__(
-        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], bytearray] = bytearray
+        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], bytearray]
     ) -> None:
         self._head, self._described = head, described
         self._piece, self._memory = piece, memory

@@ -134,7 +134,7 @@ class WallRuntime:
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
-        self._store, self._whole, self._published = store, whole, False
+        self._store, self._whole = store, whole
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
             assert store is not None
@@ -329,7 +329,7 @@ class WallRuntime:
 
         One that relays messages stays for those who need it, until none has passed for the deadline of the run.
         """
-        if self._store is not None and self._published:
+        if self._store is not None and not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
                 self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
         self._aside.shutdown()
@@ -377,7 +377,6 @@ class WallRuntime:
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
-        self._published = not self._whole
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
