@@ -9,15 +9,16 @@ from torch import Tensor
 
 from farflung.comm.channel import RELAYED, kind_of
 from farflung.comm.collectives import collective_named
+from farflung.comm.receiving import Receiving
 from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.view import View
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, Payload, Sent, Tag, TensorSpec
+from farflung.types import AllReduce, Payload, Sent, Tag
 
 __all__ = ["WallCommunicator"]
 
 
-class WallCommunicator:
+class WallCommunicator(Receiving):
     """The communicator of one view; see :class:`farflung.types.Communicator`. It belongs to the view's thread.
 
     Args:
@@ -35,6 +36,7 @@ class WallCommunicator:
         native: Callable[[Tensor], Pending[Tensor]] | None = None,
         stage: Stage = at_once,
     ) -> None:
+        super().__init__(view.mailbox)
         self.rank, self.size = view.rank, view.size
         self.auto: Mapping[int, str] = {}
         self.sent = Sent(view.size)
@@ -51,38 +53,13 @@ class WallCommunicator:
             return done(None)
         return self.view.send(payload, dst, tag, priority)
 
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
-        """Waits for a message."""
-        return self.view.mailbox.recv(src, tag, expect, self.view.now(), deadline_s)
-
-    def recv_any(
-        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
-    ) -> Pending[tuple[int, Payload]]:
-        """Waits for a message of anybody's."""
-        return self.view.mailbox.recv_any(tag, expect, self.view.now(), deadline_s)
-
-    def forget(self, exchange: int) -> None:
-        """Gives its waits up, and drops what comes."""
-        self.view.mailbox.forget(exchange)
+    def _wait_begins(self, deadline_s: float | None) -> float:
+        del deadline_s
+        return self.view.now()
 
     def advance(self, view: int) -> None:
         """Goes on as a newer view."""
         self.view.advance(view)
-
-    def departure(self) -> Pending[int]:
-        """Waits for somebody to leave."""
-        return self.view.mailbox.departures.next()
-
-    def arrival(self) -> Pending[int]:
-        """Waits for somebody to come."""
-        return self.view.mailbox.arrivals.next()
 
     def collective(self, name: str) -> AllReduce:
         """Hop by hop."""

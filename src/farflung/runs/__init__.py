@@ -11,7 +11,7 @@ from farflung.runs.result import Run
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.simulation import retime, retime_prepared, simulate, simulate_prepared
 from farflung.runs.stopping import asked_to_stop
-from farflung.runs.training import prepare_training, ready_to_train, train, train_prepared
+from farflung.runs.training import prepare_training, ready_to_train, train
 from farflung.runs.variants import variant
 
 __all__ = [
@@ -47,6 +47,5 @@ __all__ = [
     "simulate",
     "simulate_prepared",
     "train",
-    "train_prepared",
     "variant",
 ]

@@ -27,7 +27,7 @@ from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Workload
 
-__all__ = ["prepare_training", "ready_to_train", "train", "train_prepared"]
+__all__ = ["prepare_training", "ready_to_train", "train"]
 
 
 def train(
@@ -84,9 +84,8 @@ def train(
     run = prepare_training(
         {"workload": workload, "recipe": recipe, **settings}, out=out, resume=resume, replay=replay
     )
-    return train_prepared(
+    with ready_to_train(
         run,
-        show,
         interface=interface,
         port=port,
         advertise=advertise,
@@ -95,7 +94,8 @@ def train(
         device=device,
         pace=pace,
         data_stays=data_stays,
-    )
+    ) as begin:
+        return begin(show)
 
 
 def prepare_training(
@@ -117,34 +117,6 @@ def prepare_training(
         layers = (*layers, {"workers": seat.size})
     check = seat is None or seat.rank == 0
     return prepared(RunConfig, *layers, out=out, resume=resume, replay=replay, check=check)
-
-
-def train_prepared(
-    run: Prepared[RunConfig],
-    show: Sink = nowhere,
-    *,
-    interface: str | None = None,
-    port: str | None = None,
-    advertise: str | None = None,
-    keys: Path | str | None = None,
-    network: str | None = None,
-    device: str = "cpu",
-    pace: str | None = None,
-    data_stays: bool = False,
-) -> Run:
-    """Makes the folder and trains there; the arguments are those of :func:`train`."""
-    with ready_to_train(
-        run,
-        interface=interface,
-        port=port,
-        advertise=advertise,
-        keys=keys,
-        network=network,
-        device=device,
-        pace=pace,
-        data_stays=data_stays,
-    ) as begin:
-        return begin(show)
 
 
 @contextmanager

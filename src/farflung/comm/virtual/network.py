@@ -12,6 +12,7 @@ from torch import Tensor
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import COLLECTIVES, collective_named
 from farflung.comm.mailbox import Mailbox
+from farflung.comm.receiving import Receiving
 from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
@@ -34,7 +35,6 @@ from farflung.types import (
     SegmentCoding,
     Sent,
     Tag,
-    TensorSpec,
 )
 
 __all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
@@ -202,14 +202,15 @@ class VirtualNetwork:
         return None if self._whole is None else self._whole.waits_for(rank)
 
 
-class VirtualCommunicator:
+class VirtualCommunicator(Receiving):
     """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
 
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
+        super().__init__(network.mailboxes[rank])
         self.rank, self.size = rank, size
         self.auto: Mapping[int, str] = {}
         self.sent = Sent(size)
-        self._network, self._mailbox = network, network.mailboxes[rank]
+        self._network = network
 
     @property
     def lane(self) -> CodingLane | None:
@@ -221,40 +222,13 @@ class VirtualCommunicator:
         self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
-        """Receives."""
+    def _wait_begins(self, deadline_s: float | None) -> float:
         self._network.ends_wait(self.rank, deadline_s)
-        return self._mailbox.recv(src, tag, expect, self._network.now(), deadline_s)
-
-    def recv_any(
-        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
-    ) -> Pending[tuple[int, Payload]]:
-        """Receives from anybody."""
-        self._network.ends_wait(self.rank, deadline_s)
-        return self._mailbox.recv_any(tag, expect, self._network.now(), deadline_s)
-
-    def forget(self, exchange: int) -> None:
-        """Gives its waits up, and drops what comes."""
-        self._mailbox.forget(exchange)
+        return self._network.now()
 
     def advance(self, view: int) -> None:
         """Goes on as a newer view."""
         self._mailbox.advance(view)
-
-    def departure(self) -> Pending[int]:
-        """Waits for somebody to leave."""
-        return self._mailbox.departures.next()
-
-    def arrival(self) -> Pending[int]:
-        """Waits for somebody to come."""
-        return self._mailbox.arrivals.next()
 
     def collective(self, name: str) -> AllReduce:
         """As a whole where that is exact."""

@@ -1,0 +1,55 @@
+"""The receiving half of a communicator, alike in both worlds: a mailbox and a clock."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from farflung.comm.mailbox import Mailbox
+from farflung.tasks import Pending
+from farflung.types import Payload, Tag, TensorSpec
+
+__all__ = ["Receiving"]
+
+
+class Receiving(ABC):
+    """What :class:`farflung.types.Communicator` says of messages and members that come.
+
+    Args:
+      mailbox: of the member.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    @abstractmethod
+    def _wait_begins(self, deadline_s: float | None) -> float:
+        """The time at which a wait begins that has so many seconds of its own, or none."""
+
+    def recv(
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Pending[Payload]:
+        """Waits for a message."""
+        return self._mailbox.recv(src, tag, expect, self._wait_begins(deadline_s), deadline_s)
+
+    def recv_any(
+        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
+    ) -> Pending[tuple[int, Payload]]:
+        """Waits for a message of anybody's."""
+        return self._mailbox.recv_any(tag, expect, self._wait_begins(deadline_s), deadline_s)
+
+    def forget(self, exchange: int) -> None:
+        """Gives its waits up, and drops what comes."""
+        self._mailbox.forget(exchange)
+
+    def departure(self) -> Pending[int]:
+        """Waits for somebody to leave."""
+        return self._mailbox.departures.next()
+
+    def arrival(self) -> Pending[int]:
+        """Waits for somebody to come."""
+        return self._mailbox.arrivals.next()
