@@ -13,6 +13,7 @@ from torch import Tensor
 from farflung.comm import KINDS, ExchangeChannel, Purpose, WallCommunicator
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import native
+from farflung.comm.mailbox import Mailbox
 from farflung.tasks import Pending, done
 from farflung.types import Payload, Sent, Tag
 
@@ -21,7 +22,9 @@ NUMBERS = Payload((torch.zeros(3), Payload((torch.zeros(2, dtype=torch.uint8),))
 
 def communicator(**settings: Any) -> WallCommunicator:
     """Rank 1 of 3, whose messages go nowhere."""
-    view: Any = SimpleNamespace(rank=1, size=3, relay=SimpleNamespace(), send=lambda *_: done(None))
+    view: Any = SimpleNamespace(
+        rank=1, size=3, relay=SimpleNamespace(), mailbox=Mailbox(), send=lambda *_: done(None)
+    )
     return WallCommunicator(view, **settings)
 
 

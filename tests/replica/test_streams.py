@@ -207,7 +207,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_keeps_its_samples(tmp_path: Path) 
     (replica,) = run.replicas
 
     async def fetched() -> None:
-        await replica.next_batch()
+        await replica._drawing.batch(replica.step_done)
         await replica.save()
 
     run.world.run([fetched()])

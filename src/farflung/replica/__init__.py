@@ -14,7 +14,8 @@ from farflung.replica.checkpoint import (
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.lockstep import Lockstep, keep_once
-from farflung.replica.loop import Parts, Replica
+from farflung.replica.loop import Replica
+from farflung.replica.members import Parts
 from farflung.replica.optimizers import optimizer_settings
 from farflung.replica.placement import place
 from farflung.replica.summary import Leg, Summary, TimeSplit

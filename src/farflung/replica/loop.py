@@ -5,131 +5,58 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import KINDS, ExchangeChannel, Purpose
-from farflung.config import BUCKET_NBYTES, Training
-from farflung.data import Holding, NoSharing
-from farflung.errors import CheckpointError, ConfigError
-from farflung.files import reading
-from farflung.rates import NoScaling
-from farflung.replica.averaging import averaged, barrier
+from farflung.comm import KINDS, Purpose
+from farflung.config import Training
+from farflung.data import Holding
+from farflung.errors import ConfigError
+from farflung.replica.averaging import averaged
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import (
-    Checkpoints,
-    check_model,
-    check_optimizer_kind,
-    check_share,
-    fingerprint,
-    share_name,
-)
+from farflung.replica.checkpoint import Checkpoints
+from farflung.replica.drawing import Drawing
+from farflung.replica.errands import Errands
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight
+from farflung.replica.keeping import Keeping
 from farflung.replica.lockstep import Lockstep
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
-from farflung.replica.ownership import Ownership, Unmoved, check_movable, ownership
-from farflung.replica.placement import HOST, batch_on, state_on, wait_for
+from farflung.replica.members import Parts
+from farflung.replica.optimizers import set_rate
+from farflung.replica.ownership import Ownership, Unmoved, ownership
+from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Scoring, scores_of
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
 from farflung.types import (
     Batch,
     Cost,
     Dataset,
     Decision,
-    DrawsFewer,
     Feed,
     Json,
-    PoolView,
-    RateScaling,
     RateSchedule,
-    Reducer,
-    Reshards,
     Runtime,
     SampleIds,
-    Sampler,
     Samples,
-    Schedule,
     Scores,
     Sent,
-    Sharing,
-    Spare,
     State,
-    Stream,
     Tells,
     TensorSpec,
     Workload,
 )
 
-__all__ = ["Parts", "Replica"]
-
-T = TypeVar("T")
+__all__ = ["Replica"]
 
 STOP = "stop"
 """The name of the decision to end a run; its step is the one at which somebody asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The members of the families that one replica trains with; fresh for each replica.
-
-    Raises:
-      ConfigError: members that do not go together.
-    """
-
-    reducer: Reducer
-    schedule: Schedule
-    sampler: Sampler
-    stream: Stream
-    sharing: Sharing | Reshards = field(default_factory=NoSharing)
-    scaling: RateScaling = field(default_factory=NoScaling)
-    bucket_nbytes: int = BUCKET_NBYTES
-    """Of the gradient buckets that the reducer carries."""
-
-    def __post_init__(self) -> None:
-        check_movable(self.sharing, self.stream, self.sampler)
-
-    @property
-    def hold_shares(self) -> bool:
-        """Whether each replica needs samples of its own; where they stream in, it has those."""
-        own = isinstance(self.sampler, Scores) and self.stream.everything
-        return own or isinstance(self.sharing, Reshards)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """The samples of a step, from when they are picked until their gradient is given.
-
-    Args:
-      ids: which.
-      weights: of each, for importance; ``None``: all weigh 1.
-      weight: of the step in the mean; ``None``: by the number of samples.
-      told: what telemetry says of the stream and the sampler.
-      pool: what they were picked from; see :class:`farflung.types.PoolView`.
-    """
-
-    ids: SampleIds
-    weights: Tensor | None
-    weight: float | None
-    told: Mapping[str, Json]
-    pool: int | SampleIds
-
-    def state_dict(self) -> State:
-        weights = {} if self.weights is None else {"weights": self.weights}
-        told = dict(self.told)
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
-
-    @staticmethod
-    def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
 
 
 def _never() -> bool:
@@ -175,9 +102,7 @@ class Replica:
     _train: Dataset = field(init=False)
     _test: Dataset = field(init=False)
     _source: Samples = field(init=False)
-    _drawn: _Drawn | None = field(init=False, default=None)
-    _share_of_mean: float = field(init=False, default=1.0)
-    """Samples that this replica draws from over the mean of all replicas."""
+    _drawing: Drawing = field(init=False)
     _scoring: Scoring | None = field(init=False, default=None)
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
@@ -192,16 +117,12 @@ class Replica:
     """The steps that had been done by then."""
     _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """What earlier legs took up to the checkpoint that this one goes on from."""
-    _sharing: Sharing = field(init=False)
     _ownership: Ownership | Unmoved = field(init=False)
-    _shared_nbytes: int = field(init=False, default=0)
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """What had been sent when the checkpoint was written that this leg goes on from."""
-    _even: bool = field(init=False)
-    """Whether all replicas take as many samples as each other, in every step."""
     _tellers: list[Tells] = field(init=False)
-    _aside: list[Pending[Any]] = field(init=False, default_factory=list)
-    """What is under way beside training."""
+    _errands: Errands = field(init=False)
+    _keeping: Keeping | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         comm, seed = self.runtime.comm, self.training.seed
@@ -212,10 +133,11 @@ class Replica:
                 "use at most one replica per sample"
             )
         held: Holding | None = None
+        share_of_mean: float | None = None
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
-            self._share_of_mean = len(self.share) * comm.size / len(self._train)
+            share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = held = Holding(self._train, self.share)
         parts = self.parts
         if isinstance(parts.sampler, Scores) and parts.stream.everything and self.share is None:
@@ -223,8 +145,6 @@ class Replica:
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        self._sharing = NoSharing() if isinstance(parts.sharing, Reshards) else parts.sharing
-        self._even = parts.stream.everything and not self._sharing.data_leaves_device
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
         ]
@@ -264,12 +184,37 @@ class Replica:
         self._ownership = ownership(
             parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
         )
+        self._drawing = Drawing(
+            self.runtime,
+            parts,
+            self._source,
+            len(self._train),
+            share_of_mean,
+            self.training.batch_size,
+            self._random,
+            self._ownership,
+            self._scoring,
+        )
+        self._errands = Errands(self.runtime, self._exchanges, self.time_s)
+        if self.checkpoints is not None:
+            self._keeping = Keeping(
+                self.checkpoints,
+                self.workload.name,
+                self.training,
+                self.model,
+                self.optimizer,
+                self._random,
+                self._drawing,
+                self._exchanges,
+                self.share,
+                self.device,
+            )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
                 "their norm is known and cannot clip them: leave it out, or choose another --schedule"
             )
-        if self._scales and not self._exchanges.steps_on_means:
+        if parts.scales and not self._exchanges.steps_on_means:
             raise ConfigError(
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
@@ -283,7 +228,7 @@ class Replica:
     @property
     def sent_nbytes(self) -> int:
         """Payload bytes sent so far, in exchanges that are through."""
-        return self._exchanges.sent_nbytes + self._shared_nbytes
+        return self._exchanges.sent_nbytes + self._drawing.sent_nbytes
 
     # --- the whole run ----------------------------------------------------------------------------------------
 
@@ -316,11 +261,10 @@ class Replica:
                 scored = await self._evaluated()
         if scored is None and not stopped:
             scored = await self._evaluated()
-        self._shared_nbytes += await self._ownership.land()
+        await self._drawing.land()
         end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
-        for each in self._aside:
-            await each
+        await self._errands.end()
         score = None if scored is None else scored.result()
         sent = await self.runtime.launch(self._count_sent())
         summary = Summary(
@@ -378,7 +322,7 @@ class Replica:
         begin = now()
         self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
-        batch, weights = await self.next_batch()
+        batch, weights = await self._drawing.batch(self.step_done)
         fetched = now()
         with self._exchanges.taking_gradients(self.optimizer):
             loss, vote = await self.runtime.compute(
@@ -391,7 +335,7 @@ class Replica:
                 self._exchanges.ready,
             )
         computed = now()
-        spare = await self._score_meanwhile()
+        spare = await self._drawing.score_meanwhile(self.step_done)
         scored = computed if spare is None else now()
         apply = await self._exchanges.settle()
         merged = now()
@@ -403,18 +347,18 @@ class Replica:
         settled = await self._exchanges.finish(updated=apply)
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
-        told = self.commit()
+        told = self._drawing.commit(self.step_done)
         exposed = (merged - scored) + (now() - updated)
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
             self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
-        if self._even:
+        if self.parts.even:
             self._samples += len(batch) * self.runtime.comm.size
         self._count(settled)
         split = TimeSplit(
             (computed - fetched) + (updated - merged), exposed, fetched - begin, scoring=scored - computed
         )
-        drawn: dict[str, Json] = {} if self._even else {"batch": len(batch)}
+        drawn: dict[str, Json] = {} if self.parts.even else {"batch": len(batch)}
         self._record(vote, settled, split, begin, {**drawn, **told})
         self.step_done += 1
         return settled
@@ -435,7 +379,7 @@ class Replica:
 
     def _count(self, settled: Settled) -> None:
         """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
-        if not self._even:
+        if not self.parts.even:
             self._samples += int(settled.sums.get("samples", 0))
 
     def _set_rate(self, step: int, share: float = 1.0) -> None:
@@ -446,85 +390,15 @@ class Replica:
             step=step,
             samples=self._samples,
             size=self.runtime.comm.size,
-            scale=self.parts.scaling.factor(share) if self._scales else None,
+            scale=self.parts.scaling.factor(share) if self.parts.scales else None,
         )
 
     def _scale_rate(self, step: int) -> None:
         """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
-        if self._scales:
+        if self.parts.scales:
             self._set_rate(step, self._exchanges.merged_weight / self.runtime.comm.size)
 
-    @property
-    def _scales(self) -> bool:
-        return self.parts.scaling != NoScaling()
-
     # --- its pieces -------------------------------------------------------------------------------------------
-
-    async def next_batch(self) -> tuple[Batch, Tensor | None]:
-        """The step's samples, waited for where a stream is slow, and their importance weights.
-
-        They are the same until :meth:`commit`, so a step that is broken off before loses none.
-        """
-        if self._drawn is None:
-            self._drawn = await self._draw()
-        self._random.install()
-        rows = self._source.rows(self._drawn.ids)
-        if self._sharing.due(self.step_done):
-            rows = await self._shared(rows)
-            self._random.install()
-        batch = self._source.prepare(rows, train=True)
-        weights = self._drawn.weights
-        if weights is not None and len(weights) < len(batch):
-            weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
-        return batch, weights
-
-    async def _draw(self) -> _Drawn:
-        stream, comm = self.parts.stream, self.runtime.comm
-        self._shared_nbytes += await self._ownership.before_batch(self.step_done)
-        arrivals = stream.poll(self.runtime.now(), self.step_done)
-        while arrivals.ready is not None:
-            await self.runtime.wait_for_data(arrivals.ready)
-            arrivals = stream.poll(self.runtime.now(), self.step_done)
-        wanted = self.training.batch_size if arrivals.count is None else arrivals.count
-        pool = len(self._train) if stream.everything else arrivals.ids[:wanted]
-        if self._scoring is not None:
-            wanted = min(wanted, self.training.batch_size)
-        sharing = self._sharing
-        size = sharing.own(wanted, comm.size) if isinstance(sharing, DrawsFewer) else wanted
-        draw = self.parts.sampler.next(self._view(pool, size))
-        held: dict[str, Json] = {} if self._even else {"held": len(arrivals.ids), **arrivals.told}
-        weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
-
-    def _view(self, pool: int | SampleIds, count: int) -> PoolView:
-        comm = self.runtime.comm
-        rank, members = (comm.rank, comm.size) if self.share is None else (0, 1)
-        return PoolView(self.step_done, rank, members, count, pool, self._share_of_mean)
-
-    async def _score_meanwhile(self) -> Spare | None:
-        """Scores samples, where the sampler wants that; none that the step has used up."""
-        if self._scoring is None:
-            return None
-        assert self._drawn is not None
-        pool, used = self._drawn.pool, self._drawn.ids
-        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
-        return await self._scoring.meanwhile(self._view(left, len(used)))
-
-    async def _shared(self, rows: Batch) -> Batch:
-        """The step's rows after a round of the sharing."""
-        step = self.step_done
-        channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(self._sharing.exchange(channel, self._source, rows, step=step))
-        self._shared_nbytes += channel.sent_nbytes
-        return shared
-
-    def commit(self) -> Mapping[str, Json]:
-        """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
-        assert self._drawn is not None
-        drawn, self._drawn = self._drawn, None
-        used = drawn.ids if self._scoring is None else drawn.ids.unique()
-        self.parts.stream.commit(used, step=self.step_done)
-        return drawn.told
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
@@ -547,13 +421,11 @@ class Replica:
 
     def vote(self, loss: float, samples: int) -> Vote:
         """What to tell the others about a step on so many samples."""
-        assert self._drawn is not None
-        weight = samples / self.training.batch_size if self._drawn.weight is None else self._drawn.weight
-        return Vote(loss, weight, self._asks_to_stop(), self._numbers(samples))
+        return Vote(loss, self._drawing.weight(samples), self._asks_to_stop(), self._numbers(samples))
 
     def _numbers(self, samples: int) -> dict[str, float]:
         """What rides beside this replica's gradient, besides its vote."""
-        told = {} if self._even else {"samples": float(samples)}
+        told = {} if self.parts.even else {"samples": float(samples)}
         for part in self._tellers:
             told.update(part.tell())
         return told
@@ -604,39 +476,7 @@ class Replica:
             found: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent}
             self.telemetry.emit("evaluation", **when, step=step, **found)
 
-        return await self._beside(evaluation, tell)
-
-    async def _beside(
-        self,
-        errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
-        tell: Callable[..., None],
-    ) -> Pending[T]:
-        """Something that is no part of training: a part of the time of its own, or off the clock, beside what follows.
-
-        Args:
-          errand: in which runtime; leaves the replica as it is. Off the clock it begins at once.
-          tell: of its result, and of when it was through and how long it took (``t``, ``duration_s``).
-        """
-        off_clock, begin = self.runtime.off_clock, self.runtime.now()
-        if off_clock is None:
-            with self._exchanges.aside():
-                result = await errand(self.runtime)
-            end = self.runtime.now()
-            self.time_s.evaluation += end - begin
-            tell(result, t=end, duration_s=end - begin)
-            return done(result)
-
-        async def told() -> T:
-            result = await errand(off_clock)
-            tell(result, t=begin, duration_s=0.0)
-            return result
-
-        for each in self._aside:
-            if each.error is not None:
-                raise each.error
-        task = off_clock.launch(told())
-        self._aside = [*(each for each in self._aside if not each.done), task]
-        return task
+        return await self._errands.run(evaluation, tell)
 
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
@@ -647,54 +487,17 @@ class Replica:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """A checkpoint of the whole replica; whole when every replica has written its part."""
-        if self.checkpoints is None:
+        """A checkpoint of the whole replica, if it keeps any; whole when every replica has written its part."""
+        if self._keeping is None:
             return
-        kept, running = self.model.state_dict(), dict(self.model.named_buffers())
-        buffers = {name: t for name, t in kept.items() if name in running}
-        parameters = {name: t for name, t in kept.items() if name not in running}
-        apart = self._exchanges.apart
 
         async def snapshot() -> tuple[State, dict[str, list[int]]]:
             return await self._exchanges.snapshot(), await self._count_sent()
 
         exchanges, sent = await self.runtime.launch(snapshot())
-        shared: State = {
-            "step": self.step_done,
-            "fingerprint": fingerprint(self.model),
-            "workload": self.workload.name,
-            "training": self.training.to_json(),
-            "model": {**parameters, **((self._exchanges.common() if apart else None) or {})},
-            "exchanges": exchanges["shared"],
-        }
-        own: State = {
-            "buffers": buffers,
-            "parameters": parameters if apart else {},
-            "optimizer": optimizer_state(self.optimizer),
-            "random": self._random.state_dict(),
-            "sampler": self.parts.sampler.state_dict(),
-            "stream": self.parts.stream.state_dict(),
-            "drawn": {} if self._drawn is None else self._drawn.state_dict(),
-            "exchanges": exchanges["own"],
-            "samples": self._samples,
-            "shared_nbytes": self._shared_nbytes,
-            "sent": sent,
-            "ownership": self._ownership.state_dict(),
-            "time": self._leg().after(self._before).to_json(),
-            "share": share_name(self.share),
-        }
-        step, checkpoints = self.step_done, self.checkpoints
-
-        async def write(runtime: Runtime) -> Path:
-            folder = checkpoints.save(step, shared, own)
-            await barrier(runtime, step, Purpose.CHECKPOINT)
-            checkpoints.prune()
-            return folder
-
-        def tell(folder: Path, **when: Json) -> None:
-            self.telemetry.emit("checkpoint", **when, step=step, path=f"{folder.parent.name}/{folder.name}")
-
-        await self._beside(write, tell)
+        time = self._leg().after(self._before).to_json()
+        counted: State = {"samples": self._samples, "sent": sent, "time": time}
+        await self._keeping.save(self.step_done, exchanges, counted, self._errands, self.telemetry)
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.
@@ -702,29 +505,13 @@ class Replica:
         Raises:
           CheckpointError: damaged, or of another model or share of the data.
         """
-        assert self.checkpoints is not None
-        shared, own = self.checkpoints.load(step)
-        where = f"{self.checkpoints.folder}, step {step}"
-        check_model(shared, self.model, where)
-        check_share(own, self.share, where)
-        check_optimizer_kind(own, self.optimizer, where)
-        with reading(where, "not of this recipe; resume with the one it was made with", CheckpointError):
-            self._load(shared, own)
+        assert self._keeping is not None
+        self._keeping.resume(step, self._go_on_from)
 
-    def _load(self, shared: State, own: State) -> None:
-        self.model.load_state_dict({**shared["model"], **own["buffers"], **own["parameters"]})
-        load_optimizer_state(self.optimizer, own["optimizer"])
-        self._random.load_state_dict(own["random"])
-        self.parts.sampler.load_state_dict(own["sampler"])
-        self.parts.stream.seek(own["stream"])
-        self._drawn = _Drawn.from_state(own["drawn"]) if own["drawn"] else None
-        exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
-        self._exchanges.load_state_dict(state_on(exchanges, self.device))
-        self._samples, self._shared_nbytes = own["samples"], own["shared_nbytes"]
-        self._sent_before = own.get("sent", {})
-        self._ownership.load_state_dict(own.get("ownership", {}))
-        self.step_done = shared["step"]
-        self._before = Leg.from_state(own["time"])
+    def _go_on_from(self, counted: State) -> None:
+        self.step_done, self._samples = counted["step"], counted["samples"]
+        self._sent_before = counted.get("sent", {})
+        self._before = Leg.from_state(counted["time"])
 
     def _tell(self, flight: Flight) -> None:
         end = self.runtime.now() if flight.ended_s is None else flight.ended_s

@@ -1,0 +1,175 @@
+"""The samples of a replica's steps: picked, lent, made ready, used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel, Purpose
+from farflung.replica.members import Parts
+from farflung.replica.ownership import Ownership, Unmoved
+from farflung.replica.scoring import Scoring
+from farflung.seeding import RandomState
+from farflung.types import (
+    Batch,
+    DrawsFewer,
+    Json,
+    PoolView,
+    Runtime,
+    SampleIds,
+    Samples,
+    Sharing,
+    Spare,
+    State,
+)
+
+__all__ = ["Drawing"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The samples of a step, from when they are picked until their gradient is given.
+
+    Args:
+      ids: which.
+      weights: of each, for importance; ``None``: all weigh 1.
+      weight: of the step in the mean; ``None``: by the number of samples.
+      told: what telemetry says of the stream and the sampler.
+      pool: what they were picked from; see :class:`farflung.types.PoolView`.
+    """
+
+    ids: SampleIds
+    weights: Tensor | None
+    weight: float | None
+    told: Mapping[str, Json]
+    pool: int | SampleIds
+
+    def state_dict(self) -> State:
+        weights = {} if self.weights is None else {"weights": self.weights}
+        told = dict(self.told)
+        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
+
+    @staticmethod
+    def from_state(state: State) -> _Drawn:
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
+
+
+@dataclass(slots=True)
+class Drawing:
+    """What a replica's steps train on.
+
+    Args:
+      runtime: the world.
+      parts: stream, sampler and sharing are used.
+      source: the rows of samples, and how they are made ready.
+      count: how many samples there are where all are at hand.
+      share: where this replica draws from samples of its own alone, their number over the mean of all replicas.
+      batch_size: of a step, where the stream says no other.
+      random: installed whenever something is drawn.
+      ownership: of samples that change owners.
+      scoring: where the sampler scores.
+    """
+
+    runtime: Runtime
+    parts: Parts
+    source: Samples
+    count: int
+    share: float | None
+    batch_size: int
+    random: RandomState
+    ownership: Ownership | Unmoved
+    scoring: Scoring | None
+    sent_nbytes: int = field(init=False, default=0)
+    """Of samples that were lent or changed owners."""
+    _lending: Sharing = field(init=False)
+    _drawn: _Drawn | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._lending = self.parts.lending
+
+    async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
+        """A step's samples, waited for where a stream is slow, and their importance weights.
+
+        They are the same until :meth:`commit`, so a step that is broken off before loses none.
+        """
+        if self._drawn is None:
+            self._drawn = await self._draw(step)
+        self.random.install()
+        rows = self.source.rows(self._drawn.ids)
+        if self._lending.due(step):
+            rows = await self._shared(rows, step)
+            self.random.install()
+        batch = self.source.prepare(rows, train=True)
+        weights = self._drawn.weights
+        if weights is not None and len(weights) < len(batch):
+            weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
+        return batch, weights
+
+    async def score_meanwhile(self, step: int) -> Spare | None:
+        """Scores samples, where the sampler wants that; none that the step has used up."""
+        if self.scoring is None:
+            return None
+        assert self._drawn is not None
+        pool, used = self._drawn.pool, self._drawn.ids
+        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
+        return await self.scoring.meanwhile(self._view(step, left, len(used)))
+
+    def weight(self, samples: int) -> float:
+        """Of the step in the mean, where so many samples make it up."""
+        assert self._drawn is not None
+        return samples / self.batch_size if self._drawn.weight is None else self._drawn.weight
+
+    def commit(self, step: int) -> Mapping[str, Json]:
+        """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
+        assert self._drawn is not None
+        drawn, self._drawn = self._drawn, None
+        used = drawn.ids if self.scoring is None else drawn.ids.unique()
+        self.parts.stream.commit(used, step=step)
+        return drawn.told
+
+    async def land(self) -> None:
+        """Behind the last step: samples that are about to change owners do."""
+        self.sent_nbytes += await self.ownership.land()
+
+    def state_dict(self) -> State:
+        """What the step under way has drawn; empty between steps."""
+        return {} if self._drawn is None else self._drawn.state_dict()
+
+    def load_state_dict(self, drawn: State, sent_nbytes: int) -> None:
+        """Continues from :meth:`state_dict`, with as many bytes sent."""
+        self._drawn = _Drawn.from_state(drawn) if drawn else None
+        self.sent_nbytes = sent_nbytes
+
+    async def _draw(self, step: int) -> _Drawn:
+        stream, sampler = self.parts.stream, self.parts.sampler
+        self.sent_nbytes += await self.ownership.before_batch(step)
+        arrivals = stream.poll(self.runtime.now(), step)
+        while arrivals.ready is not None:
+            await self.runtime.wait_for_data(arrivals.ready)
+            arrivals = stream.poll(self.runtime.now(), step)
+        wanted = self.batch_size if arrivals.count is None else arrivals.count
+        pool = self.count if stream.everything else arrivals.ids[:wanted]
+        if self.scoring is not None:
+            wanted = min(wanted, self.batch_size)
+        lending = self._lending
+        size = lending.own(wanted, self.runtime.comm.size) if isinstance(lending, DrawsFewer) else wanted
+        draw = sampler.next(self._view(step, pool, size))
+        held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
+        weight = draw.weight if arrivals.weight is None else arrivals.weight
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+
+    def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
+        comm = self.runtime.comm
+        if self.share is None:
+            return PoolView(step, comm.rank, comm.size, count, pool, 1.0)
+        return PoolView(step, 0, 1, count, pool, self.share)
+
+    async def _shared(self, rows: Batch, step: int) -> Batch:
+        """The step's rows after a round of the sharing."""
+        channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
+        shared = await self.runtime.launch(self._lending.exchange(channel, self.source, rows, step=step))
+        self.sent_nbytes += channel.sent_nbytes
+        return shared

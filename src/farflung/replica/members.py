@@ -1,0 +1,55 @@
+"""The members of the families that one replica trains with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from farflung.config import BUCKET_NBYTES
+from farflung.data import NoSharing
+from farflung.rates import NoScaling
+from farflung.replica.ownership import check_movable
+from farflung.types import RateScaling, Reducer, Reshards, Sampler, Schedule, Scores, Sharing, Stream
+
+__all__ = ["Parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The members of the families that one replica trains with; fresh for each replica.
+
+    Raises:
+      ConfigError: members that do not go together.
+    """
+
+    reducer: Reducer
+    schedule: Schedule
+    sampler: Sampler
+    stream: Stream
+    sharing: Sharing | Reshards = field(default_factory=NoSharing)
+    scaling: RateScaling = field(default_factory=NoScaling)
+    bucket_nbytes: int = BUCKET_NBYTES
+    """Of the gradient buckets that the reducer carries."""
+
+    def __post_init__(self) -> None:
+        check_movable(self.sharing, self.stream, self.sampler)
+
+    @property
+    def hold_shares(self) -> bool:
+        """Whether each replica needs samples of its own; where they stream in, it has those."""
+        own = isinstance(self.sampler, Scores) and self.stream.everything
+        return own or isinstance(self.sharing, Reshards)
+
+    @property
+    def lending(self) -> Sharing:
+        """What lends samples for a step; nothing where they change owners for good."""
+        return NoSharing() if isinstance(self.sharing, Reshards) else self.sharing
+
+    @property
+    def even(self) -> bool:
+        """Whether all replicas take as many samples as each other, in every step."""
+        return self.stream.everything and not self.lending.data_leaves_device
+
+    @property
+    def scales(self) -> bool:
+        """Whether the learning rate follows what gradients weigh."""
+        return self.scaling != NoScaling()
