@@ -11,9 +11,8 @@ import torch
 
 from farflung.comm.blame import Blame, Holdup
 from farflung.comm.mailbox import Full, Mailbox
-from farflung.comm.peer import Peer, check_peers
+from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
-from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST, LAST, Transport
 from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, WireError, encode, json_of
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
@@ -30,7 +29,7 @@ CLOSED = "its connection was closed from its end"
 _CONTROL = Tag(0)
 
 
-class View:
+class View(Meeting):
     """The members of a run, as one of them sees them.
 
     It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
@@ -60,29 +59,17 @@ class View:
         settings: Mapping[str, Json] | None = None,
         max_nbytes: int = 1 << 31,
     ) -> None:
-        self.transport = transport
-        self.rank, self.size = transport.me.rank, size
+        super().__init__(transport, size, whole=whole, members=members, settings=settings)
         self.mailbox = Mailbox()
         self.mailbox.view = number
-        self.ready: Pending[None] = Pending()
-        """Done when all have greeted."""
         self.lost: BaseException | None = None
         """What has ended the view."""
         transport.max_nbytes = max_nbytes
-        self._now, self._whole = now, whole
-        self._settings = {"number of replicas": size, **(settings or {})}
-        self._members = set(range(size) if members is None else members)
-        self._addresses: dict[int, str | None] = {}
-        """Of the others, once it is known who they are; ``None``: it has no way in."""
-        self._routes = Routes(transport.me)
+        self._now = now
         self.relay = Relay(transport, self._routes, size)
         """What this member passes on for others."""
         self._early: dict[int, list[Message]] = {}
         """What has come through a relay before the greeting of who has sent it, by rank."""
-        self._greeted: set[int] = set()
-        self._late: dict[int, Pending[None]] = {}
-        """Those that were admitted after the first meeting, done once they have greeted."""
-        self._left: set[int] = set()
         self._sent: Counter[int] = Counter()
         """Messages to each member."""
         self._heard: Counter[int] = Counter()
@@ -91,95 +78,6 @@ class View:
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
         """What is said to everybody when leaving."""
-        if len(self._members) == 1:
-            self.ready.set(None)
-            transport.expects(0)
-
-    # --- meeting ----------------------------------------------------------------------------------------------------
-
-    def connect(self, peers: Iterable[Peer]) -> None:
-        """Learns everybody's address and key; connects where it has to, and greets there.
-
-        Raises:
-          ConfigError: a key is not on this replica's list, or some encrypt and others do not; or two cannot reach each
-            other, and have nobody who relays.
-          ProtocolError: the peers do not make up a run.
-        """
-        others = [peer for peer in peers if peer.rank != self.rank]
-        check_peers(self.transport.me, others, self.transport.keys)
-        self._routes.meet(others)
-        self._addresses = {peer.rank: peer.address for peer in others}
-        self.transport.open([peer for peer in others if self._routes.relay(peer.rank) is None], self)
-        self._expect()
-        for peer in others:
-            if self._routes.goes_to(peer.rank):
-                self._greet(peer.rank)
-
-    def admit(self, peer: Peer) -> Pending[None]:
-        """Lets somebody in after the first meeting, or connects to it, as at that.
-
-
-        A rank that has left, or was lost, may come again.
-
-        Returns:
-          Done once it has greeted, when :meth:`farflung.types.Communicator.arrival` tells too. Fails with a
-          :class:`ProtocolError` where it has other settings: then it is told so, and is none of the members; with a
-          :class:`PeerLost` where it is lost before, or does not come, see :meth:`dismiss`.
-
-        Raises:
-          ConfigError: its key is not on this replica's list, or it encrypts and others do not; or nobody relays between
-            it and another.
-          ProtocolError: the view is whole, or the rank is there already, or is none of the run's.
-        """
-        if self._whole:
-            raise ProtocolError(
-                f"rank {peer.rank} cannot come later: every exchange of this run needs all replicas"
-            )
-        if peer.rank == self.rank or peer.rank in self.present() or peer.rank >= self.size:
-            raise ProtocolError(f"rank {peer.rank} of {self.size} is there already, or is none of the run's")
-        check_peers(self.transport.me, [peer], self.transport.keys)
-        self._routes.meet([peer], self._left - {peer.rank})
-        self.relay.lost(peer.rank)
-        self._early.pop(peer.rank, None)
-        self._greeted.discard(peer.rank)
-        self._left.discard(peer.rank)
-        self._members.add(peer.rank)
-        admitted = self._late[peer.rank] = Pending()
-        self._heard[peer.rank] = self._sent[peer.rank] = 0
-        self._addresses[peer.rank] = peer.address
-        relay = self._routes.relay(peer.rank)
-        if relay is None:
-            self.transport.open([peer], self)
-        else:
-            self.transport.dismiss(peer.rank)
-        self._expect()
-        if self._routes.goes_to(peer.rank) or relay in self.present():
-            self._greet(peer.rank)
-        return admitted
-
-    def dismiss(self, rank: int, why: BaseException) -> None:
-        """Whoever was admitted and has not greeted may not come any more."""
-        if rank not in self._late or rank in self._greeted:
-            return
-        self.transport.dismiss(rank)
-        self._members.discard(rank)
-        self._addresses.pop(rank)
-        self._expect()
-        self._late.pop(rank).fail(why)
-
-    def missing(self) -> list[int]:
-        """The members that have not greeted yet, those behind a relay last."""
-        missing = self._members - self._greeted - {self.rank}
-        return sorted(missing, key=lambda rank: (self._routes.relay(rank) is not None, rank))
-
-    def _expect(self) -> None:
-        self.transport.expects(sum(map(self._routes.comes_from, self.missing())))
-
-    def greeting_of(self, rank: int) -> str:
-        """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
-        if not self.transport.failed_at(rank):
-            return f"its greeting{self._through(rank)}"
-        return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
 
     @property
     def refusals(self) -> dict[str, Json]:
@@ -240,10 +138,6 @@ class View:
         if sum(one.payload.nbytes for one in (*early, message)) > self.transport.max_nbytes:
             raise WireError("more before a greeting than any message has")
         early.append(message)
-
-    def _has_greeted(self, rank: int) -> None:
-        if rank not in self._greeted:
-            raise WireError("a message before a greeting")
 
     def _take(self, rank: int, message: Message) -> None:
         """A message of this rank's to this replica."""
@@ -316,19 +210,6 @@ class View:
         for message in self._early.pop(rank, ()):
             self._take(rank, message)
 
-    def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
-        """How a member's settings differ from this one's."""
-        if not isinstance(theirs, dict):
-            raise WireError("a greeting without settings")
-        for name in sorted(self._settings.keys() | theirs.keys()):
-            mine, other = self._settings.get(name), theirs.get(name)
-            if mine != other:
-                return ProtocolError(
-                    f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
-                    "start all of them with the same command"
-                )
-        return None
-
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
         if message.kind is Kind.FAREWELL:
@@ -356,6 +237,11 @@ class View:
             why = f"rank {relay}, which relays its messages, says: {body.get('detail')}"
             self._lose(rank, PeerLost(rank, why))
 
+    def _begin_anew(self, rank: int) -> None:
+        self.relay.lost(rank)
+        self._early.pop(rank, None)
+        self._heard[rank] = self._sent[rank] = 0
+
     def _greet(self, rank: int) -> None:
         """Says who this is; where a relay holds the greeting until the other has come, also who that is."""
         body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}
@@ -375,11 +261,6 @@ class View:
     def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
         route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
         return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
-
-    def _through(self, rank: int | None) -> str:
-        """For messages to people: by whom a rank's messages come, where that is another."""
-        relay = None if rank is None else self._routes.relay(rank)
-        return "" if relay is None else f", through rank {relay}"
 
     # --- waits ------------------------------------------------------------------------------------------------------
 
@@ -435,10 +316,6 @@ class View:
         self._blame.waits_for_data = False
 
     # --- the end ----------------------------------------------------------------------------------------------------
-
-    def present(self) -> set[int]:
-        """Those who have greeted and are not gone."""
-        return self._greeted - self._left
 
     def end(self, error: BaseException) -> None:
         """Ends the view: every wait fails with ``error``, and so does every later one."""
