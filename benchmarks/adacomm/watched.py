@@ -23,9 +23,7 @@ from farflung.schedules import AdaComm
 from farflung.seeding import generator
 from farflung.tasks import Pending
 from farflung.types import Dataset, Workload
-from farflung.workloads import workload
-from farflung.workloads._classification import Classification
-from farflung.workloads._plain import vgg
+from farflung.workloads import Classification, vgg, workload
 
 __all__ = ["HALVED", "SAMPLES", "Point", "Watched"]
 

@@ -14,11 +14,7 @@ from farflung.comm import cost_s
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 from farflung.types import Workload
-from farflung.workloads import workload
-from farflung.workloads._classification import Classification
-from farflung.workloads._inverted import mobilenet
-from farflung.workloads._plain import vgg
-from farflung.workloads._residual import resnet
+from farflung.workloads import Classification, mobilenet, resnet, vgg, workload
 
 __all__ = [
     "APPLICATIONS",

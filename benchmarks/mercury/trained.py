@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.common import in_turn
 from benchmarks.mercury.curves import Ask
 from benchmarks.mercury.rows import JOBS
 from benchmarks.mercury.watched import TRAININGS
-from farflung.errors import FarflungError, UnknownName
 
 __all__ = ["main"]
 
@@ -23,16 +23,7 @@ def main(names: Sequence[str], ask: Ask = TRAININGS.accuracy) -> int:
       names: of the jobs.
       ask: trains.
     """
-    try:
-        for name in names:
-            if name not in JOBS:
-                raise UnknownName("trainings", name, JOBS)
-        for name in names:
-            JOBS[name].go_through(ask)
-    except FarflungError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return in_turn("trainings", names, JOBS, lambda _, job: job.go_through(ask))
 
 
 if __name__ == "__main__":

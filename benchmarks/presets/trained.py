@@ -8,29 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.common import in_turn
 from benchmarks.presets.courses import best_rate
 from benchmarks.presets.language import TRAININGS, Language
-from benchmarks.presets.methods import METHODS, NETWORKS
-from farflung.errors import FarflungError, UnknownName
+from benchmarks.presets.methods import METHODS, NETWORKS, Method
 
 __all__ = ["main"]
 
 
 def main(presets: Sequence[str]) -> int:
     """Searches their rates, and stores all their trainings; the exit code."""
-    try:
-        for preset in presets:
-            if preset not in METHODS:
-                raise UnknownName("preset", preset, METHODS)
-        for preset in presets:
-            networks = NETWORKS if METHODS[preset].by_clock else ("",)
-            rate, _ = best_rate(TRAININGS.accuracy, preset, networks[0])
-            for network in networks:
-                TRAININGS.accuracy(Language(preset, rate, network))
-    except FarflungError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return in_turn("preset", presets, METHODS, _train)
+
+
+def _train(preset: str, method: Method) -> None:
+    networks = NETWORKS if method.by_clock else ("",)
+    rate, _ = best_rate(TRAININGS.accuracy, preset, networks[0])
+    for network in networks:
+        TRAININGS.accuracy(Language(preset, rate, network))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ from farflung.runtime import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Batch, Dataset
-from farflung.workloads._classification import Classification
-from farflung.workloads._plain import vgg
-from farflung.workloads._residual import resnet
+from farflung.workloads import Classification, resnet, vgg
 
 __all__ = ["NETS", "Net", "Point", "Streamed", "device", "network"]
 

@@ -17,8 +17,7 @@ from farflung.data.source import Which
 from farflung.recipes import RECIPES
 from farflung.replica import buckets
 from farflung.types import Workload
-from farflung.workloads import WORKLOADS
-from farflung.workloads._classification import Classification
+from farflung.workloads import WORKLOADS, Classification
 
 __all__ = ["CASES", "Case", "known"]
 

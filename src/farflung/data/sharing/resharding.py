@@ -12,8 +12,8 @@ from farflung.types import Batch, Carries, Channel, Gate, Moved, Payload, Sample
 __all__ = ["Resharding"]
 
 MOST_REST_S = 20.0
-"""The longest rest between two pieces: a third of the deadline that replicas have unless another is set, since whoever
-waits for the next piece counts it as silence."""
+"""The longest rest between two pieces. It is no setting: a rest is as long as ``share`` and the time of a piece ask
+for, and this bounds it where that would come near the deadline of a run."""
 
 
 class Resharding:
@@ -33,7 +33,8 @@ class Resharding:
     link: on one that was free, its bytes over the bandwidth, and the latency. Where exchanges go on beside computing
     (pipelined and delayed schedules) there is no such time. While some are under way there, the first of a pair
     leaves the link alone for so long between two pieces that samples are on it for a share of the time; but never for
-    longer than 20 s, so where a piece and its answer take seconds, give it fewer bytes.
+    longer than 20 s, a third of the usual deadline, since to the partner who waits a rest is silence. So where a piece
+    and its answer take seconds, or the deadline is set lower, give a piece fewer bytes.
 
     **Privacy.** Samples leave the device as they are; in the long run every sample may come to every replica.
 
