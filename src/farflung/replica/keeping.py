@@ -39,7 +39,6 @@ class Keeping:
     """Writes a replica's checkpoints, and continues from them.
 
     Args:
-      checkpoints: the files.
       workload: its name.
       training: the settings.
       model: the replica's.
@@ -51,7 +50,6 @@ class Keeping:
       device: where model and exchanges are.
     """
 
-    checkpoints: Checkpoints
     workload: str
     training: Training
     model: nn.Module
@@ -63,11 +61,18 @@ class Keeping:
     device: torch.device
 
     async def save(
-        self, step: int, exchanges: State, counted: State, errands: Errands, telemetry: Telemetry
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        exchanges: State,
+        counted: State,
+        errands: Errands,
+        telemetry: Telemetry,
     ) -> None:
         """A checkpoint of the whole replica; whole when every replica has written its part.
 
         Args:
+          checkpoints: the files.
           step: after so many.
           exchanges: what :meth:`farflung.replica.Exchanges.snapshot` gave.
           counted: what else the replica has counted, by name.
@@ -77,9 +82,9 @@ class Keeping:
         shared, own = self._state(step, exchanges, counted)
 
         async def write(runtime: Runtime) -> Path:
-            folder = self.checkpoints.save(step, shared, own)
+            folder = checkpoints.save(step, shared, own)
             await barrier(runtime, step, Purpose.CHECKPOINT)
-            self.checkpoints.prune()
+            checkpoints.prune()
             return folder
 
         def tell(folder: Path, **when: Json) -> None:
@@ -117,18 +122,19 @@ class Keeping:
         }
         return shared, own
 
-    def resume(self, step: int, take: Callable[[State], None]) -> None:
+    def resume(self, checkpoints: Checkpoints, step: int, take: Callable[[State], None]) -> None:
         """Continues from the checkpoint of ``step``.
 
         Args:
+          checkpoints: the files.
           step: after so many.
           take: gets what the replica had counted then, and how many steps it had done as ``step``.
 
         Raises:
           CheckpointError: damaged, or of another model or share of the data.
         """
-        shared, own = self.checkpoints.load(step)
-        where = f"{self.checkpoints.folder}, step {step}"
+        shared, own = checkpoints.load(step)
+        where = f"{checkpoints.folder}, step {step}"
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
         check_optimizer_kind(own, self.optimizer, where)

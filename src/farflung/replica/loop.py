@@ -122,7 +122,7 @@ class Replica:
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _tellers: list[Tells] = field(init=False)
     _errands: Errands = field(init=False)
-    _keeping: Keeping | None = field(init=False, default=None)
+    _keeping: Keeping = field(init=False)
 
     def __post_init__(self) -> None:
         comm, seed = self.runtime.comm, self.training.seed
@@ -196,19 +196,17 @@ class Replica:
             self._scoring,
         )
         self._errands = Errands(self.runtime, self._exchanges, self.time_s)
-        if self.checkpoints is not None:
-            self._keeping = Keeping(
-                self.checkpoints,
-                self.workload.name,
-                self.training,
-                self.model,
-                self.optimizer,
-                self._random,
-                self._drawing,
-                self._exchanges,
-                self.share,
-                self.device,
-            )
+        self._keeping = Keeping(
+            self.workload.name,
+            self.training,
+            self.model,
+            self.optimizer,
+            self._random,
+            self._drawing,
+            self._exchanges,
+            self.share,
+            self.device,
+        )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(
                 f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
@@ -488,7 +486,7 @@ class Replica:
 
     async def save(self) -> None:
         """A checkpoint of the whole replica, if it keeps any; whole when every replica has written its part."""
-        if self._keeping is None:
+        if self.checkpoints is None:
             return
 
         async def snapshot() -> tuple[State, dict[str, list[int]]]:
@@ -497,7 +495,9 @@ class Replica:
         exchanges, sent = await self.runtime.launch(snapshot())
         time = self._leg().after(self._before).to_json()
         counted: State = {"samples": self._samples, "sent": sent, "time": time}
-        await self._keeping.save(self.step_done, exchanges, counted, self._errands, self.telemetry)
+        await self._keeping.save(
+            self.checkpoints, self.step_done, exchanges, counted, self._errands, self.telemetry
+        )
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.
@@ -505,8 +505,8 @@ class Replica:
         Raises:
           CheckpointError: damaged, or of another model or share of the data.
         """
-        assert self._keeping is not None
-        self._keeping.resume(step, self._go_on_from)
+        assert self.checkpoints is not None
+        self._keeping.resume(self.checkpoints, step, self._go_on_from)
 
     def _go_on_from(self, counted: State) -> None:
         self.step_done, self._samples = counted["step"], counted["samples"]
