@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data import IID, Holding, RateLimited
+from farflung.devices import DeviceProfile
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
@@ -227,11 +228,12 @@ def wall_served(
 
 
 def virtual_served(
-    size: int, *, replay: list[Decision], **arguments: Any
+    size: int, *, replay: list[Decision] | None = None, slow: int | None = None, **arguments: Any
 ) -> list[tuple[dict[str, Any], list[Decision]]]:
-    """All of them in virtual time, by the decisions of the real one."""
+    """All of them in virtual time, by the decisions of real ones; or by their own, where one may be slow."""
     log = DecisionLog(replay=replay)
-    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
+    devices = [DeviceProfile(forward_s=1e-4 * (1 + 99 * (rank == slow))) for rank in range(size)]
+    world = VirtualWorld(size, LinkModel(0.003, 5e7), device=devices, decisions=log)
     found = world.run([_served(replica(runtime, **arguments)) for runtime in world.runtimes])
     return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
 

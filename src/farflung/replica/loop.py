@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +29,13 @@ from farflung.replica.checkpoint import (
 )
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
-from farflung.replica.flights import Flight
+from farflung.replica.flights import Flight, joined
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state, set_rate
 from farflung.replica.ownership import Ownership, Unmoved, check_movable, ownership
 from farflung.replica.placement import HOST, batch_on, state_on, wait_for
 from farflung.replica.scoring import Scoring, scores_of
+from farflung.replica.shares import apart, together
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
@@ -114,6 +115,7 @@ class _Drawn:
       weight: of the step in the mean; ``None``: by the number of samples.
       told: what telemetry says of the stream and the sampler.
       pool: what they were picked from; see :class:`farflung.types.PoolView`.
+      shares: that they consist of; see :class:`farflung.types.Draw`.
     """
 
     ids: SampleIds
@@ -121,15 +123,17 @@ class _Drawn:
     weight: float | None
     told: Mapping[str, Json]
     pool: int | SampleIds
+    shares: tuple[int, ...] = ()
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        told = dict(self.told)
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
+        drawn = {"ids": self.ids, **weights, "shares": list(self.shares)}
+        return {**drawn, "weight": self.weight, "told": dict(self.told), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
+        shares, weights = tuple(state.get("shares", ())), state.get("weights")
+        return _Drawn(state["ids"], weights, state["weight"], state["told"], state["pool"], shares)
 
 
 def _never() -> bool:
@@ -378,18 +382,10 @@ class Replica:
         begin = now()
         self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
-        batch, weights = await self.next_batch()
-        fetched = now()
-        with self._exchanges.taking_gradients(self.optimizer):
-            loss, vote = await self.runtime.compute(
-                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
-            )
-            self._exchanges.begin(self.step_done, vote)
-            await self.runtime.backward(
-                Cost("backward", len(batch), self._buckets.numels),
-                lambda ready: self.backward(loss, ready),
-                self._exchanges.ready,
-            )
+        if await self._exchanges.ahead(self.step_done):
+            vote, samples, fetched = await self._leave_out()
+        else:
+            vote, samples, fetched = await self._compute()
         computed = now()
         spare = await self._score_meanwhile()
         scored = computed if spare is None else now()
@@ -409,15 +405,45 @@ class Replica:
             wait_s = self._exchanges.arrived_s - computed
             self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
         if self._even:
-            self._samples += len(batch) * self.runtime.comm.size
+            self._samples += samples * self.runtime.comm.size
         self._count(settled)
         split = TimeSplit(
             (computed - fetched) + (updated - merged), exposed, fetched - begin, scoring=scored - computed
         )
-        drawn: dict[str, Json] = {} if self._even else {"batch": len(batch)}
+        drawn: dict[str, Json] = {} if self._even else {"batch": samples}
         self._record(vote, settled, split, begin, {**drawn, **told})
         self.step_done += 1
         return settled
+
+    async def _compute(self) -> tuple[Vote, int, float]:
+        """Batch, forward, and backward with its exchanges; what is told of it, its samples, when they were there."""
+        batch, weights = await self.next_batch()
+        fetched = self.runtime.now()
+        with self._exchanges.taking_gradients(self.optimizer):
+            loss, vote = await self.runtime.compute(
+                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
+            )
+            self._exchanges.begin(self.step_done, vote)
+            await self.runtime.backward(
+                Cost("backward", len(batch), self._buckets.numels),
+                lambda ready: self.backward(loss, ready),
+                self._exchanges.ready,
+            )
+        return vote, self._share_of(len(batch)), fetched
+
+    async def _leave_out(self) -> tuple[Vote, int, float]:
+        """As :meth:`_compute`, where the others' gradients have been enough: the step's samples are used up."""
+        if self._drawn is None:
+            self._drawn = await self._draw()
+        vote = Vote(math.nan, 0.0, self._asks_to_stop(), self._numbers(0))
+        self._exchanges.begin(self.step_done, vote)
+        self._buckets.without_data(self._exchanges.ready)
+        return vote, self._share_of(len(self._drawn.ids)), self.runtime.now()
+
+    def _share_of(self, samples: int) -> int:
+        """Those that count for this replica, where it goes through shares of others too."""
+        assert self._drawn is not None
+        return samples // max(1, len(self._drawn.shares))
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
@@ -472,7 +498,7 @@ class Replica:
         if self._sharing.due(self.step_done):
             rows = await self._shared(rows)
             self._random.install()
-        batch = self._source.prepare(rows, train=True)
+        batch = together(self._source.prepare(part, train=True) for part in self._apart("ready", rows))
         weights = self._drawn.weights
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
@@ -494,7 +520,7 @@ class Replica:
         draw = self.parts.sampler.next(self._view(pool, size))
         held: dict[str, Json] = {} if self._even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool, draw.shares)
 
     def _view(self, pool: int | SampleIds, count: int) -> PoolView:
         comm = self.runtime.comm
@@ -528,11 +554,17 @@ class Replica:
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
-        self._random.install()
         self.model.train()
-        losses = self.workload.loss(self.model, batch_on(batch, self.device))
+        parts = self._apart("forward", batch)
+        losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, self.vote(float(loss.detach()), len(batch))
+
+    def _apart(self, use: str, samples: Batch) -> Iterator[Batch]:
+        """The step's samples, by shares where it has some, under random numbers for this use of them."""
+        assert self._drawn is not None
+        seed = derive(self.training.seed, use, self.step_done)
+        return apart(samples, self._drawn.shares, self._random, seed, self.device)
 
     def score(self, ids: SampleIds) -> Tensor:
         """What the sampler judges samples by, under the model as it is."""
