@@ -157,7 +157,9 @@ def test_attach_says_what_it_carries() -> None:
     assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
     assert said(schedule="ssp") == "no: its server has to know how many steps there are"
-    assert said(schedule="gradient_coding") == "no: a replica computes shares of others too, which a code weighs"
+    assert (
+        said(schedule="gradient_coding") == "no: a replica computes shares of others too, which a code weighs"
+    )
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
     assert said(sharing="injection").startswith("no: it sees no samples")

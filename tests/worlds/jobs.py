@@ -222,7 +222,7 @@ def wall_served(
     log = DecisionLog(replay=replay)
     runtime = WallRuntime(rank, size, store, decisions=log)
     try:
-        return runtime.run(_served(replica(runtime, **arguments))), log.entries
+        return runtime.run(_served(replica(runtime, **arguments))), _in_order(log, rank)
     finally:
         runtime.close()
 
@@ -235,7 +235,12 @@ def virtual_served(
     devices = [DeviceProfile(forward_s=1e-4 * (1 + 99 * (rank == slow))) for rank in range(size)]
     world = VirtualWorld(size, LinkModel(0.003, 5e7), device=devices, decisions=log)
     found = world.run([_served(replica(runtime, **arguments)) for runtime in world.runtimes])
-    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+    return [(result, _in_order(log, rank)) for rank, result in enumerate(found)]
+
+
+def _in_order(log: DecisionLog, rank: int) -> list[Decision]:
+    """A replica's own decisions; those of unlike threads come as they may."""
+    return sorted((d for d in log.entries if d.rank == rank), key=lambda d: (d.name, d.step))
 
 
 async def _served(replica: Replica) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def test_steps_left_out_in_virtual_time_are_left_out_in_a_real_run(pool: Pool) -
     first = jobs.virtual_served(3, slow=2, **CODED)
     decided = [decision for _, decisions in first for decision in decisions]
     left_out = [d.value for d in sorted(decided, key=lambda d: d.step) if (d.name, d.rank) == ("left_out", 2)]
-    assert left_out.count(True) > 4
+    assert left_out.count(True) > 2
     assert pool.run(3, "tests.worlds.jobs.wall_served", replay=decided, **CODED) == first
 
 

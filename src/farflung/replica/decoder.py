@@ -177,7 +177,7 @@ class ByDecoder:
         self._left_out = -1
         """The last step that this replica has not computed."""
         self._answers: dict[Tag, Pending[Payload]] = {}
-        """Those of the step that have been asked for."""
+        """Means that have been asked for, and not taken."""
 
     @property
     def channels(self) -> list[ExchangeChannel]:
@@ -189,9 +189,10 @@ class ByDecoder:
         if self._decoder is None and self._runtime.comm.rank == 0:
             self._decoder = Decoder(self._runtime, self._code, self._flats, self._numbers, step, self._steps)
 
-    async def ahead(self, step: int) -> bool:
-        """Whether the means of a step are there before it has begun, so that its replica leaves it out."""
-        there = await self._runtime.launch(self._look(step))
+    def ahead(self, step: int) -> bool:
+        """Whether the means of a step were there when the one before was merged, so that its replica leaves it out."""
+        answers = [self._answers.get(self._tag(step, number)) for number in self._flats]
+        there = all(answer is not None and answer.done for answer in answers)
         decision = self._runtime.decide_own(LEFT_OUT, step, lambda: there)
         with deciding(decision.name, step):
             if type(decision.value) is not bool:
@@ -199,21 +200,6 @@ class ByDecoder:
         if decision.value:
             self._left_out = step
         return decision.value
-
-    async def _look(self, step: int) -> bool:
-        """Takes the means that are there; whether all are."""
-        tags = [Tag(Purpose.STEP.at(step), number, ANSWER) for number in self._flats]
-        if self._decoder is not None:
-            self._answers = {tag: self._decoder.answer(tag) for tag in tags}
-            return all(answer.done for answer in self._answers.values())
-        comm = self._runtime.comm
-        looks = {tag: comm.recv(0, tag, self._expect(tag.part), deadline_s=0.0) for tag in tags}
-        for tag, look in looks.items():
-            try:
-                self._answers[tag] = done(await look)
-            except DeadlinePassed:
-                continue
-        return len(self._answers) == len(tags)
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """Sends the coded sum, unless the step is left out, and brings the mean."""
@@ -227,12 +213,32 @@ class ByDecoder:
             else:
                 self._decoder.push(payload, channel.tag(PUSH))
         if tag not in self._answers:
-            self._answers[tag] = channel.recv(0, ANSWER, self._expect(tag.part))
+            self._ask(step, tag.part)
         mean, told = (await self._answers.pop(tag)).tensors()
         await left  # a slow link never holds more than one sum
+        await self._look(step + 1, tag.part)
         if self._decoder is not None:
             channel.count(self._decoder.channels.pop(tag).sent, for_it=True)
         return Reduced(moved(mean, own.tensor.device), float(told[0]), told[1:])
 
-    def _expect(self, number: int) -> tuple[TensorSpec, TensorSpec]:
-        return TensorSpec.of(self._flats[number]), TensorSpec((self._numbers,), torch.float64)
+    async def _look(self, step: int, number: int) -> None:
+        """Takes a mean of a step to come, where that is there."""
+        if step == self._steps:
+            return
+        self._ask(step, number, deadline_s=0.0)
+        if self._decoder is None:
+            try:
+                await self._answers[self._tag(step, number)]
+            except DeadlinePassed:
+                del self._answers[self._tag(step, number)]
+
+    def _ask(self, step: int, number: int, deadline_s: float | None = None) -> None:
+        tag = self._tag(step, number)
+        if self._decoder is not None:
+            self._answers[tag] = self._decoder.answer(tag)
+            return
+        expect = TensorSpec.of(self._flats[number]), TensorSpec((self._numbers,), torch.float64)
+        self._answers[tag] = self._runtime.comm.recv(0, tag, expect, deadline_s=deadline_s)
+
+    def _tag(self, step: int, number: int) -> Tag:
+        return Tag(Purpose.STEP.at(step), number, ANSWER)

@@ -234,9 +234,9 @@ class Exchanges:
         for merger in self._mergers.values():
             merger.opens(step)
 
-    async def ahead(self, step: int) -> bool:
+    def ahead(self, step: int) -> bool:
         """After :meth:`opens`: whether all that a step brings is there already, so that nothing need be given to it."""
-        return all([await merger.ahead(step) for merger in self._mergers.values()])
+        return all(merger.ahead(step) for merger in self._mergers.values())
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""

@@ -382,7 +382,7 @@ class Replica:
         begin = now()
         self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
-        if await self._exchanges.ahead(self.step_done):
+        if self._exchanges.ahead(self.step_done):
             vote, samples, fetched = await self._leave_out()
         else:
             vote, samples, fetched = await self._compute()

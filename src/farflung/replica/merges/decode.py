@@ -56,10 +56,10 @@ class Decoding(Merger):
         assert self._by_decoder is not None
         self._by_decoder.open(step)
 
-    async def ahead(self, step: int) -> bool:
+    def ahead(self, step: int) -> bool:
         """Where the others were enough."""
         assert self._by_decoder is not None
-        return await self._by_decoder.ahead(step)
+        return self._by_decoder.ahead(step)
 
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The bucket itself."""

@@ -79,7 +79,7 @@ class Merger:
     def opens(self, step: int) -> None:
         """Before each step."""
 
-    async def ahead(self, step: int) -> bool:
+    def ahead(self, step: int) -> bool:
         """After :meth:`opens`: whether what the step's exchanges bring is there before it has begun."""
         del step
         return False
