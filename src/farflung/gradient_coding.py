@@ -17,8 +17,8 @@ __all__ = ["CONSTRUCTIONS", "GradientCode", "gradient_code"]
 
 CONSTRUCTIONS = ("auto", "cyclic", "fractional_repetition")
 """How a code is made; ``auto`` repeats shares where that is possible, and is cyclic elsewhere."""
-DRAWS = 16
-RESIDUAL = 1e-9
+_DRAWS = 16
+_RESIDUAL = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class GradientCode:
         ones = torch.ones(self.size, 1, dtype=torch.float64)
         found: Tensor = torch.linalg.lstsq(rows.T, ones, driver="gelsd").solution.flatten()
         residual = float((found @ rows - 1).abs().max())
-        if not residual <= RESIDUAL:
+        if not residual <= _RESIDUAL:
             raise ConfigError(
                 f"gradient_coding: ranks {', '.join(map(str, alive))} of {self.size} do not make the whole gradient "
                 f"(off by {residual:.1g}): choose stragglers with which construction='fractional_repetition' is "
@@ -125,7 +125,7 @@ def _repeated(size: int, stragglers: int) -> GradientCode:
 
 def _cyclic(size: int, stragglers: int, random: torch.Generator) -> GradientCode:
     shares = tuple(tuple((rank + behind) % size for behind in range(stragglers + 1)) for rank in range(size))
-    drawn = [_cyclic_matrix(size, stragglers, shares, random) for _ in range(DRAWS)]
+    drawn = [_cyclic_matrix(size, stragglers, shares, random) for _ in range(_DRAWS)]
     return GradientCode(min(drawn, key=lambda matrix: float(matrix.abs().max())), shares)
 
 

@@ -18,7 +18,7 @@ from farflung.errors import ConfigError, DeadlinePassed, NonFinite, PeerLost
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, Site
 from farflung.runtime import DecisionLog
-from farflung.types import Batch, Dataset, Decision
+from farflung.types import Batch, Dataset, Decision, Decode
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits
 from tests.schedules.runs import APART, InPieces, Run, distance
@@ -299,6 +299,8 @@ def test_bytes_are_those_of_sums_and_means(missing: int) -> None:
     wanted = [STEPS * (SIZE - 1) * numbers, *[steps * numbers for steps in computed[1:]]]
     assert [replica.sent_nbytes for replica in run.replicas] == wanted
     assert [replica._exchanges.channels for replica in run.replicas] == [[]] * SIZE
+    decoder = run.replicas[0]._exchanges._carriers[Decode]._decoder  # type: ignore[attr-defined]
+    assert not decoder._inside._messages, "late sums of rank 0's own are kept nowhere"
 
 
 # --- stops, losses that are not finite, and who is lost -------------------------------------------------------------

@@ -244,14 +244,14 @@ def _in_order(log: DecisionLog, rank: int) -> list[Decision]:
 
 
 async def _served(replica: Replica) -> dict[str, Any]:
-    """As :func:`steps`, with an evaluation on the way, and what each step has brought."""
-    brought, score = [], 0.0
+    """As :func:`steps`, with an evaluation on the way and one where all have ended, and what each step has brought."""
+    brought, scores = [], []
     for step in range(replica.training.steps):
         await replica.step()
         brought.append((digest(dict(replica.model.state_dict())), replica.sent_nbytes))
-        if step == replica.training.steps // 2:
-            score = (await replica.evaluate()).loss
-    return {**await steps(replica), "brought": brought, "score": score}
+        if step in (replica.training.steps // 2, replica.training.steps - 1):
+            scores.append((await replica.evaluate()).loss)
+    return {**await steps(replica), "brought": brought, "scores": scores}
 
 
 def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:
