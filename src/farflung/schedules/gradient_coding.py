@@ -47,7 +47,7 @@ class GradientCoding(Fixed):
     loss reached has a gradient of zeros. Who is asked to stop is heard at the next step at which it is not late.
 
     With cyclic codes errors of rounding grow by the factor :math:`\max_j \sum_i |a_i B_{ij}|`, over six seeds and the
-    worst of 60 sets of replicas: up to 6 at n = 4, s = 1, up to 32 at n = 8, s = 1, around 600 at n = 8, s = 3. By
+    worst of 60 sets of replicas: up to 6 at n = 4, s = 1, up to 32 at n = 8, s = 1, up to 900 at n = 8, s = 3. By
     repetition it is 1.
 
     Args:
