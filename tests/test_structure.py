@@ -35,6 +35,7 @@ ORDER: list[set[str]] = [
         "rates",
         "config",
         "files",
+        "gradient_coding",
         "telemetry",
     },
     {"network", "devices"},

@@ -53,6 +53,7 @@ METHODS: dict[str, Method] = {
 """By preset."""
 LEFT_OUT = {
     "ddp": "synchronous over the backend's own all-reduce",
+    "gradient_coding": "synchronous for replicas of unlike speed, each sample computed twice",
     "mercury": "which samples a step takes, for shares that are unlike",
     "parameter_server": "synchronous by another way",
     "scadles": "for samples that arrive",

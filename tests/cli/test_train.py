@@ -70,7 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return out, json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("recipe", ["synchronous", "ssp"])
+@pytest.mark.parametrize("recipe", ["synchronous", "ssp", "gradient_coding"])
 def test_a_worker_that_hangs_is_named(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--recipe", recipe, "--workers", "3", "--deadline", "2", "--out", str(out)]

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from farflung.attach import attach, carries
 from farflung.errors import ConfigError, NonFinite, Unsupported
 from farflung.recipes import recipe
+from farflung.runs import RunConfig
 from farflung.types import Batch
 from farflung.workloads import Quadratic
+from tests.carrying import Carrying
 from tests.helpers import same_bits
 from tests.schedules.runs import Run, distance
 
@@ -68,6 +70,10 @@ REFUSED = {
     "streaming_diloco(outer_momentum=1.0)": "outer_momentum 1.0 must be at least 0 and below 1",
     "ssp(bound=-1)": "ssp: bound -1 must be at least 0",
     "ssp(bound='all')": "ssp: bound 'all' must be a whole number",
+    "gradient_coding(-1)": "gradient_coding: stragglers -1 must be at least 0",
+    "gradient_coding(1.5)": "gradient_coding: stragglers 1.5 must be a whole number",
+    "gradient_coding(construction='mds')": "construction 'mds' must be one of auto, cyclic, fractional_repetition",
+    "gradient_coding(seed=1)": "unexpected keyword argument 'seed'",
     "lazy": "unknown schedule 'lazy'",
 }
 
@@ -103,14 +109,42 @@ def test_settings_that_do_not_go_together_are_refused(
         {"sampler": "grouped_importance(groups='bacc')"},
         {"stream": "rate(20)"},
         {"sharing": "injection"},
+        {"sharing": "resharding(by='uniform')"},
         {"scaling": "linear"},
     ],
     ids=str,
 )
-def test_what_a_server_leaves_no_place_for_is_refused_by_name(member: dict[str, str]) -> None:
+@pytest.mark.parametrize("preset", ["ssp", "gradient_coding"])
+def test_what_a_server_leaves_no_place_for_is_refused_by_name(preset: str, member: dict[str, str]) -> None:
     ((family, text),) = member.items()
     with pytest.raises(ConfigError, match=re.escape(f"leave out --{family} {text}")):
-        recipe("ssp").but(**member).parts(0)
+        recipe(preset).but(**member).parts(0)
+
+
+def test_what_a_code_leaves_no_place_for_is_refused_by_name() -> None:
+    coded = recipe("gradient_coding")
+    with pytest.raises(ConfigError, match="leave out --sampler tests"):
+        coded.but(sampler=Carrying).parts(0)
+    with pytest.raises(ConfigError, match="leave out --partition"):
+        coded.parts(0, share=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partition": "iid"}, "leave out --partition"),
+        ({"schedule": "gradient_coding(4)"}, "stragglers 4 must be below the number of replicas, which is 4"),
+        (
+            {"schedule": "gradient_coding(2, 'fractional_repetition')"},
+            "needs replicas in groups of stragglers + 1 = 3, and there are 4: use construction='cyclic'",
+        ),
+    ],
+    ids=str,
+)
+def test_a_code_that_does_not_suit_a_run_is_refused_before_it(settings: dict[str, Any], words: str) -> None:
+    given = {"workload": "synthetic/quadratic", "recipe": "gradient_coding", "workers": 4, **settings}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        RunConfig.resolve(given).check()
 
 
 def test_attach_says_what_it_carries() -> None:
@@ -123,6 +157,9 @@ def test_attach_says_what_it_carries() -> None:
     assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
     assert said(schedule="ssp") == "no: its server has to know how many steps there are"
+    assert (
+        said(schedule="gradient_coding") == "no: a replica computes shares of others too, which a code weighs"
+    )
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
     assert said(sharing="injection").startswith("no: it sees no samples")

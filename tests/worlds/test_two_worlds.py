@@ -38,9 +38,9 @@ FAMILIES = {
     "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
     # The backend's own collectives have no virtual counterpart and add in an order of their own.
     "collective": sorted(set(COLLECTIVES) - {"native"}),
-    # A server's sums follow arrivals: see test_a_server_does_what_it_did_once_more.
+    # Sums that follow arrivals: see test_a_server_does_what_it_did_once_more, and what comes after it.
     "schedule": [
-        *sorted(set(SCHEDULES) - {"ssp"} - set(IN_BLOCKS)),
+        *sorted(set(SCHEDULES) - {"gradient_coding", "ssp"} - set(IN_BLOCKS)),
         *IN_BLOCKS.values(),
         "delayed(3, pull='swap')",
     ],
@@ -217,6 +217,35 @@ def test_a_server_does_what_it_did_once_more(pool: Pool, bound: int | None, size
     assert pool.run(size, "tests.worlds.jobs.wall_served", replay=decided, **run) == first
     assert jobs.virtual_served(size, replay=decided, **run) == first
     assert len({end["parameters"] for end, _ in first}) == 1
+
+
+CODED: dict[str, Any] = {
+    "parts": {"schedule": "gradient_coding(1, 'cyclic')", "bucket_nbytes": 2000},
+    "steps": 8,
+    "batch_size": 4,
+    "settings": {"momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize(("construction", "size"), [("cyclic", 3), ("fractional_repetition", 4)])
+def test_who_was_late_in_a_real_run_is_late_again(pool: Pool, construction: str, size: int) -> None:
+    run = {**CODED, "parts": {**CODED["parts"], "schedule": f"gradient_coding(1, {construction!r})"}}
+    first = pool.run(size, "tests.worlds.jobs.wall_served", **run)
+    decided = [decision for _, decisions in first for decision in decisions]
+    assert pool.run(size, "tests.worlds.jobs.wall_served", replay=decided, **run) == first
+    assert jobs.virtual_served(size, replay=decided, **run) == first
+    assert len({end["parameters"] for end, _ in first}) == 1
+    assert {(d.name, d.rank, d.step) for d in decided if d.name == "left_out"} == {
+        ("left_out", rank, step) for rank in range(size) for step in range(8)
+    }
+
+
+def test_steps_left_out_in_virtual_time_are_left_out_in_a_real_run(pool: Pool) -> None:
+    first = jobs.virtual_served(3, slow=2, **CODED)
+    decided = [decision for _, decisions in first for decision in decisions]
+    left_out = [d.value for d in sorted(decided, key=lambda d: d.step) if (d.name, d.rank) == ("left_out", 2)]
+    assert left_out.count(True) > 2
+    assert pool.run(3, "tests.worlds.jobs.wall_served", replay=decided, **CODED) == first
 
 
 BACC = "grouped_importance(groups='bacc', chunk=8, every=2"

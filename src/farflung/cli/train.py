@@ -54,7 +54,7 @@ class Train(RunOptions):
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
     time has passed; steps for which this machine is too slow are counted."""
     data_stays: bool = False
-    """Refuse to train by a recipe that sends samples to other replicas."""
+    """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""

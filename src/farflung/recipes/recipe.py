@@ -11,17 +11,19 @@ from farflung.comm import AUTO, COLLECTIVES, collective_named
 from farflung.config import BUCKET_NBYTES
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError, UnknownName
+from farflung.gradient_coding import gradient_code
 from farflung.options import whole_option
 from farflung.rates import SCALINGS
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
-from farflung.replica.merges import by_server
-from farflung.sampling import SAMPLERS
+from farflung.replica.merges import takes_whole
+from farflung.sampling import SAMPLERS, InShares, Uniform
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
 from farflung.types import (
     Codec,
+    Decode,
     Json,
     RateScaling,
     Reducer,
@@ -121,8 +123,11 @@ class Recipe:
         schedule: Schedule = _made("schedule", self.schedule, SCHEDULES, "plan")
         derived = derive(seed, "sampler", *([] if share is None else [share]))
         sampler: Sampler = _made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
-        if by_server(schedule):
-            self._check_server(sampler)
+        if why := takes_whole(schedule):
+            self._check_alone(sampler, why)
+        for merge in schedule.merges:
+            if isinstance(merge, Decode):
+                sampler = self._in_shares(sampler, merge, seed, share)
         return Parts(
             reducer=self._reducer(),
             schedule=schedule,
@@ -140,16 +145,29 @@ class Recipe:
             bucket_nbytes=self.bucket_nbytes,
         )
 
-    def _check_server(self, sampler: Sampler) -> None:
-        """Refuses what a server leaves no place for: replicas exchange nothing else, and take samples alike."""
+    def _check_alone(self, sampler: Sampler, why: str) -> None:
+        """Refuses what a schedule leaves no place for whose replicas exchange nothing else, and take samples alike."""
         given, plain = self.members, Recipe().members
         other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
         other += ["sampler"] * isinstance(sampler, Scores)
         if other:
             raise ConfigError(
-                f"schedule {given['schedule']}: its server takes whole updates of equal batches, as they arrive: leave "
-                f"out --{other[0]} {given[other[0]]}, or choose another --schedule"
+                f"schedule {given['schedule']}: {why}: leave out --{other[0]} {given[other[0]]}, or choose another "
+                "--schedule"
             )
+
+    def _in_shares(self, sampler: Sampler, merge: Decode, seed: int, share: int | None) -> Sampler:
+        """For replicas that compute each other's samples."""
+        given = self.members
+        other = f"--sampler {given['sampler']}" if type(sampler) is not Uniform else ""
+        if share is not None:
+            other = "--partition, which gives each a share of its own"
+        if other:
+            raise ConfigError(
+                f"schedule {given['schedule']}: replicas compute samples of others too, so all draw alike from the "
+                f"whole training set: leave out {other}"
+            )
+        return InShares(sampler, lambda size: gradient_code(merge.construction, size, merge.stragglers, seed))
 
     def _reducer(self) -> Reducer:
         plain = name_of("reducer", self.reducer) == "codec" if isinstance(self.reducer, str) else False
@@ -331,6 +349,11 @@ RECIPES: dict[str, Recipe] = {
             "ssp",
             "a parameter server: updates as they arrive, nobody over 2 steps ahead of the slowest (Ho et al. 2013)",
             schedule="ssp(bound=2)",
+        ),
+        Recipe(
+            "gradient_coding",
+            "gradient coding: each sample on two replicas, exact means without the slowest one (Tandon et al. 2017)",
+            schedule="gradient_coding(stragglers=1)",
         ),
     )
 }

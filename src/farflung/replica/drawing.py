@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,8 @@ from farflung.comm import ExchangeChannel, Purpose
 from farflung.replica.members import Parts
 from farflung.replica.ownership import Ownership, Unmoved
 from farflung.replica.scoring import Scoring
-from farflung.seeding import RandomState
+from farflung.replica.shares import apart, together
+from farflung.seeding import RandomState, derive
 from farflung.types import (
     Batch,
     DrawsFewer,
@@ -39,6 +40,7 @@ class _Drawn:
       weight: of the step in the mean; ``None``: by the number of samples.
       told: what telemetry says of the stream and the sampler.
       pool: what they were picked from; see :class:`farflung.types.PoolView`.
+      shares: that they consist of; see :class:`farflung.types.Draw`.
     """
 
     ids: SampleIds
@@ -46,15 +48,17 @@ class _Drawn:
     weight: float | None
     told: Mapping[str, Json]
     pool: int | SampleIds
+    shares: tuple[int, ...] = ()
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        told = dict(self.told)
-        return {"ids": self.ids, **weights, "weight": self.weight, "told": told, "pool": self.pool}
+        drawn = {"ids": self.ids, **weights, "shares": list(self.shares)}
+        return {**drawn, "weight": self.weight, "told": dict(self.told), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
+        shares, weights = tuple(state.get("shares", ())), state.get("weights")
+        return _Drawn(state["ids"], weights, state["weight"], state["told"], state["pool"], shares)
 
 
 @dataclass(slots=True)
@@ -68,7 +72,9 @@ class Drawing:
       count: how many samples there are where all are at hand.
       share: where this replica draws from samples of its own alone, their number over the mean of all replicas.
       batch_size: of a step, where the stream says no other.
-      random: installed whenever something is drawn.
+      random: installed whenever something is drawn that is this replica's own.
+      seed: of the training, for what is alike on all replicas.
+      device: where a model draws random numbers.
       ownership: of samples that change owners.
       scoring: where the sampler scores.
     """
@@ -80,6 +86,8 @@ class Drawing:
     share: float | None
     batch_size: int
     random: RandomState
+    seed: int
+    device: torch.device
     ownership: Ownership | Unmoved
     scoring: Scoring | None
     sent_nbytes: int = field(init=False, default=0)
@@ -95,18 +103,34 @@ class Drawing:
 
         They are the same until :meth:`commit`, so a step that is broken off before loses none.
         """
-        if self._drawn is None:
-            self._drawn = await self._draw(step)
+        await self.drawn(step)
+        assert self._drawn is not None
         self.random.install()
         rows = self.source.rows(self._drawn.ids)
         if self._lending.due(step):
             rows = await self._shared(rows, step)
             self.random.install()
-        batch = self.source.prepare(rows, train=True)
+        batch = together(self.source.prepare(part, train=True) for part in self.apart("ready", rows, step))
         weights = self._drawn.weights
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
         return batch, weights
+
+    async def drawn(self, step: int) -> int:
+        """Picks a step's samples, where that has not been done; how many they are."""
+        if self._drawn is None:
+            self._drawn = await self._draw(step)
+        return len(self._drawn.ids)
+
+    def apart(self, use: str, samples: Batch, step: int) -> Iterator[Batch]:
+        """The step's samples, by shares where it has some, under random numbers for this use of them."""
+        assert self._drawn is not None
+        return apart(samples, self._drawn.shares, self.random, derive(self.seed, use, step), self.device)
+
+    def own(self, samples: int) -> int:
+        """Those that count for this replica, where it goes through shares of others too."""
+        assert self._drawn is not None
+        return samples // max(1, len(self._drawn.shares))
 
     async def score_meanwhile(self, step: int) -> Spare | None:
         """Scores samples, where the sampler wants that; none that the step has used up."""
@@ -159,7 +183,7 @@ class Drawing:
         draw = sampler.next(self._view(step, pool, size))
         held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool, draw.shares)
 
     def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
         comm = self.runtime.comm

@@ -114,7 +114,7 @@ class Exchanges:
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
         self._rider = Rider(rides)
         self._carriers: dict[type[Merge], Carrier] = {
-            kind: merger.carrier(runtime, self._rider.numbers, steps, meets) or reducer
+            kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets) or reducer
             for kind, merger in self._mergers.items()
         }
         self._in_flight: list[Flight] = []
@@ -156,7 +156,8 @@ class Exchanges:
     @property
     def channels(self) -> list[ExchangeChannel]:
         """Of the exchanges that have not been merged; a run that goes on from here makes them again."""
-        return [flight.channel for flight in self._in_flight]
+        ahead = [channel for merger in self._mergers.values() for channel in merger.channels]
+        return [*(flight.channel for flight in self._in_flight), *ahead]
 
     @property
     def apart(self) -> bool:
@@ -232,6 +233,10 @@ class Exchanges:
         """Before a step, by its number."""
         for merger in self._mergers.values():
             merger.opens(step)
+
+    def ahead(self, step: int) -> bool:
+        """After :meth:`opens`: whether all that a step brings is there already, so that nothing need be given to it."""
+        return all(merger.ahead(step) for merger in self._mergers.values())
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""
@@ -506,7 +511,7 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        absent = self._absent(transfer.part) if merger.takes_gradient else ()
+        absent = self._absent(transfer.part) if merger.takes_gradient and not merger.takes_whole else ()
         asks = self._unused.changes(number, absent)
         weight, rider = self._rider.cast(self._votes[number], self._runtime.comm.rank, said, asks=asks)
         self._votes[number] = []

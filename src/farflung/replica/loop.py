@@ -21,7 +21,7 @@ from farflung.replica.drawing import Drawing
 from farflung.replica.errands import Errands
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
-from farflung.replica.flights import Flight
+from farflung.replica.flights import Flight, joined
 from farflung.replica.keeping import Keeping
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.members import Parts
@@ -192,6 +192,8 @@ class Replica:
             share_of_mean,
             self.training.batch_size,
             self._random,
+            self.training.seed,
+            self.device,
             self._ownership,
             self._scoring,
         )
@@ -320,18 +322,10 @@ class Replica:
         begin = now()
         self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
-        batch, weights = await self._drawing.batch(self.step_done)
-        fetched = now()
-        with self._exchanges.taking_gradients(self.optimizer):
-            loss, vote = await self.runtime.compute(
-                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
-            )
-            self._exchanges.begin(self.step_done, vote)
-            await self.runtime.backward(
-                Cost("backward", len(batch), self._buckets.numels),
-                lambda ready: self.backward(loss, ready),
-                self._exchanges.ready,
-            )
+        if self._exchanges.ahead(self.step_done):
+            vote, samples, fetched = await self._leave_out()
+        else:
+            vote, samples, fetched = await self._compute()
         computed = now()
         spare = await self._drawing.score_meanwhile(self.step_done)
         scored = computed if spare is None else now()
@@ -351,15 +345,39 @@ class Replica:
             wait_s = self._exchanges.arrived_s - computed
             self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
         if self.parts.even:
-            self._samples += len(batch) * self.runtime.comm.size
+            self._samples += samples * self.runtime.comm.size
         self._count(settled)
         split = TimeSplit(
             (computed - fetched) + (updated - merged), exposed, fetched - begin, scoring=scored - computed
         )
-        drawn: dict[str, Json] = {} if self.parts.even else {"batch": len(batch)}
+        drawn: dict[str, Json] = {} if self.parts.even else {"batch": samples}
         self._record(vote, settled, split, begin, {**drawn, **told})
         self.step_done += 1
         return settled
+
+    async def _compute(self) -> tuple[Vote, int, float]:
+        """Batch, forward, and backward with its exchanges; what is told of it, its samples, when they were there."""
+        batch, weights = await self._drawing.batch(self.step_done)
+        fetched = self.runtime.now()
+        with self._exchanges.taking_gradients(self.optimizer):
+            loss, vote = await self.runtime.compute(
+                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
+            )
+            self._exchanges.begin(self.step_done, vote)
+            await self.runtime.backward(
+                Cost("backward", len(batch), self._buckets.numels),
+                lambda ready: self.backward(loss, ready),
+                self._exchanges.ready,
+            )
+        return vote, self._drawing.own(len(batch)), fetched
+
+    async def _leave_out(self) -> tuple[Vote, int, float]:
+        """As :meth:`_compute`, where the others' gradients have been enough: the step's samples are used up."""
+        samples = await self._drawing.drawn(self.step_done)
+        vote = Vote(math.nan, 0.0, self._asks_to_stop(), self._numbers(0))
+        self._exchanges.begin(self.step_done, vote)
+        self._buckets.without_data(self._exchanges.ready)
+        return vote, self._drawing.own(samples), self.runtime.now()
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
@@ -400,9 +418,9 @@ class Replica:
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
-        self._random.install()
         self.model.train()
-        losses = self.workload.loss(self.model, batch_on(batch, self.device))
+        parts = self._drawing.apart("forward", batch, self.step_done)
+        losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, self.vote(float(loss.detach()), len(batch))
 

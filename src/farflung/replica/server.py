@@ -15,8 +15,9 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.staging import moved
 from farflung.files import deciding
+from farflung.replica.inside import Inside
 from farflung.replica.votes import asks_to_stop, with_stop
-from farflung.tasks import Pending, done, failed
+from farflung.tasks import Pending, done
 from farflung.types import (
     Channel,
     CodingCost,
@@ -26,7 +27,6 @@ from farflung.types import (
     Reduced,
     Runtime,
     StateSlot,
-    Tag,
     TensorSpec,
 )
 
@@ -99,7 +99,7 @@ class Server:
         self._visits: dict[int, _Visit] = {}
         """By rank, in the order in which they arrived."""
         self._until, self._stopping = steps, False
-        self._inside = _Inside()
+        self._inside = Inside()
         self._sent: Counts = np.zeros(size, dtype=np.int64)
         """Bytes to each of answers that count as no exchange's of rank 0 yet."""
         self._counts: Channel | None = None
@@ -215,42 +215,11 @@ class Server:
             self._inside.end(task.error)
 
 
-class _Inside:
-    """What rank 0 and the server in it have sent each other and not taken yet."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Tag, Pending[Payload]] = {}
-        self._error: BaseException | None = None
-
-    def send(self, payload: Payload, tag: Tag) -> None:
-        self._at(tag).set(payload)
-
-    def recv(self, tag: Tag) -> Pending[Payload]:
-        message = self._at(tag)
-
-        def taken(_: object) -> None:
-            self._messages.pop(tag, None)
-
-        message.on_done(taken)
-        return message
-
-    def end(self, error: BaseException) -> None:
-        """Fails every wait, now and from now on."""
-        self._error = error
-        for message in list(self._messages.values()):
-            message.fail(error)
-
-    def _at(self, tag: Tag) -> Pending[Payload]:
-        if self._error is not None:
-            return failed(self._error)
-        return self._messages.setdefault(tag, Pending())
-
-
 @dataclass(frozen=True, slots=True)
 class _OwnPost:
     """One exchange between rank 0 and the server in it, which sends nothing over the network."""
 
-    inside: _Inside
+    inside: Inside
     channel: Channel
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:

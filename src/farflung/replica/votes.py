@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Rider", "Tally", "Vote", "asks_to_stop", "with_stop"]
+__all__ = ["Rider", "Tally", "Vote", "asks_to_stop", "decoded", "with_stop"]
 
 OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
 """What every rider begins with."""
+_LOSS = OF_VOTES.index("loss")
 _ANSWERS = OF_VOTES.index("answers")
 _DIGIT = 1 << 16
 """Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
@@ -131,6 +132,13 @@ def with_stop(rider: Tensor, stop: bool) -> Tensor:
     other = rider.clone()
     other[_ANSWERS] += stop - int(rider[_ANSWERS]) % _DIGIT
     return other
+
+
+def decoded(riders: Sequence[Tensor], coefficients: Tensor) -> Tensor:
+    """The sum of riders that tell coded losses, each of which counts as often as its coefficient says."""
+    summed = torch.stack(list(riders)).sum(dim=0)
+    summed[_LOSS] = torch.stack([rider[_LOSS] for rider in riders]) @ coefficients
+    return summed
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:

@@ -28,7 +28,7 @@ from farflung.runtime.stage import check_plan
 from farflung.seeding import generator
 from farflung.spec import build, is_carried, text_of
 from farflung.timing import forward_flops
-from farflung.types import Json, SampleIds, Workload
+from farflung.types import ChecksSize, Json, SampleIds, Workload
 from farflung.workloads import WORKLOADS, check_workload, workload
 
 __all__ = ["DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
@@ -227,14 +227,18 @@ class RunConfig:
         Raises:
           BadInput: says what and what to do.
         """
-        self.recipe.parts(self.seed)
+        schedule = self.recipe.parts(self.seed).schedule
+        if isinstance(schedule, ChecksSize):
+            schedule.check(self.workers)
         train, _ = self.task.datasets()
         if self.workers > len(train):
             raise ConfigError(
                 f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
-        return self.split()
+        shares = self.split()
+        self.recipe.parts(self.seed, 0 if shares else None)
+        return shares
 
     def check_carried(self) -> None:
         """Finds out whether other processes can make this run from its configuration alone.

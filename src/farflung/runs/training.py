@@ -23,6 +23,7 @@ from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
 from farflung.runtime import Seat
+from farflung.sampling import InShares
 from farflung.telemetry import Event, Sink
 from farflung.timing import forward_flops
 from farflung.types import Workload
@@ -73,7 +74,7 @@ def train(
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
-      data_stays: refuses a recipe by which samples would be sent to other replicas.
+      data_stays: refuses a recipe by which samples would be sent to other replicas, or computed by them.
       show: gets the events as they happen: of all workers that are started here, of this replica under torchrun.
       settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
 
@@ -139,10 +140,16 @@ def ready_to_train(
       BadInput: this machine cannot do it; says why, and nothing has been made.
     """
     config = run.config
-    if data_stays and config.recipe.parts(config.seed).sharing.data_leaves_device:
+    parts, named = config.recipe.parts(config.seed), config.recipe.members
+    if data_stays and parts.sharing.data_leaves_device:
         raise ConfigError(
-            f"--data-stays: --sharing {config.recipe.members['sharing']} sends samples to other replicas: leave out "
+            f"--data-stays: --sharing {named['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
+        )
+    if data_stays and isinstance(parts.sampler, InShares):
+        raise ConfigError(
+            f"--data-stays: under --schedule {named['schedule']} replicas compute samples of others too: leave out "
+            "--data-stays, or choose another --schedule"
         )
     seat = Seat.taken()
     if seat is not None:

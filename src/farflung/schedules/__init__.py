@@ -6,6 +6,7 @@ from farflung.schedules.adacomm import AdaComm
 from farflung.schedules.delayed import Delayed
 from farflung.schedules.delayed_gradient import DelayedGradient
 from farflung.schedules.diloco import DiLoCo
+from farflung.schedules.gradient_coding import GradientCoding
 from farflung.schedules.local_sgd import LocalSGD
 from farflung.schedules.pipelined import Pipelined
 from farflung.schedules.post_local_sgd import PostLocalSGD
@@ -21,6 +22,7 @@ __all__ = [
     "Delayed",
     "DelayedGradient",
     "DiLoCo",
+    "GradientCoding",
     "LocalSGD",
     "Pipelined",
     "PostLocalSGD",
@@ -33,6 +35,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "delayed": Delayed,
     "delayed_gradient": DelayedGradient,
     "diloco": DiLoCo,
+    "gradient_coding": GradientCoding,
     "local_sgd": LocalSGD,
     "pipelined": Pipelined,
     "post_local_sgd": PostLocalSGD,

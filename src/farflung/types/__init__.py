@@ -35,6 +35,8 @@ from farflung.types.exchange import (
 from farflung.types.sampling import Carries, Draw, PoolView, Sampler, ScoredBy, Scores, Spare
 from farflung.types.schedule import (
     Bucket,
+    ChecksSize,
+    Decode,
     Fetch,
     Fragment,
     Merge,
@@ -74,6 +76,7 @@ __all__ = [
     "Carries",
     "Channel",
     "ChecksRun",
+    "ChecksSize",
     "Codec",
     "CodecState",
     "CodingCost",
@@ -85,6 +88,7 @@ __all__ = [
     "Dataset",
     "Decision",
     "Decisions",
+    "Decode",
     "Draw",
     "DrawsFewer",
     "Feed",

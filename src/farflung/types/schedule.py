@@ -10,6 +10,8 @@ from farflung.types.tensors import State, TensorSpec
 
 __all__ = [
     "Bucket",
+    "ChecksSize",
+    "Decode",
     "Fetch",
     "Fragment",
     "Merge",
@@ -120,6 +122,22 @@ class Fetch:
     bound: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The optimizer steps on the mean of a batch's shares, decoded from sums that some replicas have sent.
+
+    Args:
+      stragglers: s, the replicas that are not waited for.
+      construction: of the code; see :func:`farflung.gradient_coding.gradient_code`.
+    """
+
+    moves: ClassVar[Moved] = "gradient"
+    means: ClassVar[str] = "decoded with those of the first to come"
+
+    stragglers: int
+    construction: str
+
+
 OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]
 """What becomes of what an optimizer has gathered for parameters that are merged."""
 
@@ -221,3 +239,16 @@ class NeedsLoss(Protocol):
 
     needs_loss: ClassVar[str]
     """What for, in words that a refusal ends with."""
+
+
+@runtime_checkable
+class ChecksSize(Protocol):
+    """A schedule that not every number of replicas suits."""
+
+    def check(self, size: int) -> None:
+        """Refuses a run before it begins.
+
+        Raises:
+          ConfigError: says why, and what to do instead.
+        """
+        ...

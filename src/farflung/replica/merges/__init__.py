@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from farflung.errors import Unsupported
 from farflung.replica.buckets import GradientBuckets
+from farflung.replica.merges.decode import Decoding
 from farflung.replica.merges.fetch import Fetching
 from farflung.replica.merges.merger import Merger
 from farflung.replica.merges.outer import OuterSteps
@@ -11,10 +12,11 @@ from farflung.replica.merges.pull import Pulling, share_of_a_step
 from farflung.replica.merges.replace import Replacing
 from farflung.replica.merges.swap import Swapping
 from farflung.replica.merges.swap_gradient import SwappingGradients
-from farflung.types import Fetch, Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Decode, Fetch, Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
 __all__ = [
     "MERGERS",
+    "Decoding",
     "Fetching",
     "Merger",
     "OuterSteps",
@@ -22,13 +24,14 @@ __all__ = [
     "Replacing",
     "Swapping",
     "SwappingGradients",
-    "by_server",
     "mergers",
     "needs_the_loop",
     "share_of_a_step",
+    "takes_whole",
 ]
 
 MERGERS: dict[type[Merge], type[Merger]] = {
+    Decode: Decoding,
     Fetch: Fetching,
     Outer: OuterSteps,
     Pull: Pulling,
@@ -56,13 +59,13 @@ def mergers(schedule: Schedule, buckets: GradientBuckets) -> Mapping[type[Merge]
     return found
 
 
-def by_server(schedule: Schedule) -> bool:
-    """Whether updates of a schedule go to a server in place of what a recipe's members carry.
+def takes_whole(schedule: Schedule) -> str:
+    """Why a schedule goes with no other members of a recipe that carry; empty where it does.
 
     Raises:
       Unsupported: a merge that is not in :data:`MERGERS`.
     """
-    return any(_kind(schedule, merge).by_server for merge in schedule.merges)
+    return next(filter(None, (_kind(schedule, merge).takes_whole for merge in schedule.merges)), "")
 
 
 def needs_the_loop(schedule: Schedule) -> str:

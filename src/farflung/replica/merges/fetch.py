@@ -19,6 +19,7 @@ __all__ = ["Fetching"]
 class Fetching(Merger):
     """Carries out :class:`farflung.types.Fetch`: an update is what was done to the parameters since the last answer."""
 
+    takes_whole: ClassVar[str] = "its server takes whole updates of equal batches, as they arrive"
     by_server: ClassVar[bool] = True
     rank_0_stands: ClassVar[bool] = True
 
@@ -40,9 +41,10 @@ class Fetching(Merger):
         return "its server has to know how many steps there are"
 
     def carrier(
-        self, runtime: Runtime, rider: int, steps: int | None, meets: Callable[[int], bool]
+        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier:
         """The server, or the way there."""
+        del seed
         assert steps is not None
         self._by_server = ByServer(runtime, self._bound, rider, steps, meets)
         return self._by_server

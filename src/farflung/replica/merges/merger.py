@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from farflung.comm import ExchangeChannel
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Carrier, Flight
 from farflung.types import Merge, Runtime, State, Transfer
@@ -33,6 +34,8 @@ class Merger:
     """Whether the optimizer steps on what is merged and nothing else, at steps where such a transfer begins or ends."""
     clips: ClassVar[bool] = True
     """Whether the gradient that the optimizer steps on may be clipped."""
+    takes_whole: ClassVar[str] = ""
+    """What becomes of what it moves where its own carrier takes that in place of a recipe's members; empty: they do."""
     by_server: ClassVar[bool] = False
     """Whether its exchanges go by a server, so that no result is a mean of one step, and none can be skipped."""
     rank_0_stands: ClassVar[bool] = False
@@ -54,21 +57,32 @@ class Merger:
         return ""
 
     def carrier(
-        self, runtime: Runtime, rider: int, steps: int | None, meets: Callable[[int], bool]
+        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier | None:
         """Once before :meth:`opens`: what carries its exchanges where the run's reducer does not.
 
         Args:
           runtime: the world.
           rider: how many numbers ride beside each exchange.
+          seed: of the run.
           steps: of the run, where that is known.
           meets: whether all replicas have to be alike after so many steps.
         """
-        del runtime, rider, steps, meets
+        del runtime, rider, seed, steps, meets
         return None
+
+    @property
+    def channels(self) -> Sequence[ExchangeChannel]:
+        """Of what was sent for exchanges that this replica has not begun."""
+        return ()
 
     def opens(self, step: int) -> None:
         """Before each step."""
+
+    def ahead(self, step: int) -> bool:
+        """After :meth:`opens`: whether what the step's exchanges bring is there before it has begun."""
+        del step
+        return False
 
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Once before the first step: the optimizer whose steps are merged with those of others.

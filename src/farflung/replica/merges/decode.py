@@ -1,0 +1,83 @@
+"""Means that are decoded in place of own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel
+from farflung.gradient_coding import gradient_code
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.decoder import ByDecoder
+from farflung.replica.flights import Carrier, Flight
+from farflung.replica.merges.merger import Merger
+from farflung.types import Decode, Runtime, Transfer
+
+__all__ = ["Decoding"]
+
+
+class Decoding(Merger):
+    """Carries out :class:`farflung.types.Decode`: replicas apply the same means, and never differ."""
+
+    takes_gradient: ClassVar[bool] = True
+    takes_whole: ClassVar[str] = "whole gradients of equal batches are coded and decoded as they arrive"
+
+    def __init__(self, merge: Decode, buckets: GradientBuckets) -> None:
+        super().__init__(merge, buckets)
+        self._merge = merge
+        self._by_decoder: ByDecoder | None = None
+
+    @property
+    def channels(self) -> Sequence[ExchangeChannel]:
+        """The decoder's."""
+        return [] if self._by_decoder is None else self._by_decoder.channels
+
+    @staticmethod
+    def needs_the_loop(merge: Decode) -> str:
+        """A code says which samples each replica computes."""
+        del merge
+        return "a replica computes shares of others too, which a code weighs"
+
+    def carrier(
+        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
+    ) -> Carrier:
+        """The decoder, or the way there."""
+        del meets
+        assert steps is not None
+        code = gradient_code(self._merge.construction, runtime.comm.size, self._merge.stragglers, seed)
+        flats = {bucket.index: self._buckets.flat(bucket.index) for bucket in self._buckets.buckets}
+        self._by_decoder = ByDecoder(runtime, code, flats, rider, steps)
+        return self._by_decoder
+
+    def opens(self, step: int) -> None:
+        """Opens the decoder."""
+        assert self._by_decoder is not None
+        self._by_decoder.open(step)
+
+    def ahead(self, step: int) -> bool:
+        """Where the others were enough."""
+        assert self._by_decoder is not None
+        return self._by_decoder.ahead(step)
+
+    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The bucket itself."""
+        del transfer, step
+        return self._buckets.flat(index), {}
+
+    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+        """The mean becomes the gradient."""
+        del flight
+        if mean is not None:
+            self._buckets.load(index, mean)
+
+    def steps(self, *, merged: bool, finite: bool) -> bool:
+        """On what was decoded."""
+        del finite
+        return merged
+
+    def apart(self, *, pending: bool) -> bool:
+        """Never."""
+        del pending
+        return False
