@@ -1,0 +1,207 @@
+"""The blocks that a device holds, and their products with a vector, piece by piece.
+
+With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a partition
+itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk} C_k`. It is
+kept by partition, as each part comes from another device, and transposed, so that a piece of it lies in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from farflung.coded.messages import Fetch, Malformed, Multiply
+
+__all__ = ["ColumnBlock", "Holding", "RowBlock", "bounds_of", "column_sums", "piece_of"]
+
+
+def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
+    """Where a piece begins and ends.
+
+    >>> [piece_of(10, 4, piece) for piece in range(4)]
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
+    """
+    return piece * length // pieces, (piece + 1) * length // pieces
+
+
+def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
+    """Where column blocks begin, all but the last ones of one width, and where the last ends.
+
+    >>> bounds_of(7, 3)
+    (0, 3, 6, 7)
+    """
+    width = -(-features // blocks)
+    return tuple(min(features, block * width) for block in range(blocks + 1))
+
+
+def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -> Tensor:
+    """The weighted sum of column blocks of some rows, transposed.
+
+    Args:
+      rows: (rows, features).
+      weights: of each column block.
+      bounds: where each begins, and the last ends.
+
+    Returns:
+      (width, rows), the width that of the widest block with a weight; narrower ones count as if zeros followed.
+    """
+    used = [k for k, weight in enumerate(weights) if weight]
+    width = max((bounds[k + 1] - bounds[k] for k in used), default=0)
+    total = torch.zeros(width, rows.shape[0], dtype=torch.float64)
+    for k in used:
+        begin, end = bounds[k], bounds[k + 1]
+        total[: end - begin].add_(rows[:, begin:end].T, alpha=weights[k])
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """A block of rows, raw or coded.
+
+    Args:
+      data: (rows, features).
+    """
+
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return self.data.nbytes
+
+    def samples(self, begin: int, end: int) -> int:
+        """How many samples have as many numbers as these rows."""
+        return len(self.data[begin:end])
+
+    def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
+        """Rows of it times the weights in the operand."""
+        return self.data[begin:end] @ task.operand
+
+    def give(self, request: Fetch) -> Tensor:
+        """Rows of it, or the sums of their columns, transposed."""
+        rows = self.data[request.begin : request.end]
+        return column_sums(rows, request.weights, request.bounds) if request.weights else rows
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnBlock:
+    """A block of columns, raw or coded.
+
+    Args:
+      features: of the whole data.
+      parts: (width, rows) of each partition.
+    """
+
+    features: int
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def samples(self, begin: int, end: int) -> int:
+        """How many samples have as many numbers as these columns."""
+        return -(-sum(part[begin:end].numel() for part in self.parts.values()) // self.features)
+
+    def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
+        """Columns of it times the residuals in the operand; those partitions count whose parts are here."""
+        total: Tensor | None = None
+        at = 0
+        for partition in task.partitions:
+            part = self.parts[partition]
+            product = part[begin:end] @ task.operand[at : at + part.shape[1]]
+            total = product if total is None else total.add_(product)
+            at += part.shape[1]
+        assert total is not None
+        return total
+
+    def give(self, request: Fetch) -> Tensor:
+        """Of the rows of one partition."""
+        return self.parts[request.partition][:, request.begin : request.end].contiguous()
+
+
+class Holding:
+    """What a device has, for as long as it lives: it outlasts a connection to a coordinator.
+
+    Args:
+      partition: the name of the data that it brings; empty: none.
+      data: (rows, features) float64.
+      labels: (rows,) float64.
+    """
+
+    def __init__(self, partition: str = "", data: Tensor | None = None, labels: Tensor | None = None) -> None:
+        self.partition, self.data, self.labels = partition, data, labels
+        self.raw = -1
+        """The number of the block that its own data are."""
+        self.run = ""
+        """Whose numbers these are."""
+        self.blocks: dict[int, RowBlock | ColumnBlock] = {}
+
+    @property
+    def coded(self) -> tuple[int, ...]:
+        """The blocks that it has made."""
+        return tuple(sorted(self.blocks.keys() - {self.raw}))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.nbytes for block in self.blocks.values())
+
+    def settle(self, run: str, raw: int) -> None:
+        """Belongs to a run, under whose number its own data go; blocks of another run are dropped."""
+        if run != self.run:
+            self.blocks.clear()
+        self.blocks.pop(self.raw, None)
+        self.run, self.raw = run, raw
+        if self.data is not None and raw >= 0:
+            self.blocks[raw] = RowBlock(self.data)
+
+    def drop(self, block: int) -> None:
+        """One of them is not needed any more."""
+        if block != self.raw:
+            self.blocks.pop(block, None)
+
+    def answering(self, task: Multiply) -> Mapping[int, RowBlock | ColumnBlock]:
+        """The blocks that a task names, as far as they are here and can be multiplied.
+
+        Raises:
+          Malformed: the operand is not of their size.
+        """
+        chosen = {number: self.blocks[number] for number in task.blocks if number in self.blocks}
+        for number, block in list(chosen.items()):
+            if isinstance(block, RowBlock):
+                due = block.data.shape[1]
+            elif all(partition in block.parts for partition in task.partitions) and task.partitions:
+                due = sum(block.parts[partition].shape[1] for partition in task.partitions)
+            else:
+                del chosen[number]
+                continue
+            if task.operand.dim() != 2 or task.operand.shape[0] != due:
+                raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {due}")
+        return chosen
+
+    def give(self, request: Fetch) -> Tensor:
+        """What another device asks for.
+
+        Raises:
+          Malformed: there is no such block, or no such part of it.
+        """
+        block = self.blocks.get(request.block)
+        if isinstance(block, RowBlock):
+            fits = request.partition < 0 and (
+                not request.weights or _fits(request.weights, request.bounds, block.data.shape[1])
+            )
+        else:
+            fits = block is not None and request.partition in block.parts
+        if block is None or not fits or not 0 <= request.begin <= request.end:
+            raise Malformed("no such part of a block")
+        return block.give(request)
+
+
+def _fits(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
+    ascending = all(0 <= begin <= end for begin, end in zip(bounds, bounds[1:], strict=False))
+    return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

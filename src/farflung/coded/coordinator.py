@@ -1,0 +1,479 @@
+"""The coordinator: it knows labels and weights, and who holds what; it sees no features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.coded import tags
+from farflung.coded.codes import CODES
+from farflung.coded.deadlines import Learned
+from farflung.coded.inbox import Alarm, Answer, Gone, Heard, Inbox
+from farflung.coded.messages import (
+    Built,
+    Command,
+    Drop,
+    End,
+    Failed,
+    Hello,
+    Leaving,
+    Malformed,
+    Meet,
+    Multiply,
+    Probe,
+    Report,
+    Welcome,
+    packed,
+    unpacked,
+)
+from farflung.coded.planning import Planner
+from farflung.coded.roster import Block, Kind, Member, Partition, Roster, names
+from farflung.coded.rounds import Plans, Round
+from farflung.coded.settings import Settings
+from farflung.errors import RunLost
+from farflung.files import deciding
+from farflung.spec import build
+from farflung.types import Decision, Runtime
+
+__all__ = ["Coordinator", "PartitionsChanged"]
+
+_REPORTS: tuple[type[Report], ...] = (Hello, Built, Failed, Leaving, Probe)
+
+
+class PartitionsChanged(Exception):
+    """Other samples are trained on from now on, so a product that was under way is of no use."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened beside training.
+
+    Args:
+      refused: messages that were not of their form, or that nobody was waiting for.
+      late: answers that came for pieces that were decoded before.
+    """
+
+    refused: int = 0
+    late: int = 0
+    rounds: int = 0
+    silences: int = 0
+
+
+class Coordinator:
+    """Rank 0 of a run: brings devices together, has data encoded, and multiplies the whole of it.
+
+    Args:
+      runtime: the world.
+      settings: of the run.
+      admit: lets a device in, where that has to be asked for.
+      run: its name, by which devices know the blocks that they hold.
+      tell: is told what happens, by name and with values; for logs and pictures.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: Settings,
+        *,
+        run: str = "run",
+        tell: Callable[..., object] = lambda event, **values: None,
+    ) -> None:
+        self.roster, self.counters = Roster(), Counters()
+        self._runtime, self._comm, self._settings, self._run = runtime, runtime.comm, settings, run
+        self._tell = tell
+        self._inbox = Inbox(runtime)
+        code = build("code", settings.code, CODES)
+        self._planner = Planner(code, settings.seed, settings.first_coded, settings.redundancy)
+        self._plans = Plans(settings.max_condition)
+        self._learned: dict[Kind, Learned] = {
+            kind: Learned(settings.patience_s, least_s=settings.least_s) for kind in ("rows", "columns")
+        }
+        self._round: Round | None = None
+        self._alarm = 0
+        self._encoded = False
+        self._changed = False
+
+    # --- a run ------------------------------------------------------------------------------------------------------
+
+    async def gather(self) -> None:
+        """Waits for the devices and partitions that training begins with, and has their data encoded.
+
+        Raises:
+          RunLost: they do not come, or are lost while data are encoded.
+        """
+        wanted = self._settings
+        await self._until(
+            lambda: len(self.roster.members) >= wanted.devices and len(self._brought()) >= wanted.partitions,
+            lambda: (
+                f"{len(self.roster.members)} of {wanted.devices} devices and {len(self._brought())} of "
+                f"{wanted.partitions} partitions have come"
+            ),
+        )
+        for partition in self._brought():
+            partition.active = True
+        self._encoded = True
+        self._order(self._planner.begin(self.roster))
+        await self._until(
+            lambda: not self._making() and self.roster.decodable("rows") and self.roster.decodable("columns"),
+            lambda: self._in_need("columns"),
+        )
+        self._tell("encoded", t=self._runtime.now())
+
+    def settle(self) -> list[Partition]:
+        """The partitions that are trained on from now on, in the order of their samples."""
+        self._changed = False
+        for partition in self.roster.partitions:
+            if not partition.active and self._has_columns(partition):
+                partition.active = True
+        self._mend()
+        return self.roster.active
+
+    @property
+    def changed(self) -> bool:
+        """Whether other partitions are there than those that are trained on."""
+        return self._changed
+
+    @property
+    def samples(self) -> int:
+        """Rows of all data that are trained on."""
+        return sum(partition.rows for partition in self.roster.active)
+
+    @property
+    def features(self) -> int:
+        """Columns of the data."""
+        return self.roster.features
+
+    async def times(self, weights: Tensor) -> Tensor:
+        """See :class:`farflung.coded.Products`.
+
+        Raises:
+          PartitionsChanged: some of the data are lost for good, and training goes on without them.
+          RunLost: too few devices are left, and none has come for the patience of the run.
+        """
+        heights = [partition.rows for partition in self.roster.active]
+        return await self._multiply("rows", weights, (), heights)
+
+    async def transposed_times(self, residuals: Tensor) -> Tensor:
+        """See :meth:`times`."""
+        partitions = tuple(partition.number for partition in self.roster.active)
+        bounds = self.roster.bounds
+        widths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return await self._multiply("columns", residuals, partitions, widths)
+
+    async def end(self, reason: str = "") -> None:
+        """Lets all devices go."""
+        for rank in self.roster.members:
+            self._send(rank, End(reason))
+
+    # --- rounds -----------------------------------------------------------------------------------------------------
+
+    async def _multiply(
+        self, kind: Kind, operand: Tensor, partitions: tuple[int, ...], heights: Sequence[int]
+    ) -> Tensor:
+        self.counters.rounds += 1
+        number, begin = self.counters.rounds, self._runtime.now()
+        due = self._runtime.decisions.replayed("answers", number, self._comm.rank)
+        current = self._round = Round(
+            number, kind, self.roster.unknowns(kind), heights, operand.shape[1], operand, partitions,
+            self._settings.pieces, self._plans, _told(due),
+        )  # fmt: skip
+        self._inbox.open(number)
+        self._ask()
+        self._watch_round()
+        try:
+            await self._until(lambda: current.complete, lambda: self._in_need(kind))
+        finally:
+            self._inbox.shut(number)
+            self._round = None
+        self._learned[kind].took(self._runtime.now() - begin)
+        self.counters.late += current.late
+        self._runtime.decide_own("answers", number, lambda: [list(one) for one in current.used])
+        return current.product()
+
+    def _ask(self) -> None:
+        """Has every block that can answer multiplied."""
+        if self._round is None:
+            return
+        for rank, task in self._round.tasks(self.roster.answering(self._round.kind)).items():
+            self._send(rank, task)
+
+    def _watch_round(self) -> None:
+        if self._round is not None:
+            self._alarm = self._inbox.alarm(
+                self._runtime.now() + self._learned[self._round.kind].seconds
+            )
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    async def _until(self, there: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Lets things happen until a condition holds.
+
+        Raises:
+          RunLost: nothing that brings it nearer has happened for the patience of the run.
+        """
+        patience_s = self._settings.patience_s
+        since, alarm = self._runtime.now(), self._inbox.alarm(self._runtime.now() + patience_s)
+        paused = False
+        while not there():
+            event = await self._inbox.next()
+            if isinstance(event, Alarm):
+                if event.number == alarm:
+                    left_s = since + patience_s - self._runtime.now()
+                    if left_s <= 0:
+                        raise RunLost(f"nobody came for {patience_s:g} s: {missing()}")
+                    alarm = self._inbox.alarm(self._runtime.now() + left_s)
+                elif event.number == self._alarm:
+                    self._falls_silent()
+                    self._watch_round()
+            elif self._handle(event):
+                since = self._runtime.now()
+            if self._round is not None and not paused and not self.roster.decodable(self._round.kind):
+                paused = True
+                self._tell("paused", t=self._runtime.now(), missing=missing())
+        if paused:
+            self._tell("goes_on", t=self._runtime.now())
+
+    def _handle(self, event: Heard | Answer | Gone) -> bool:
+        """Whether it was of use."""
+        if isinstance(event, Gone):
+            self._lose(event.rank)
+            return False
+        member = self.roster.members.get(event.rank)
+        try:
+            if isinstance(event, Answer):
+                if self._round is None or event.round != self._round.number:
+                    self.counters.late += 1
+                    return False
+                self._round.take(event.rank, event.payload)
+            else:
+                self._report(event.rank, unpacked(event.payload, _REPORTS))
+        except Malformed as error:
+            self.counters.refused += 1
+            self._tell("refused", t=self._runtime.now(), rank=event.rank, why=str(error))
+            return False
+        if member is not None and member.silent:
+            self._speaks_again(member)
+        return True
+
+    def _report(self, rank: int, report: Any) -> None:
+        if isinstance(report, Hello):
+            self._hello(rank, report)
+            return
+        member = self.roster.members.get(rank)
+        if member is None:
+            raise Malformed("a report before a greeting")
+        if isinstance(report, Leaving):
+            member.leaving = True
+            self._tell("leaving", t=self._runtime.now(), rank=rank)
+            self._mend()
+            return
+        if isinstance(report, Probe):
+            return
+        block = self.roster.blocks.get(report.block)
+        if block is None or block.holder != rank:
+            raise Malformed("a report on a block that the device does not have")
+        if isinstance(report, Built):
+            self.roster.built(block)
+            self._tell("built", t=self._runtime.now(), rank=rank, block=block.number, kind=block.kind)
+            self._replaced(block)
+        else:
+            self.roster.failed(block)
+            self._tell("failed", t=self._runtime.now(), rank=rank, block=block.number, blamed=report.rank)
+            blamed = self.roster.members.get(report.rank)
+            if blamed is not None and report.rank != rank:
+                self._falls(blamed)
+        self._mend()
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def _hello(self, rank: int, hello: Hello) -> None:
+        roster = self.roster
+        if rank in roster.members:
+            raise Malformed("a second greeting")
+        if reason := self._unfit(hello):
+            self._tell("turned_away", t=self._runtime.now(), rank=rank, why=reason)
+            self._send(rank, End(reason))
+            return
+        raw = -1
+        if hello.partition:
+            roster.features = hello.features
+            partition = roster.named(hello.partition)
+            if partition is None:
+                partition = Partition(len(roster.partitions), hello.partition, hello.labels.reshape(-1), roster.number())
+                roster.partitions.append(partition)
+            raw = partition.block
+            roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
+        for other in roster.members:
+            self._send(other, Meet((rank,)))
+        roster.members[rank] = Member(rank)
+        self._send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
+        self._send(rank, Meet(tuple(sorted(roster.members))))
+        self._keeps(rank, hello)
+        self._tell("came", t=self._runtime.now(), rank=rank, partition=hello.partition, rows=hello.rows)
+        self._mend()
+
+    def _unfit(self, hello: Hello) -> str:
+        """Why a device cannot take part; empty: it can."""
+        if not hello.partition:
+            return ""
+        if hello.rows < 1 or hello.features < 1 or hello.labels.numel() != hello.rows:
+            raise Malformed("data without rows, or with another number of labels")
+        known, features = self.roster.named(hello.partition), self.roster.features
+        if features and hello.features != features:
+            return (
+                f"partition {hello.partition!r} has {hello.features} features, and those that are there have {features}: "
+                "give all devices the same columns"
+            )
+        if known is None:
+            return ""
+        if any(block.holder is not None for block in [self.roster.blocks[known.block]]):
+            return f"partition {hello.partition!r} is there already: give each device another one"
+        if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
+            return f"partition {hello.partition!r} was there with other labels: give it another name"
+        return ""
+
+    def _keeps(self, rank: int, hello: Hello) -> None:
+        """Blocks that a device has kept from an earlier meeting, as far as nobody else has them."""
+        forgotten = []
+        for number in hello.held:
+            block = self.roster.blocks.get(number)
+            if hello.run == self._run and block is not None and block.holder is None and block.kind == "rows":
+                block.holder, block.ready = rank, True
+            else:
+                forgotten.append(number)
+        if forgotten:
+            self._send(rank, Drop(tuple(forgotten)))
+
+    def _lose(self, rank: int) -> None:
+        if rank not in self.roster.members:
+            return
+        self.roster.lose(rank)
+        self._tell("gone", t=self._runtime.now(), rank=rank)
+        changed = self._encoded and self._loses_partitions()
+        self._mend()
+        if changed and self._round is not None:
+            raise PartitionsChanged
+
+    def _loses_partitions(self) -> bool:
+        """Whether training goes on without some: no device that is there has them, nor anything that they follow from."""
+        changed = False
+        while lost := [one for one in self.roster.active if not self.roster.recoverable(one)]:
+            for partition in lost:
+                self._tell("lost", t=self._runtime.now(), partition=partition.name)
+            if self._settings.on_loss == "wait":
+                return False
+            for partition in lost:
+                self.roster.forsake(partition)
+            changed = True
+        if changed and not self.roster.active:
+            raise RunLost("no partition is left: all devices that had one are gone")
+        return changed
+
+    def _falls_silent(self) -> None:
+        """Devices that were asked and have answered nothing by the deadline of the round."""
+        if self._round is None:
+            return
+        for rank in self._round.asked.keys() - self._round.answered:
+            member = self.roster.members.get(rank)
+            if member is not None:
+                self._falls(member)
+        self._mend()
+
+    def _falls(self, member: Member) -> None:
+        if not member.silent:
+            member.silent = True
+            self.counters.silences += 1
+            self._tell("silent", t=self._runtime.now(), rank=member.rank)
+        self._send(member.rank, Probe(self.counters.rounds))
+
+    def _speaks_again(self, member: Member) -> None:
+        member.silent = False
+        self._tell("heard", t=self._runtime.now(), rank=member.rank)
+        self._mend()
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    def _mend(self) -> None:
+        """Orders what is missing, lets go who may go, and asks whoever can answer now."""
+        if not self._encoded:
+            return
+        self._order(self._planner.mend(self.roster))
+        for member in list(self.roster.members.values()):
+            if member.leaving and self._can_go(member.rank):
+                self._send(member.rank, End())
+        for partition in self.roster.partitions:
+            self._changed |= not partition.active and self._has_columns(partition)
+        self._ask()
+
+    def _order(self, orders: Any) -> None:
+        for rank, order in orders:
+            self._tell("ordered", t=self._runtime.now(), rank=rank, block=order.block)
+            self._send(rank, order)
+
+    def _send(self, rank: int, message: Command) -> None:
+        tag = tags.OPERAND if isinstance(message, (Multiply, End)) else tags.COMMAND
+        self._comm.send(packed(message), rank, tag)
+
+    def _making(self) -> list[Block]:
+        """Blocks under way."""
+        return [
+            block
+            for block in self.roster.blocks.values()
+            if block.holder is not None and (not block.ready or block.making)
+        ]
+
+    def _replaced(self, block: Block) -> None:
+        """The one that it takes the place of may go."""
+        if block.replaces is not None:
+            old = self.roster.blocks[block.replaces]
+            if old.holder is not None:
+                self._send(old.holder, Drop((old.number,)))
+            self.roster.discard(old)
+
+    def _can_go(self, rank: int) -> bool:
+        """Whether nothing of what a device holds is missing without it."""
+        for kind in ("rows", "columns"):
+            others = [block for block in self.roster.there(kind) if block.holder != rank]
+            for block in self.roster.there(kind):
+                if block.holder == rank and block.raw is not None:
+                    if not any(other.raw == block.raw and other.parts >= block.parts for other in others):
+                        return False
+        return True
+
+    def _brought(self) -> list[Partition]:
+        """Partitions that are there."""
+        return [one for one in self.roster.partitions if self.roster.raw(one) is not None]
+
+    def _has_columns(self, partition: Partition) -> bool:
+        """Whether it can be trained on: enough blocks of columns have its rows."""
+        roster = self.roster
+        blocks = [block for block in roster.there("columns") if partition.number in block.parts]
+        unknowns = roster.unknowns("columns")
+        return bool(unknowns) and roster.rank(blocks, unknowns) == len(unknowns)
+
+    def _in_need(self, kind: Kind) -> str:
+        """What is missing, for people."""
+        roster = self.roster
+        silent = [rank for rank, member in roster.members.items() if member.silent]
+        lost = [one for one in roster.active if not roster.recoverable(one)]
+        texts = [f"{len(roster.heard)} devices are heard of"]
+        if silent:
+            texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
+        if lost:
+            texts.append(f"lost with their devices: {names(lost)}")
+        elif kind == "columns" and not roster.decodable(kind):
+            texts.append(f"column blocks {', '.join(map(str, roster.missing(kind)))} follow from none that are there")
+        return "; ".join(texts)
+
+
+def _told(decision: Decision | None) -> list[frozenset[int]] | None:
+    """Of a round that is made again, the blocks by which each piece was decoded."""
+    if decision is None:
+        return None
+    with deciding(decision.name, decision.step):
+        sets: Any = decision.value
+        return [frozenset(map(int, one)) for one in sets]

@@ -1,0 +1,173 @@
+"""How a device makes blocks out of what others hold: it asks for a few rows at a time, and adds them up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from farflung.coded import tags
+from farflung.coded.blocks import ColumnBlock, Holding, RowBlock
+from farflung.coded.messages import Columns, Fetch, Malformed, Rows, Source, packed
+from farflung.errors import DeadlinePassed, FarflungError, RunLost
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime
+
+__all__ = ["Fetcher", "SourceLost"]
+
+CHUNK_NBYTES = 1 << 22
+"""What is asked for at once; a block may be larger than the memory that is left beside it."""
+WINDOW = 4
+"""How many such questions are under way at a time."""
+
+
+class SourceLost(RunLost):
+    """A device did not give what it was asked for.
+
+    Args:
+      rank: which.
+      detail: what was seen.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        self.rank, self.detail = rank, detail
+        super().__init__(f"rank {rank} did not give its share of a block: {detail}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Some rows of one source, and where they go.
+
+    Args:
+      source: who has them.
+      request: what it is asked.
+      take: adds them, times their weight.
+    """
+
+    source: Source
+    request: Fetch
+    take: Callable[[Tensor], object]
+
+
+class Fetcher:
+    """Makes the blocks of one device.
+
+    Args:
+      runtime: the device's.
+      holding: what it has; blocks that are made are put there.
+      met: done when another device can be asked.
+      deadline_s: how long a device may take to give a few rows.
+    """
+
+    def __init__(
+        self, runtime: Runtime, holding: Holding, met: Callable[[int], Pending[None]], deadline_s: float
+    ) -> None:
+        self._comm, self._holding, self._met = runtime.comm, holding, met
+        self._deadline_s = deadline_s
+        self._asked = 0
+
+    async def rows(self, order: Rows, sources: tuple[Source, ...]) -> None:
+        """Makes a coded block of rows.
+
+        Args:
+          order: which, and how high.
+          sources: whose rows it adds up, with their weights.
+
+        Raises:
+          SourceLost: a source has gone, or gave something else.
+        """
+        block = torch.zeros(order.rows, order.features, dtype=torch.float64)
+        step = max(1, CHUNK_NBYTES // (8 * order.features))
+
+        def shares() -> Iterator[_Share]:
+            for begin in range(0, order.rows, step):
+                end = min(order.rows, begin + step)
+                for source in sources:
+                    yield _Share(source, Fetch(0, source.block, begin, end), _adding(block[begin:end], source.weight))
+
+        await self._gather(shares())
+        self._holding.blocks[order.block] = RowBlock(block)
+
+    async def columns(self, order: Columns) -> None:
+        """Makes a coded block of columns, or adds parts to it.
+
+        Raises:
+          SourceLost: a source has gone, or gave something else.
+        """
+        used = [k for k, weight in enumerate(order.weights) if weight]
+        width = max(order.bounds[k + 1] - order.bounds[k] for k in used)
+        step = max(1, CHUNK_NBYTES // (8 * max(1, width)))
+        made = {part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts}
+
+        def shares() -> Iterator[_Share]:
+            for part in order.parts:
+                for begin in range(0, part.rows, step):
+                    end = min(part.rows, begin + step)
+                    for source in part.sources:
+                        request = Fetch(0, source.block, begin, end, part.partition)
+                        if part.raw:
+                            request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
+                        into = made[part.partition][:, begin:end]
+                        yield _Share(source, request, _adding(into, source.weight))
+
+        await self._gather(shares())
+        before = self._holding.blocks.get(order.block)
+        parts = dict(before.parts) if isinstance(before, ColumnBlock) else {}
+        self._holding.blocks[order.block] = ColumnBlock(order.bounds[-1], {**parts, **made})
+
+    async def _gather(self, shares: Iterator[_Share]) -> None:
+        flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
+        try:
+            for share in shares:
+                if share.source.rank == self._comm.rank:
+                    share.take(self._holding.give(share.request))
+                    continue
+                if len(flying) == WINDOW:
+                    await self._land(*flying.popleft())
+                flying.append(await self._ask(share))
+            while flying:
+                await self._land(*flying.popleft())
+        finally:
+            for _, number, _ in flying:
+                self._comm.forget(tags.reply(number).exchange)
+
+    async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
+        rank = share.source.rank
+        try:
+            await self._met(rank)
+        except FarflungError as error:
+            raise SourceLost(rank, str(error)) from None
+        self._asked += 1
+        number = self._asked
+        answer = self._comm.recv(rank, tags.reply(number), deadline_s=self._deadline_s)
+        self._comm.send(packed(replace(share.request, reply=number)), rank, tags.ASK)
+        return share, number, answer
+
+    async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> None:
+        try:
+            given = list((await answer).tensors())
+            if len(given) != 1 or given[0].dtype != torch.float64:
+                raise Malformed("it has no such block")
+            if not bool(torch.isfinite(given[0]).all()):
+                raise Malformed("numbers that are not finite")
+            share.take(given[0])
+        except DeadlinePassed:
+            raise SourceLost(share.source.rank, f"silent for {self._deadline_s:g} s") from None
+        except (FarflungError, Malformed) as error:
+            raise SourceLost(share.source.rank, str(error)) from None
+        finally:
+            self._comm.forget(tags.reply(number).exchange)
+
+
+def _adding(into: Tensor, weight: float) -> Callable[[Tensor], object]:
+    """Adds what comes to a part of a block; what is smaller counts as if zeros followed."""
+
+    def add(given: Tensor) -> None:
+        if given.dim() != 2 or any(has > room for has, room in zip(given.shape, into.shape, strict=True)):
+            raise Malformed(f"rows of {list(given.shape)} where {list(into.shape)} were due")
+        into[: given.shape[0], : given.shape[1]].add_(given, alpha=weight)
+
+    return add

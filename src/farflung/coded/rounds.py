@@ -1,0 +1,180 @@
+"""One product of the whole data: what is sent to whom, which answers have come, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from farflung.coded.blocks import piece_of
+from farflung.coded.decoder import Decoder, Plan
+from farflung.coded.messages import Malformed, Multiply
+from farflung.coded.roster import Block, Kind
+from farflung.types import Payload
+
+__all__ = ["Plans", "Round"]
+
+
+class Plans:
+    """How the answers of each set of blocks are decoded, found once; the sets of one round come again in the next.
+
+    Args:
+      max_condition: the largest condition number of a set that is decoded.
+    """
+
+    def __init__(self, max_condition: float) -> None:
+        self._max_condition = max_condition
+        self._found: dict[tuple[tuple[int, ...], frozenset[int]], Plan | None] = {}
+
+    def of(self, blocks: Mapping[int, Block], unknowns: Sequence[int]) -> Plan | None:
+        """What decodes these blocks' answers; ``None``: they are too few, or too much alike."""
+        key = (tuple(unknowns), frozenset(blocks))
+        if key not in self._found:
+            decoder = Decoder(len(unknowns), max_condition=self._max_condition)
+            for number, block in sorted(blocks.items()):
+                row = [block.coefficients.get(one, 0.0) for one in unknowns]
+                decoder.add(number, torch.tensor(row, dtype=torch.float64))
+            self._found[key] = decoder.plan() if decoder.complete else None
+        return self._found[key]
+
+
+@dataclass(slots=True)
+class Round:
+    """A product under way, cut in pieces that are decoded each by itself.
+
+    Args:
+      number: of the round.
+      kind: of product.
+      unknowns: partitions, or column blocks.
+      heights: rows of each partition, or columns of each block.
+      outputs: columns of the operand.
+      operand: what is multiplied by.
+      partitions: whose residuals lie in it.
+      pieces: how many.
+      plans: decodes.
+      due: of a round that is made again, the blocks by which each piece was decoded.
+    """
+
+    number: int
+    kind: Kind
+    unknowns: Sequence[int]
+    heights: Sequence[int]
+    outputs: int
+    operand: Tensor
+    partitions: tuple[int, ...]
+    pieces: int
+    plans: Plans
+    due: Sequence[frozenset[int]] | None = None
+    asked: dict[int, set[int]] = field(default_factory=dict)
+    """Blocks that each device was asked to multiply."""
+    answered: set[int] = field(default_factory=set)
+    """Devices of which a piece has come."""
+    late: int = 0
+    """Answers for pieces that were decoded before."""
+    _blocks: dict[int, Block] = field(default_factory=dict)
+    _answers: list[dict[int, Tensor]] = field(default_factory=list)
+    _used: dict[int, list[int]] = field(default_factory=dict)
+    _product: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pieces = max(1, min(self.pieces, max(self.heights)))
+        self._answers = [{} for _ in range(self.pieces)]
+        self._product = [torch.empty(height, self.outputs, dtype=torch.float64) for height in self.heights]
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def tasks(self, blocks: Sequence[Block]) -> dict[int, Multiply]:
+        """What devices are to be asked, by rank: for all of these blocks that nobody was asked for yet.
+
+        Each device begins with another piece, so that all pieces are decoded at about the same time, and what slow
+        devices have done counts.
+        """
+        found: dict[int, list[Block]] = {}
+        for block in blocks:
+            if block.holder is not None and block.number not in self.asked.get(block.holder, ()):
+                found.setdefault(block.holder, []).append(block)
+        tasks, devices = {}, len(self.asked.keys() | found.keys())
+        for rank, mine in sorted(found.items()):
+            first = len(self.asked) * self.pieces // devices % self.pieces
+            self.asked.setdefault(rank, set()).update(block.number for block in mine)
+            for block in mine:
+                self._blocks[block.number] = block
+            tasks[rank] = Multiply(
+                self.number,
+                tuple(block.number for block in mine),
+                self.partitions,
+                max(self.heights),
+                self.pieces,
+                first,
+                self.operand,
+            )
+        return tasks
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces are decoded."""
+        return len(self._used) == self.pieces
+
+    @property
+    def used(self) -> list[list[int]]:
+        """The blocks by which each piece was decoded."""
+        return [self._used[piece] for piece in range(self.pieces)]
+
+    def take(self, rank: int, payload: Payload) -> None:
+        """An answer has come.
+
+        Raises:
+          Malformed: it is none of this round's.
+        """
+        number, piece, product = self._read(rank, payload)
+        self.answered.add(rank)
+        if piece in self._used:
+            self.late += 1
+            return
+        answers = self._answers[piece]
+        answers[number] = product
+        due = None if self.due is None else self.due[piece]
+        if due is None and len(answers) >= len(self.unknowns):
+            self._decode(piece, answers)
+        elif due is not None and due.issubset(answers):
+            self._decode(piece, {one: answers[one] for one in due})
+
+    def _decode(self, piece: int, answers: dict[int, Tensor]) -> None:
+        plan = self.plans.of({number: self._blocks[number] for number in answers}, self.unknowns)
+        if plan is None:
+            return
+        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        for product, decoded in zip(self._product, plan.apply(answers), strict=True):
+            rows = min(end, len(product)) - begin
+            if rows > 0:
+                product[begin : begin + rows] = decoded[:rows]
+        self._used[piece] = sorted(answers)
+        answers.clear()
+
+    def product(self) -> Tensor:
+        """What the round was for: products of all partitions or columns, one after the other."""
+        return torch.cat(self._product)
+
+    def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:
+        parts = list(payload.tensors())
+        if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
+            raise Malformed("no answer")
+        number, piece = parts[0].tolist()
+        product = parts[1]
+        if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
+            raise Malformed("an answer that nobody has asked for")
+        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        held = self._blocks[number].coefficients
+        height = max(rows for one, rows in zip(self.unknowns, self.heights, strict=True) if one in held)
+        rows = max(0, min(end, height) - begin)
+        fits = product.dtype == torch.float64 and product.dim() == 2 and product.shape[1] == self.outputs
+        if not fits or product.shape[0] != rows or not bool(torch.isfinite(product).all()):
+            raise Malformed("no product of the size that was asked for")
+        if rows < end - begin:
+            product = pad(product, (0, 0, 0, end - begin - rows))
+        return number, piece, product
