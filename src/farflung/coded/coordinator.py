@@ -25,6 +25,7 @@ from farflung.coded.messages import (
     Meet,
     Multiply,
     Probe,
+    Ready,
     Report,
     Welcome,
     packed,
@@ -33,15 +34,17 @@ from farflung.coded.messages import (
 from farflung.coded.planning import Planner
 from farflung.coded.roster import Block, Kind, Member, Partition, Roster, names
 from farflung.coded.rounds import Plans, Round
+from farflung.coded.sending import sent
 from farflung.coded.settings import Settings
 from farflung.errors import RunLost
 from farflung.files import deciding
 from farflung.spec import build
+from farflung.tasks import Pending
 from farflung.types import Decision, Runtime
 
 __all__ = ["Coordinator", "PartitionsChanged"]
 
-_REPORTS: tuple[type[Report], ...] = (Hello, Built, Failed, Leaving, Probe)
+_REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
 
 
 class PartitionsChanged(Exception):
@@ -166,8 +169,8 @@ class Coordinator:
 
     async def end(self, reason: str = "") -> None:
         """Lets all devices go."""
-        for rank in self.roster.members:
-            self._send(rank, End(reason))
+        for told in [self._send(rank, End(reason)) for rank in self.roster.members]:
+            await told
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class Coordinator:
         number, begin = self.counters.rounds, self._runtime.now()
         due = self._runtime.decisions.replayed("answers", number, self._comm.rank)
         current = self._round = Round(
-            number, kind, self.roster.unknowns(kind), heights, operand.shape[1], operand, partitions,
+            number, kind, self.roster.unknowns(kind), heights, operand.shape[1], operand.clone(), partitions,
             self._settings.pieces, self._plans, _told(due),
         )  # fmt: skip
         self._inbox.open(number)
@@ -271,11 +274,18 @@ class Coordinator:
             self._tell("leaving", t=self._runtime.now(), rank=rank)
             self._mend()
             return
+        if isinstance(report, Ready):
+            if report.rank in self.roster.members:
+                self._send(report.rank, Meet(rank, first=False))
+            return
         if isinstance(report, Probe):
             return
         block = self.roster.blocks.get(report.block)
-        if block is None or block.holder != rank:
-            raise Malformed("a report on a block that the device does not have")
+        if block is None:
+            raise Malformed("a report on a block that there is not")
+        if block.holder != rank:
+            self._send(rank, Drop((block.number,)))
+            return
         if isinstance(report, Built):
             self.roster.built(block)
             self._tell("built", t=self._runtime.now(), rank=rank, block=block.number, kind=block.kind)
@@ -308,10 +318,9 @@ class Coordinator:
             raw = partition.block
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in roster.members:
-            self._send(other, Meet((rank,)))
+            self._send(other, Meet(rank, first=True))
         roster.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
-        self._send(rank, Meet(tuple(sorted(roster.members))))
         self._keeps(rank, hello)
         self._tell("came", t=self._runtime.now(), rank=rank, partition=hello.partition, rows=hello.rows)
         self._mend()
@@ -414,9 +423,9 @@ class Coordinator:
             self._tell("ordered", t=self._runtime.now(), rank=rank, block=order.block)
             self._send(rank, order)
 
-    def _send(self, rank: int, message: Command) -> None:
+    def _send(self, rank: int, message: Command) -> Pending[None]:
         tag = tags.OPERAND if isinstance(message, (Multiply, End)) else tags.COMMAND
-        self._comm.send(packed(message), rank, tag)
+        return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
 
     def _making(self) -> list[Block]:
         """Blocks under way."""

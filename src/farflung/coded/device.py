@@ -28,6 +28,7 @@ from farflung.coded.messages import (
     Message,
     Multiply,
     Probe,
+    Ready,
     Report,
     Rows,
     Source,
@@ -35,9 +36,10 @@ from farflung.coded.messages import (
     packed,
     unpacked,
 )
+from farflung.coded.sending import heard, sent
 from farflung.spec import build
 from farflung.tasks import Pending, done
-from farflung.types import Cost, Payload, Runtime
+from farflung.types import Cost, Payload, Runtime, Tag
 
 __all__ = ["Device"]
 
@@ -54,6 +56,7 @@ class Device:
       runtime: the world; its rank is above 0.
       holding: its own data, and the blocks that it makes.
       admit: lets another device in, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
+      opened: done when all that were let in so far may come.
       patience_s: how long the coordinator may be silent, in seconds.
       fetch_s: how long another device may take to give a few rows, in seconds.
     """
@@ -64,6 +67,7 @@ class Device:
         holding: Holding,
         *,
         admit: Callable[[int], Pending[None]] = lambda _: done(None),
+        opened: Callable[[], Pending[None]] = lambda: done(None),
         patience_s: float = 600.0,
         fetch_s: float = 30.0,
     ) -> None:
@@ -72,7 +76,8 @@ class Device:
         self.rounds = 0
         """Rounds of which it has answered something."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
-        self._admit, self._met = admit, dict[int, Pending[None]]()
+        self._admit, self._opened = admit, opened
+        self._met: dict[int, Pending[None]] = {}
         self._patience_s = patience_s
         self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s)
         self._code, self._seed = "", 0
@@ -94,20 +99,20 @@ class Device:
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
         self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
-        heard = self._task()
+        coming = self._task()
         while True:
             try:
-                message = unpacked(await heard, (Multiply, End))
+                message = unpacked(await coming, (Multiply, End))
             except Malformed:
                 self.refused += 1
-                heard = self._task()
+                coming = self._task()
                 continue
             if isinstance(message, End):
                 return message.reason
-            heard = self._task()
+            coming = self._task()
             assert isinstance(message, Multiply)
             try:
-                await self._multiply(message, heard)
+                await self._multiply(message, coming)
             except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
                 self.refused += 1
 
@@ -118,9 +123,9 @@ class Device:
     # --- products ---------------------------------------------------------------------------------------------------
 
     def _task(self) -> Pending[Payload]:
-        return self._comm.recv(COORDINATOR, tags.OPERAND, deadline_s=self._patience_s)
+        return self._runtime.launch(heard(self._comm, COORDINATOR, tags.OPERAND, self._patience_s))
 
-    async def _multiply(self, task: Multiply, heard: Pending[Payload]) -> None:
+    async def _multiply(self, task: Multiply, coming: Pending[Payload]) -> None:
         """Answers a round piece by piece, until the next is there.
 
         Each piece of a block is a piece of the whole, so that what a slow device has done counts. Devices begin with
@@ -135,13 +140,13 @@ class Device:
             piece = (task.first + place) % task.pieces
             begin, end = piece_of(task.length, task.pieces, piece)
             for number, block in blocks.items():
-                if heard.done:
+                if coming.done:
                     return
                 product = await self._runtime.compute(
                     Cost("score", block.samples(begin, end)), partial(block.multiply, begin, end, task)
                 )
                 header = torch.tensor([number, piece])
-                self._comm.send(Payload((header, product)), COORDINATOR, tags.answers(task.round))
+                self._send(Payload((header, product)), tags.answers(task.round))
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -152,9 +157,9 @@ class Device:
                 self._holding.settle(message.run, message.raw)
                 self._code, self._seed = message.code, message.seed
             elif isinstance(message, Meet):
-                for rank in message.ranks:
-                    if rank != self._comm.rank:
-                        self._met[rank] = self._admit(rank)
+                self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
+                if message.first:
+                    self._runtime.launch(self._says_ready(message.rank))
             elif isinstance(message, Rows):
                 self._runtime.launch(self._build(message.block, self._rows(message)))
             elif isinstance(message, Columns):
@@ -164,6 +169,10 @@ class Device:
                     self._holding.drop(block)
             elif isinstance(message, Probe):
                 self._report(Probe(message.round))
+
+    async def _says_ready(self, rank: int) -> None:
+        await self._opened()
+        self._report(Ready(rank))
 
     async def _next(self, heard: Pending[Payload]) -> Message | None:
         """A command; ``None`` for what is none."""
@@ -213,8 +222,17 @@ class Device:
         await self._fetcher.rows(order, sources)
 
     def _meeting(self, rank: int) -> Pending[None]:
-        return self._met.get(rank) or done(None)
+        return self._met.setdefault(rank, Pending())
 
     def _report(self, report: Report) -> None:
-        self._comm.send(packed(report), COORDINATOR, tags.REPORT)
+        self._send(packed(report), tags.REPORT)
 
+    def _send(self, payload: Payload, tag: Tag) -> None:
+        self._runtime.launch(sent(self._comm, payload, COORDINATOR, tag))
+
+
+def _pass_on(to: Pending[None], ended: Pending[None]) -> None:
+    if ended.error is None:
+        to.set(None)
+    else:
+        to.fail(ended.error)

@@ -65,7 +65,7 @@ class Fetcher:
     def __init__(
         self, runtime: Runtime, holding: Holding, met: Callable[[int], Pending[None]], deadline_s: float
     ) -> None:
-        self._comm, self._holding, self._met = runtime.comm, holding, met
+        self._runtime, self._comm, self._holding, self._met = runtime, runtime.comm, holding, met
         self._deadline_s = deadline_s
         self._asked = 0
 
@@ -136,10 +136,11 @@ class Fetcher:
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
         rank = share.source.rank
-        try:
-            await self._met(rank)
-        except FarflungError as error:
-            raise SourceLost(rank, str(error)) from None
+        met, passed = self._met(rank), self._runtime.sleep_until(self._runtime.now() + self._deadline_s)
+        if not met.done and await self._runtime.first_of(met, passed):
+            raise SourceLost(rank, f"not met within {self._deadline_s:g} s")
+        if met.error is not None:
+            raise SourceLost(rank, str(met.error))
         self._asked += 1
         number = self._asked
         answer = self._comm.recv(rank, tags.reply(number), deadline_s=self._deadline_s)

@@ -79,7 +79,7 @@ class Inbox:
 
     def shut(self, round: int) -> None:
         """They are dropped, and counted, from now on."""
-        self._comm.forget(tags.answers(round).exchange)
+        self._runtime.launch(self._forget(round))
 
     def alarm(self, t: float) -> int:
         """Asks for an :class:`Alarm` at a time; its number."""
@@ -87,6 +87,9 @@ class Inbox:
         event = Alarm(self._alarms)
         self._runtime.sleep_until(t).on_done(lambda _: self._put(event))
         return event.number
+
+    async def _forget(self, round: int) -> None:
+        self._comm.forget(tags.answers(round).exchange)
 
     def _put(self, event: Event) -> None:
         self._events.append(event)

@@ -36,6 +36,7 @@ __all__ = [
     "Multiply",
     "Part",
     "Probe",
+    "Ready",
     "Report",
     "Rows",
     "Source",
@@ -107,9 +108,16 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """These devices are there, and may ask for blocks or be asked."""
+    """Another device is there, and may ask for blocks or be asked.
 
-    ranks: tuple[int, ...]
+    Args:
+      rank: of it.
+      first: whether this end is to be ready for it first, and to say so; the other is told then, so that nobody knocks at
+        a door that is not open yet.
+    """
+
+    rank: int
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +233,17 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """The device is ready for another that was told of.
+
+    Args:
+      rank: of that.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """A block is made, or has been added to."""
 
@@ -278,7 +297,7 @@ class Fetch:
 
 
 Command: TypeAlias = Welcome | Meet | Rows | Columns | Multiply | Drop | Probe | End
-Report: TypeAlias = Hello | Built | Failed | Leaving | Probe
+Report: TypeAlias = Hello | Ready | Built | Failed | Leaving | Probe
 Message: TypeAlias = Command | Report | Fetch
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
