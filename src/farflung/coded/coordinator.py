@@ -318,7 +318,7 @@ class Coordinator:
             raw = partition.block
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in roster.members:
-            self._send(other, Meet(rank, first=True))
+            self._send(min(rank, other), Meet(max(rank, other), first=True))
         roster.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
         self._keeps(rank, hello)

@@ -112,8 +112,8 @@ class Meet:
 
     Args:
       rank: of it.
-      first: whether this end is to be ready for it first, and to say so; the other is told then, so that nobody knocks at
-        a door that is not open yet.
+      first: whether this end is to be ready for it first, and to say so; the other, of a higher rank and so the one that
+        connects, is told then, and does not knock at a door that is not open yet.
     """
 
     rank: int
