@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from farflung.coded.messages import (
     packed,
     unpacked,
 )
-from farflung.coded.planning import Planner
+from farflung.coded.planning import Order, Planner
+from farflung.coded.record import Record
 from farflung.coded.roster import Block, Kind, Member, Partition, Roster, names
 from farflung.coded.rounds import Plans, Round
 from farflung.coded.sending import sent
@@ -40,7 +41,7 @@ from farflung.errors import RunLost
 from farflung.files import deciding
 from farflung.spec import build
 from farflung.tasks import Pending
-from farflung.types import Decision, Runtime
+from farflung.types import Decision, Json, Runtime
 
 __all__ = ["Coordinator", "PartitionsChanged"]
 
@@ -72,9 +73,8 @@ class Coordinator:
     Args:
       runtime: the world.
       settings: of the run.
-      admit: lets a device in, where that has to be asked for.
       run: its name, by which devices know the blocks that they hold.
-      tell: is told what happens, by name and with values; for logs and pictures.
+      record: keeps what happens, and what a coordinator that comes again has to know.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class Coordinator:
         settings: Settings,
         *,
         run: str = "run",
-        tell: Callable[..., object] = lambda event, **values: None,
+        record: Record | None = None,
     ) -> None:
-        self.roster, self.counters = Roster(), Counters()
+        before = None if record is None else record.roster()
+        self.roster, self.counters = before or Roster(), Counters()
         self._runtime, self._comm, self._settings, self._run = runtime, runtime.comm, settings, run
-        self._tell = tell
+        self._record, self._again = record, before is not None
         self._inbox = Inbox(runtime)
         code = build("code", settings.code, CODES)
         self._planner = Planner(code, settings.seed, settings.first_coded, settings.redundancy)
@@ -108,23 +109,29 @@ class Coordinator:
         Raises:
           RunLost: they do not come, or are lost while data are encoded.
         """
-        wanted = self._settings
+        wanted, roster = self._settings, self.roster
         await self._until(
-            lambda: len(self.roster.members) >= wanted.devices and len(self._brought()) >= wanted.partitions,
             lambda: (
-                f"{len(self.roster.members)} of {wanted.devices} devices and {len(self._brought())} of "
+                (len(roster.members) >= wanted.devices and len(self._brought()) >= wanted.partitions)
+                or (self._again and self._decodable())
+            ),
+            lambda: (
+                f"{len(roster.members)} of {wanted.devices} devices and {len(self._brought())} of "
                 f"{wanted.partitions} partitions have come"
             ),
         )
-        for partition in self._brought():
-            partition.active = True
         self._encoded = True
-        self._order(self._planner.begin(self.roster))
+        if roster.bounds:
+            self._mend()
+        else:
+            for partition in self._brought():
+                partition.active = True
+            self._order(self._planner.begin(roster))
         await self._until(
-            lambda: not self._making() and self.roster.decodable("rows") and self.roster.decodable("columns"),
+            lambda: not self._making() and self._decodable(),
             lambda: self._in_need("columns"),
         )
-        self._tell("encoded", t=self._runtime.now())
+        self._tell("encoded")
 
     def settle(self) -> list[Partition]:
         """The partitions that are trained on from now on, in the order of their samples."""
@@ -236,9 +243,9 @@ class Coordinator:
                 since = self._runtime.now()
             if self._round is not None and not paused and not self.roster.decodable(self._round.kind):
                 paused = True
-                self._tell("paused", t=self._runtime.now(), missing=missing())
+                self._tell("paused", missing=missing())
         if paused:
-            self._tell("goes_on", t=self._runtime.now())
+            self._tell("goes_on")
 
     def _handle(self, event: Heard | Answer | Gone) -> bool:
         """Whether it was of use."""
@@ -256,7 +263,7 @@ class Coordinator:
                 self._report(event.rank, unpacked(event.payload, _REPORTS))
         except Malformed as error:
             self.counters.refused += 1
-            self._tell("refused", t=self._runtime.now(), rank=event.rank, why=str(error))
+            self._tell("refused", rank=event.rank, why=str(error))
             return False
         if member is not None and member.silent:
             self._speaks_again(member)
@@ -271,7 +278,7 @@ class Coordinator:
             raise Malformed("a report before a greeting")
         if isinstance(report, Leaving):
             member.leaving = True
-            self._tell("leaving", t=self._runtime.now(), rank=rank)
+            self._tell("leaving", rank=rank)
             self._mend()
             return
         if isinstance(report, Ready):
@@ -288,11 +295,13 @@ class Coordinator:
             return
         if isinstance(report, Built):
             self.roster.built(block)
-            self._tell("built", t=self._runtime.now(), rank=rank, block=block.number, kind=block.kind)
+            if self._record is not None:
+                self._record.keep_roster(self.roster)
+            self._tell("built", rank=rank, block=block.number, kind=block.kind)
             self._replaced(block)
         else:
             self.roster.failed(block)
-            self._tell("failed", t=self._runtime.now(), rank=rank, block=block.number, blamed=report.rank)
+            self._tell("failed", rank=rank, block=block.number, blamed=report.rank)
             blamed = self.roster.members.get(report.rank)
             if blamed is not None and report.rank != rank:
                 self._falls(blamed)
@@ -305,7 +314,7 @@ class Coordinator:
         if rank in roster.members:
             raise Malformed("a second greeting")
         if reason := self._unfit(hello):
-            self._tell("turned_away", t=self._runtime.now(), rank=rank, why=reason)
+            self._tell("turned_away", rank=rank, why=reason)
             self._send(rank, End(reason))
             return
         raw = -1
@@ -322,7 +331,7 @@ class Coordinator:
         roster.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
         self._keeps(rank, hello)
-        self._tell("came", t=self._runtime.now(), rank=rank, partition=hello.partition, rows=hello.rows)
+        self._tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
         self._mend()
 
     def _unfit(self, hello: Hello) -> str:
@@ -339,7 +348,8 @@ class Coordinator:
             )
         if known is None:
             return ""
-        if any(block.holder is not None for block in [self.roster.blocks[known.block]]):
+        holder = self.roster.blocks[known.block].holder
+        if holder is not None and not self.roster.members[holder].silent:
             return f"partition {hello.partition!r} is there already: give each device another one"
         if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
@@ -350,7 +360,7 @@ class Coordinator:
         forgotten = []
         for number in hello.held:
             block = self.roster.blocks.get(number)
-            if hello.run == self._run and block is not None and block.holder is None and block.kind == "rows":
+            if hello.run == self._run and block is not None and block.holder is None:
                 block.holder, block.ready = rank, True
             else:
                 forgotten.append(number)
@@ -361,7 +371,7 @@ class Coordinator:
         if rank not in self.roster.members:
             return
         self.roster.lose(rank)
-        self._tell("gone", t=self._runtime.now(), rank=rank)
+        self._tell("gone", rank=rank)
         changed = self._encoded and self._loses_partitions()
         self._mend()
         if changed and self._round is not None:
@@ -372,7 +382,7 @@ class Coordinator:
         changed = False
         while lost := [one for one in self.roster.active if not self.roster.recoverable(one)]:
             for partition in lost:
-                self._tell("lost", t=self._runtime.now(), partition=partition.name)
+                self._tell("lost", partition=partition.name)
             if self._settings.on_loss == "wait":
                 return False
             for partition in lost:
@@ -396,12 +406,12 @@ class Coordinator:
         if not member.silent:
             member.silent = True
             self.counters.silences += 1
-            self._tell("silent", t=self._runtime.now(), rank=member.rank)
+            self._tell("silent", rank=member.rank)
         self._send(member.rank, Probe(self.counters.rounds))
 
     def _speaks_again(self, member: Member) -> None:
         member.silent = False
-        self._tell("heard", t=self._runtime.now(), rank=member.rank)
+        self._tell("heard", rank=member.rank)
         self._mend()
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -418,14 +428,26 @@ class Coordinator:
             self._changed |= not partition.active and self._has_columns(partition)
         self._ask()
 
-    def _order(self, orders: Any) -> None:
-        for rank, order in orders:
-            self._tell("ordered", t=self._runtime.now(), rank=rank, block=order.block)
+    def _order(self, orders: Iterable[tuple[int, Order]]) -> None:
+        """Has blocks made; what is in them is kept before anybody makes them."""
+        for_whom = list(orders)
+        if for_whom and self._record is not None:
+            self._record.keep_roster(self.roster)
+        for rank, order in for_whom:
+            self._tell("ordered", rank=rank, block=order.block)
             self._send(rank, order)
 
     def _send(self, rank: int, message: Command) -> Pending[None]:
         tag = tags.OPERAND if isinstance(message, (Multiply, End)) else tags.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
+
+    def _tell(self, event: str, **values: Json) -> None:
+        if self._record is not None:
+            redundancy = [self.roster.redundancy(kind) for kind in ("rows", "columns")] if self._encoded else None
+            self._record.tell(event, t=self._runtime.now(), redundancy=redundancy, **values)
+
+    def _decodable(self) -> bool:
+        return self.roster.decodable("rows") and self.roster.decodable("columns")
 
     def _making(self) -> list[Block]:
         """Blocks under way."""

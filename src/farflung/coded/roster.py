@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from farflung.types import State
+
 __all__ = ["Block", "Kind", "Member", "Partition", "Roster"]
 
 Kind = Literal["rows", "columns"]
@@ -105,6 +107,38 @@ class Roster:
         """Of a new block."""
         self._numbers += 1
         return self._numbers - 1
+
+    # --- as a value -------------------------------------------------------------------------------------------------
+
+    def tree(self) -> State:
+        """What a coordinator that comes again has to know: all but who holds what, which devices tell."""
+        return {
+            "features": self.features,
+            "bounds": list(self.bounds),
+            "numbers": self._numbers,
+            "partitions": {
+                str(one.number): {"name": one.name, "block": one.block, "active": one.active, "labels": one.labels}
+                for one in self.partitions
+            },
+            "blocks": [
+                [one.number, one.kind, list(map(list, one.coefficients.items())), sorted(one.parts)]
+                for one in self.blocks.values()
+            ],
+        }
+
+    @classmethod
+    def from_tree(cls, tree: State) -> Roster:
+        """The book that :meth:`tree` was made of, with nobody there."""
+        roster = cls()
+        roster.features, roster.bounds = tree["features"], tuple(tree["bounds"])
+        roster._numbers = tree["numbers"]
+        for number, one in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
+            partition = Partition(int(number), one["name"], one["labels"], one["block"], one["active"])
+            roster.partitions.append(partition)
+        for number, kind, coefficients, parts in tree["blocks"]:
+            mix = {int(unknown): float(weight) for unknown, weight in coefficients}
+            roster.blocks[number] = Block(number, kind, mix, None, parts=set(parts))
+        return roster
 
     # --- who and what -----------------------------------------------------------------------------------------------
 
