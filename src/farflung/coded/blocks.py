@@ -72,13 +72,21 @@ class RowBlock:
         """What it holds."""
         return self.data.nbytes
 
-    def samples(self, begin: int, end: int) -> int:
-        """How many samples have as many numbers as these rows."""
-        return len(self.data[begin:end])
+    def samples(self, begin: int, end: int, task: Multiply) -> int:
+        """How many samples have as many numbers as are multiplied."""
+        if not task.partitions:
+            return len(self.data[begin:end])
+        return -(-self.data[: len(task.operand), begin:end].numel() // self.data.shape[1])
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Rows of it times the weights in the operand."""
-        return self.data[begin:end] @ task.operand
+        """Rows of it times the weights in the operand; or columns of it times the residuals of one partition there.
+
+        Of the block and the residuals the higher one counts as if it ended with the other.
+        """
+        if not task.partitions:
+            return self.data[begin:end] @ task.operand
+        rows = min(len(self.data), len(task.operand))
+        return self.data[:rows, begin:end].T @ task.operand[:rows]
 
     def give(self, request: Fetch) -> Tensor:
         """Rows of it, or the sums of their columns, transposed."""
@@ -103,9 +111,9 @@ class ColumnBlock:
         """What it holds."""
         return sum(part.nbytes for part in self.parts.values())
 
-    def samples(self, begin: int, end: int) -> int:
-        """How many samples have as many numbers as these columns."""
-        return -(-sum(part[begin:end].numel() for part in self.parts.values()) // self.features)
+    def samples(self, begin: int, end: int, task: Multiply) -> int:
+        """How many samples have as many numbers as are multiplied."""
+        return -(-sum(self.parts[one][begin:end].numel() for one in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
         """Columns of it times the residuals in the operand; those partitions count whose parts are here."""
@@ -174,7 +182,7 @@ class Holding:
         chosen = {number: self.blocks[number] for number in task.blocks if number in self.blocks}
         for number, block in list(chosen.items()):
             if isinstance(block, RowBlock):
-                due = block.data.shape[1]
+                due = task.operand.shape[0] if task.partitions else block.data.shape[1]
             elif all(partition in block.parts for partition in task.partitions) and task.partitions:
                 due = sum(block.parts[partition].shape[1] for partition in task.partitions)
             else:

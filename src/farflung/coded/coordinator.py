@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,13 +92,16 @@ class Coordinator:
         self._record, self._again = record, before is not None
         self._inbox = Inbox(runtime)
         code = build("code", settings.code, CODES)
-        self._planner = Planner(code, settings.seed, settings.first_coded, settings.redundancy)
+        self._planner = Planner(
+            code, settings.seed, settings.first_coded, settings.redundancy, settings.kinds
+        )
         self._plans = Plans(settings.max_condition)
         self._learned: dict[Kind, Learned] = {
-            kind: Learned(settings.patience_s, least_s=settings.least_s) for kind in ("rows", "columns")
+            kind: Learned(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
-        self._round: Round | None = None
-        self._alarm = 0
+        self._rounds: dict[int, Round] = {}
+        """Under way, by number."""
+        self._alarm, self._overdue = 0, False
         self._encoded = False
         self._changed = False
 
@@ -129,7 +133,7 @@ class Coordinator:
             self._order(self._planner.begin(roster))
         await self._until(
             lambda: not self._making() and self._decodable(),
-            lambda: self._in_need("columns"),
+            lambda: self._in_need(wanted.kinds[-1]),
         )
         self._tell("encoded")
 
@@ -137,7 +141,7 @@ class Coordinator:
         """The partitions that are trained on from now on, in the order of their samples."""
         self._changed = False
         for partition in self.roster.partitions:
-            if not partition.active and self._has_columns(partition):
+            if not partition.active and self._can_be_trained_on(partition):
                 partition.active = True
         self._mend()
         return self.roster.active
@@ -165,14 +169,38 @@ class Coordinator:
           RunLost: too few devices are left, and none has come for the patience of the run.
         """
         heights = [partition.rows for partition in self.roster.active]
-        return await self._multiply("rows", weights, (), heights)
+        return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
 
     async def transposed_times(self, residuals: Tensor) -> Tensor:
         """See :meth:`times`."""
-        partitions = tuple(partition.number for partition in self.roster.active)
-        bounds = self.roster.bounds
+        active, bounds = self.roster.active, self.roster.bounds
+        if self._settings.transposed == "repair":
+            parts = torch.split(residuals, [partition.rows for partition in active])
+            return await self._by_repair(active, parts)
         widths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
-        return await self._multiply("columns", residuals, partitions, widths)
+        numbers = tuple(partition.number for partition in active)
+        return torch.cat((await self._carry(self._round("columns", residuals, numbers, widths))).products)
+
+    async def _by_repair(self, active: Sequence[Partition], residuals: Sequence[Tensor]) -> Tensor:
+        """Each partition's product from the device that has it; for one that is silent, the product of all with its residuals.
+
+        Rows alone are coded, so a coded answer is a sum over partitions with one operand, and of what it decodes to the
+        other partitions' products are of no use.
+        """
+        features = self.roster.features
+        own = [
+            self._round("rows", part, (one.number,), [features], [one.number])
+            for one, part in zip(active, residuals, strict=True)
+        ]
+        await self._carry(*own, patiently=False)
+        total = torch.zeros(features, residuals[0].shape[1], dtype=torch.float64)
+        for place, (one, part, found) in enumerate(zip(active, residuals, own, strict=True)):
+            if not found.complete:
+                found = await self._carry(self._round("rows", part, (one.number,), [features] * len(active)))
+                total += found.products[place]
+            else:
+                total += found.products[0]
+        return total
 
     async def end(self, reason: str = "") -> None:
         """Lets all devices go."""
@@ -181,41 +209,69 @@ class Coordinator:
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
-    async def _multiply(
-        self, kind: Kind, operand: Tensor, partitions: tuple[int, ...], heights: Sequence[int]
-    ) -> Tensor:
+    def _round(
+        self,
+        kind: Kind,
+        operand: Tensor,
+        partitions: tuple[int, ...],
+        heights: Sequence[int],
+        unknowns: Sequence[int] | None = None,
+    ) -> Round:
         self.counters.rounds += 1
-        number, begin = self.counters.rounds, self._runtime.now()
-        due = self._runtime.decisions.replayed("answers", number, self._comm.rank)
-        current = self._round = Round(
-            number, kind, self.roster.unknowns(kind), heights, operand.shape[1], operand.clone(), partitions,
-            self._settings.pieces, self._plans, _told(due),
-        )  # fmt: skip
-        self._inbox.open(number)
+        number = self.counters.rounds
+        return Round(
+            number,
+            kind,
+            self.roster.unknowns(kind) if unknowns is None else unknowns,
+            heights,
+            operand.shape[1],
+            operand.clone(),
+            partitions,
+            self._settings.pieces,
+            self._plans,
+            _told(self._runtime.decisions.replayed("answers", number, self._comm.rank)),
+        )
+
+    async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
+        """Has rounds answered, side by side; the last of them.
+
+        Args:
+          rounds: of one kind.
+          patiently: whether to wait for as long as it takes; otherwise until the deadline that was learned.
+        """
+        kind, begin = rounds[0].kind, self._runtime.now()
+        self._rounds = {one.number: one for one in rounds}
+        self._overdue = False
+        for number in self._rounds:
+            self._inbox.open(number)
         self._ask()
-        self._watch_round()
+        self._watch_rounds(kind)
         try:
-            await self._until(lambda: current.complete, lambda: self._in_need(kind))
+            await self._until(
+                lambda: all(one.complete for one in rounds) or (self._overdue and not patiently),
+                lambda: self._in_need(kind),
+            )
         finally:
-            self._inbox.shut(number)
-            self._round = None
-        self._learned[kind].took(self._runtime.now() - begin)
-        self.counters.late += current.late
-        self._runtime.decide_own("answers", number, lambda: [list(one) for one in current.used])
-        return current.product()
+            for number, one in self._rounds.items():
+                self._inbox.shut(number)
+                self.counters.late += one.late
+            self._rounds = {}
+        if not self._overdue:
+            self._learned[kind].took(self._runtime.now() - begin)
+        for one in rounds:
+            if one.complete:
+                self._runtime.decide_own("answers", one.number, partial(_as_json, one))
+        return rounds[-1]
 
     def _ask(self) -> None:
         """Has every block that can answer multiplied."""
-        if self._round is None:
-            return
-        for rank, task in self._round.tasks(self.roster.answering(self._round.kind)).items():
-            self._send(rank, task)
+        for one in self._rounds.values():
+            blocks = [block for block in self.roster.answering(one.kind) if one.serves(block)]
+            for rank, task in one.tasks(blocks, min(self._rounds)).items():
+                self._send(rank, task)
 
-    def _watch_round(self) -> None:
-        if self._round is not None:
-            self._alarm = self._inbox.alarm(
-                self._runtime.now() + self._learned[self._round.kind].seconds
-            )
+    def _watch_rounds(self, kind: Kind) -> None:
+        self._alarm = self._inbox.alarm(self._runtime.now() + self._learned[kind].seconds)
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -236,12 +292,13 @@ class Coordinator:
                     if left_s <= 0:
                         raise RunLost(f"nobody came for {patience_s:g} s: {missing()}")
                     alarm = self._inbox.alarm(self._runtime.now() + left_s)
-                elif event.number == self._alarm:
+                elif event.number == self._alarm and self._rounds:
+                    self._overdue = True
                     self._falls_silent()
-                    self._watch_round()
+                    self._watch_rounds(next(iter(self._rounds.values())).kind)
             elif self._handle(event):
                 since = self._runtime.now()
-            if self._round is not None and not paused and not self.roster.decodable(self._round.kind):
+            if not paused and any(not self.roster.decodable(one.kind) for one in self._rounds.values()):
                 paused = True
                 self._tell("paused", missing=missing())
         if paused:
@@ -255,10 +312,10 @@ class Coordinator:
         member = self.roster.members.get(event.rank)
         try:
             if isinstance(event, Answer):
-                if self._round is None or event.round != self._round.number:
+                if event.round not in self._rounds:
                     self.counters.late += 1
                     return False
-                self._round.take(event.rank, event.payload)
+                self._rounds[event.round].take(event.rank, event.payload)
             else:
                 self._report(event.rank, unpacked(event.payload, _REPORTS))
         except Malformed as error:
@@ -374,7 +431,7 @@ class Coordinator:
         self._tell("gone", rank=rank)
         changed = self._encoded and self._loses_partitions()
         self._mend()
-        if changed and self._round is not None:
+        if changed and self._rounds:
             raise PartitionsChanged
 
     def _loses_partitions(self) -> bool:
@@ -394,9 +451,8 @@ class Coordinator:
 
     def _falls_silent(self) -> None:
         """Devices that were asked and have answered nothing by the deadline of the round."""
-        if self._round is None:
-            return
-        for rank in self._round.asked.keys() - self._round.answered:
+        asked = {rank for one in self._rounds.values() for rank in one.asked.keys() - one.answered}
+        for rank in asked:
             member = self.roster.members.get(rank)
             if member is not None:
                 self._falls(member)
@@ -425,7 +481,7 @@ class Coordinator:
             if member.leaving and self._can_go(member.rank):
                 self._send(member.rank, End())
         for partition in self.roster.partitions:
-            self._changed |= not partition.active and self._has_columns(partition)
+            self._changed |= not partition.active and self._can_be_trained_on(partition)
         self._ask()
 
     def _order(self, orders: Iterable[tuple[int, Order]]) -> None:
@@ -443,11 +499,11 @@ class Coordinator:
 
     def _tell(self, event: str, **values: Json) -> None:
         if self._record is not None:
-            redundancy = [self.roster.redundancy(kind) for kind in ("rows", "columns")] if self._encoded else None
+            redundancy = [self.roster.redundancy(kind) for kind in self._settings.kinds] if self._encoded else None
             self._record.tell(event, t=self._runtime.now(), redundancy=redundancy, **values)
 
     def _decodable(self) -> bool:
-        return self.roster.decodable("rows") and self.roster.decodable("columns")
+        return all(self.roster.decodable(kind) for kind in self._settings.kinds)
 
     def _making(self) -> list[Block]:
         """Blocks under way."""
@@ -467,7 +523,7 @@ class Coordinator:
 
     def _can_go(self, rank: int) -> bool:
         """Whether nothing of what a device holds is missing without it."""
-        for kind in ("rows", "columns"):
+        for kind in self._settings.kinds:
             others = [block for block in self.roster.there(kind) if block.holder != rank]
             for block in self.roster.there(kind):
                 if block.holder == rank and block.raw is not None:
@@ -479,9 +535,11 @@ class Coordinator:
         """Partitions that are there."""
         return [one for one in self.roster.partitions if self.roster.raw(one) is not None]
 
-    def _has_columns(self, partition: Partition) -> bool:
+    def _can_be_trained_on(self, partition: Partition) -> bool:
         """Whether it can be trained on: enough blocks of columns have its rows."""
         roster = self.roster
+        if "columns" not in self._settings.kinds:
+            return roster.raw(partition) is not None
         blocks = [block for block in roster.there("columns") if partition.number in block.parts]
         unknowns = roster.unknowns("columns")
         return bool(unknowns) and roster.rank(blocks, unknowns) == len(unknowns)
@@ -508,3 +566,7 @@ def _told(decision: Decision | None) -> list[frozenset[int]] | None:
     with deciding(decision.name, decision.step):
         sets: Any = decision.value
         return [frozenset(map(int, one)) for one in sets]
+
+
+def _as_json(round: Round) -> Json:
+    return [list(one) for one in round.used]

@@ -99,20 +99,15 @@ class Device:
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
         self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
-        coming = self._task()
+        coming = _Coming(self._heard())
         while True:
+            task, coming = await coming.message(), _Coming(self._heard())
+            if isinstance(task, End):
+                return task.reason
             try:
-                message = unpacked(await coming, (Multiply, End))
-            except Malformed:
-                self.refused += 1
-                coming = self._task()
-                continue
-            if isinstance(message, End):
-                return message.reason
-            coming = self._task()
-            assert isinstance(message, Multiply)
-            try:
-                await self._multiply(message, coming)
+                if task is None:
+                    raise Malformed
+                await self._multiply(task, coming)
             except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
                 self.refused += 1
 
@@ -122,11 +117,11 @@ class Device:
 
     # --- products ---------------------------------------------------------------------------------------------------
 
-    def _task(self) -> Pending[Payload]:
+    def _heard(self) -> Pending[Payload]:
         return self._runtime.launch(heard(self._comm, COORDINATOR, tags.OPERAND, self._patience_s))
 
-    async def _multiply(self, task: Multiply, coming: Pending[Payload]) -> None:
-        """Answers a round piece by piece, until the next is there.
+    async def _multiply(self, task: Multiply, coming: _Coming) -> None:
+        """Answers a round piece by piece, until the coordinator has what it needs.
 
         Each piece of a block is a piece of the whole, so that what a slow device has done counts. Devices begin with
         different ones.
@@ -140,10 +135,10 @@ class Device:
             piece = (task.first + place) % task.pieces
             begin, end = piece_of(task.length, task.pieces, piece)
             for number, block in blocks.items():
-                if coming.done:
+                if coming.ends(task.round):
                     return
                 product = await self._runtime.compute(
-                    Cost("score", block.samples(begin, end)), partial(block.multiply, begin, end, task)
+                    Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
                 )
                 header = torch.tensor([number, piece])
                 self._send(Payload((header, product)), tags.answers(task.round))
@@ -236,3 +231,35 @@ def _pass_on(to: Pending[None], ended: Pending[None]) -> None:
         to.set(None)
     else:
         to.fail(ended.error)
+
+
+class _Coming:
+    """The task that follows."""
+
+    def __init__(self, heard: Pending[Payload]) -> None:
+        self._heard = heard
+        self._read: Multiply | End | None = None
+
+    async def message(self) -> Multiply | End | None:
+        """It, once it has come; ``None``: it is none."""
+        await self._heard
+        return self._message()
+
+    def ends(self, round: int) -> bool:
+        """Whether it has come, and an earlier one need not be carried on."""
+        if not self._heard.done:
+            return False
+        if self._heard.error is not None:
+            return True
+        message = self._message()
+        return isinstance(message, End) or (message is not None and message.since > round)
+
+    def _message(self) -> Multiply | End | None:
+        if self._read is None:
+            try:
+                message = unpacked(self._heard.result(), (Multiply, End))
+            except Malformed:
+                return None
+            assert isinstance(message, (Multiply, End))
+            self._read = message
+        return self._read

@@ -164,8 +164,10 @@ class Multiply:
 
     Args:
       round: its number.
+      since: rounds below this one are over; what is left of them need not be done.
       blocks: to be multiplied, all of rows or all of columns.
-      partitions: whose residuals lie in the operand, one after the other; empty where the blocks are of rows.
+      partitions: whose residuals lie in the operand, one after the other, and by one partition's blocks of rows may be
+        multiplied, transposed; empty where they are multiplied by weights.
       length: rows of the highest block, or columns of the widest.
       pieces: how many these are cut into; each is answered by itself.
       first: the piece to begin with.
@@ -173,6 +175,7 @@ class Multiply:
     """
 
     round: int
+    since: int
     blocks: tuple[int, ...]
     partitions: tuple[int, ...]
     length: int

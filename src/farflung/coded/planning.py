@@ -32,12 +32,14 @@ class Planner:
       coded: how many coded blocks of each kind there are at first.
       redundancy: so many devices may vanish at any time, in the worst case; where that is not so any more, blocks are
         made that make up for it.
+      kinds: of the blocks that there are.
     """
 
     code: Code
     seed: int
     coded: int
     redundancy: int
+    kinds: tuple[Kind, ...]
 
     # --- at first ---------------------------------------------------------------------------------------------------
 
@@ -52,6 +54,8 @@ class Planner:
         chosen = [hosts[index % len(hosts)] for index in range(self.coded)]
         for index, rank in enumerate(chosen):
             yield rank, self._drawn(roster, rank, index)
+        if "columns" not in self.kinds:
+            return
         roster.bounds = bounds_of(roster.features, len(active))
         for k, partition in enumerate(active):
             block = roster.raw(partition)
@@ -80,7 +84,7 @@ class Planner:
         if not roster.active:
             return
         yield from self._extensions(roster)
-        for kind in ("rows", "columns"):
+        for kind in self.kinds:
             yield from self._more(roster, kind)
 
     def _hand_over(self, roster: Roster) -> Iterator[tuple[int, Order]]:

@@ -47,12 +47,12 @@ class Round:
 
     Args:
       number: of the round.
-      kind: of product.
-      unknowns: partitions, or column blocks.
-      heights: rows of each partition, or columns of each block.
+      kind: of the blocks that are multiplied.
+      unknowns: partitions, or column blocks, whose products the answers are combined of.
+      heights: rows of the product of each.
       outputs: columns of the operand.
       operand: what is multiplied by.
-      partitions: whose residuals lie in it.
+      partitions: whose residuals lie in it; none where it is weights.
       pieces: how many.
       plans: decodes.
       due: of a round that is made again, the blocks by which each piece was decoded.
@@ -86,7 +86,7 @@ class Round:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def tasks(self, blocks: Sequence[Block]) -> dict[int, Multiply]:
+    def tasks(self, blocks: Sequence[Block], since: int) -> dict[int, Multiply]:
         """What devices are to be asked, by rank: for all of these blocks that nobody was asked for yet.
 
         Each device begins with another piece, so that all pieces are decoded at about the same time, and what slow
@@ -104,6 +104,7 @@ class Round:
                 self._blocks[block.number] = block
             tasks[rank] = Multiply(
                 self.number,
+                since,
                 tuple(block.number for block in mine),
                 self.partitions,
                 max(self.heights),
@@ -114,6 +115,10 @@ class Round:
         return tasks
 
     # --- answers ----------------------------------------------------------------------------------------------------
+
+    def serves(self, block: Block) -> bool:
+        """Whether answers of a block can be of use: it has nothing in it but what is solved for."""
+        return set(self.unknowns).issuperset(block.coefficients)
 
     @property
     def complete(self) -> bool:
@@ -156,9 +161,10 @@ class Round:
         self._used[piece] = sorted(answers)
         answers.clear()
 
-    def product(self) -> Tensor:
-        """What the round was for: products of all partitions or columns, one after the other."""
-        return torch.cat(self._product)
+    @property
+    def products(self) -> list[Tensor]:
+        """Of each unknown."""
+        return self._product
 
     def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:
         parts = list(payload.tensors())

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from farflung.coded.roster import Kind
 from farflung.errors import ConfigError
 
 __all__ = ["Settings"]
@@ -24,6 +25,9 @@ class Settings:
       seed: by which.
       redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
       pieces: in how many every product is answered; 1: whole blocks.
+      transposed: how the product with residuals is had: from coded ``"columns"``; or by ``"repair"``, without them: each
+        device with a partition answers for it, and for one that does not the others multiply their blocks of rows by its
+        residuals, a round for each.
       on_loss: what becomes of training when a partition is lost that nothing at hand makes up for: ``"wait"`` for it to
         come back, or ``"go_on"`` without it.
       max_condition: the largest condition number of a set of answers that is decoded.
@@ -41,6 +45,7 @@ class Settings:
     seed: int = 0
     redundancy: int = 1
     pieces: int = 8
+    transposed: Literal["columns", "repair"] = "columns"
     on_loss: Literal["wait", "go_on"] = "wait"
     max_condition: float = 1e6
     patience_s: float = 300.0
@@ -58,10 +63,17 @@ class Settings:
             raise ConfigError(f"coded = {self.coded}: must be 0 or more")
         if self.on_loss not in ("wait", "go_on"):
             raise ConfigError(f"on_loss = {self.on_loss!r}: must be 'wait' or 'go_on'")
+        if self.transposed not in ("columns", "repair"):
+            raise ConfigError(f"transposed = {self.transposed!r}: must be 'columns' or 'repair'")
         for name in ("max_condition", "patience_s", "least_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} = {value}: must be a number above 0")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of blocks that are made."""
+        return ("rows", "columns") if self.transposed == "columns" else ("rows",)
 
     @property
     def first_coded(self) -> int:
