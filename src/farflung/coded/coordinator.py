@@ -188,18 +188,21 @@ class Coordinator:
         other partitions' products are of no use.
         """
         features = self.roster.features
-        own = [
-            self._round("rows", part, (one.number,), [features], [one.number])
+        own = {
+            one.number: self._round("rows", part, (one.number,), [features], [one.number])
             for one, part in zip(active, residuals, strict=True)
-        ]
-        await self._carry(*own, patiently=False)
+            if self.roster.raw(one) is not None
+        }
+        if own:
+            await self._carry(*own.values(), patiently=False)
         total = torch.zeros(features, residuals[0].shape[1], dtype=torch.float64)
-        for place, (one, part, found) in enumerate(zip(active, residuals, own, strict=True)):
-            if not found.complete:
-                found = await self._carry(self._round("rows", part, (one.number,), [features] * len(active)))
-                total += found.products[place]
-            else:
+        for place, (one, part) in enumerate(zip(active, residuals, strict=True)):
+            found = own.get(one.number)
+            if found is not None and found.complete:
                 total += found.products[0]
+                continue
+            whole = await self._carry(self._round("rows", part, (one.number,), [features] * len(active)))
+            total += whole.products[place]
         return total
 
     async def end(self, reason: str = "") -> None:
