@@ -54,7 +54,9 @@ class Decoder:
         if who in self._rows:
             raise ValueError(f"a second answer of {who!r}")
         if row.shape != (self._partitions,) or not np.isfinite(row.numpy()).all():
-            raise ValueError(f"answer of {who!r}: {self._partitions} finite coefficients are needed, not {row.tolist()}")
+            raise ValueError(
+                f"answer of {who!r}: {self._partitions} finite coefficients are needed, not {row.tolist()}"
+            )
         self._rows[who] = row
         partition = raw_partition(row)
         if partition is not None:
@@ -96,7 +98,9 @@ class Decoder:
           Undecodable: not :attr:`complete`.
         """
         if not self.complete:
-            raise Undecodable(self._partitions, len(self._rows), self.rank, self.condition, self._max_condition)
+            raise Undecodable(
+                self._partitions, len(self._rows), self.rank, self.condition, self._max_condition
+            )
         return self._plans.of(self._counting())
 
     def _counting(self) -> dict[Hashable, Tensor]:
@@ -105,7 +109,10 @@ class Decoder:
             self._counted = self._least()
             if self.rank == self._partitions:
                 least = self._counted
-                if len(least) < self._partitions or not self._plans.of(least).condition <= self._max_condition:
+                if (
+                    len(least) < self._partitions
+                    or not self._plans.of(least).condition <= self._max_condition
+                ):
                     self._counted = self._rows.copy()
         return self._counted
 

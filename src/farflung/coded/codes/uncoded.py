@@ -22,7 +22,9 @@ class Uncoded:
           ConfigError: always.
         """
         del partitions, seed
-        raise ConfigError(f"uncoded: there is no coded block {index}; as many devices as partitions, or another code")
+        raise ConfigError(
+            f"uncoded: there is no coded block {index}; as many devices as partitions, or another code"
+        )
 
     def most(self, partitions: int) -> int | None:
         """None at all: 0."""
