@@ -1,0 +1,122 @@
+"""Which answers determine all partitions, told as they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+from torch import Tensor
+
+from farflung.coded.plan import Plan, Plans, raw_partition
+from farflung.coded.span import TOLERANCE, Span
+from farflung.errors import Undecodable
+
+__all__ = ["MAX_CONDITION", "Decoder"]
+
+MAX_CONDITION = 1 / TOLERANCE
+"""An answer in float64 is right to about 1e-16 of its size, so what is decoded is right to 1e-10: what no solver sees."""
+
+
+class Decoder:
+    """Takes answers until they determine all partitions.
+
+    The rank is numeric: a row that lies in the span of those before it but for a 1e-6 of its length counts as dependent.
+    Where the answers are of full rank and yet too ill-conditioned, the decoder is not complete; it goes on with what else
+    comes, and all answers count then, by least squares.
+
+    Args:
+      partitions: K.
+      max_condition: of the decoding matrix, above which it is not decoded; see :attr:`farflung.coded.plan.Plan.condition`.
+      plans: shared with other decoders, of other pieces say; ``None``: its own.
+    """
+
+    def __init__(
+        self, partitions: int, max_condition: float = MAX_CONDITION, plans: Plans | None = None
+    ) -> None:
+        self._partitions, self._max_condition = partitions, max_condition
+        self._plans = plans or Plans()
+        self._rows: dict[Hashable, Tensor] = {}
+        self._raw: dict[int, Hashable] = {}
+        self._span = Span(partitions)
+        self._counted: dict[Hashable, Tensor] | None = {}
+
+    def add(self, who: Hashable, row: Tensor) -> bool:
+        """Takes an answer; whether the rank grew. A raw one counts even where it did not: its partition needs no solving.
+
+        Args:
+          who: from whom; once each.
+          row: (partitions,), its coefficients, float64.
+
+        Raises:
+          ValueError: a second answer of the same, another length, or a coefficient that is not finite.
+        """
+        if who in self._rows:
+            raise ValueError(f"a second answer of {who!r}")
+        if row.shape != (self._partitions,) or not np.isfinite(row.numpy()).all():
+            raise ValueError(
+                f"answer of {who!r}: {self._partitions} finite coefficients are needed, not {row.tolist()}"
+            )
+        self._rows[who] = row
+        partition = raw_partition(row)
+        if partition is not None:
+            self._raw.setdefault(partition, who)
+        self._counted = None
+        return self._span.add(row)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answers determine all partitions, with a condition of at most ``max_condition``."""
+        return self.condition <= self._max_condition
+
+    @property
+    def rank(self) -> int:
+        """Of the answers' rows."""
+        return self._span.rank
+
+    @property
+    def condition(self) -> float:
+        """Of the rows that count; infinite while they are of less than full rank."""
+        rows = self._counting()
+        return self._plans.of(rows).condition if self.rank == self._partitions else math.inf
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The partitions of which there is no raw answer."""
+        return tuple(k for k in range(self._partitions) if k not in self._raw)
+
+    @property
+    def who(self) -> tuple[Hashable, ...]:
+        """Those whose answers count, in the order in which they came."""
+        counted = self._counting()
+        return tuple(who for who in self._rows if who in counted)
+
+    def plan(self) -> Plan:
+        """How these answers are decoded; from :class:`farflung.coded.plan.Plans`, so perhaps made before.
+
+        Raises:
+          Undecodable: not :attr:`complete`.
+        """
+        if not self.complete:
+            raise Undecodable(
+                self._partitions, len(self._rows), self.rank, self.condition, self._max_condition
+            )
+        return self._plans.of(self._counting())
+
+    def _counting(self) -> dict[Hashable, Tensor]:
+        """The raw answers and the first coded ones that they need, or all, where these are too ill-conditioned."""
+        if self._counted is None:
+            self._counted = self._least()
+            if self.rank == self._partitions:
+                least = self._counted
+                if (
+                    len(least) < self._partitions
+                    or not self._plans.of(least).condition <= self._max_condition
+                ):
+                    self._counted = self._rows.copy()
+        return self._counted
+
+    def _least(self) -> dict[Hashable, Tensor]:
+        raw = {who: self._rows[who] for who in self._raw.values()}
+        span = Span(self._partitions)
+        return {who: row for who, row in (raw | self._rows).items() if span.add(row)}

@@ -1,0 +1,122 @@
+"""How a set of answers is decoded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.coded.span import unit
+
+__all__ = ["Plan", "Plans", "raw_partition"]
+
+
+class Plan:
+    r"""One factorisation, for all answers of one set of devices.
+
+    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded answers
+    :math:`Y = G X` give
+
+    .. math:: G_M X_M = Y - G_H X_H
+
+    which is solved by QR in the sense of least squares; each row is scaled to length 1 first. The order of the answers does
+    not matter to a bit.
+
+    Args:
+      rows: (K,), the coefficients of each answer; together of rank K.
+    """
+
+    def __init__(self, rows: Mapping[Hashable, Tensor]) -> None:
+        self._raw: dict[int, Hashable] = {}
+        coded = []
+        for who, row in rows.items():
+            partition = raw_partition(row)
+            if partition is None or partition in self._raw:
+                coded.append((row.tolist(), who))
+            else:
+                self._raw[partition] = who
+        coded.sort(key=lambda one: one[0])
+        self._coded = [who for _, who in coded]
+        matrix = torch.stack(list(rows.values()))
+        self._partitions = matrix.shape[1]
+        self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
+        self.condition = _condition(unit(matrix))
+        """Of the matrix of all rows, each of length 1: the ratio of its singular values. The relative error of an answer
+        grows at most so many times in decoding."""
+        if self.missing:
+            by_row = torch.stack([rows[who] for who in self._coded])
+            self._lengths = by_row.norm(dim=1)
+            by_row = by_row / self._lengths[:, None]
+            self._used = [k for k in sorted(self._raw) if by_row[:, k].any()]
+            self._known = by_row[:, self._used]
+            self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
+
+    def apply(self, answers: Mapping[Hashable, Tensor], heights: Sequence[int] | None = None) -> list[Tensor]:
+        """The K tensors that the answers are combinations of, in the order of the partitions.
+
+        Devices may hold unlike numbers of rows: a coded block is as high as the highest partition, the others being
+        padded with zeros below. A raw answer may have its partition's own height.
+
+        Args:
+          answers: by who sent it: (b, c) of a coded block, (at most b, c) of a raw one; float64.
+          heights: rows of each partition; b for each where it is not given.
+
+        Returns:
+          Raw answers as they are, and (height, c) for each partition that was missing.
+        """
+        found = {k: answers[who] for k, who in self._raw.items()}
+        if self.missing:
+            solved = self._solved(answers)
+            for k, tensor in zip(self.missing, solved, strict=True):
+                found[k] = tensor if heights is None else tensor[: heights[k]]
+        return [found[k] for k in range(self._partitions)]
+
+    def _solved(self, answers: Mapping[Hashable, Tensor]) -> Tensor:
+        """(missing, b, c)."""
+        given = torch.stack([answers[who] for who in self._coded])
+        shape = given.shape[1:]
+        rest = given.reshape(len(given), -1) / self._lengths[:, None]
+        if self._used:
+            known = given.new_zeros(len(self._used), *shape)
+            for place, k in zip(known, self._used, strict=True):
+                answer = answers[self._raw[k]]
+                place[: len(answer)] = answer
+            rest -= self._known @ known.reshape(len(known), -1)
+        solved = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
+        return solved.reshape(len(self.missing), *shape)
+
+
+class Plans:
+    """The plans made lately, so that pieces with answers of the same devices share one.
+
+    Args:
+      most: how many are kept.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._kept: OrderedDict[frozenset[tuple[Hashable, bytes]], Plan] = OrderedDict()
+
+    def of(self, rows: Mapping[Hashable, Tensor]) -> Plan:
+        """The plan for these rows, as :class:`Plan` takes them."""
+        key = frozenset((who, row.numpy().tobytes()) for who, row in rows.items())
+        if key not in self._kept:
+            self._kept[key] = Plan(rows)
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+def raw_partition(row: Tensor) -> int | None:
+    """Which partition a row is the raw block of; ``None``: it is a coded block's."""
+    coefficients = row.numpy()
+    (places,) = coefficients.nonzero()
+    return int(places[0]) if len(places) == 1 and coefficients[places[0]] == 1 else None
+
+
+def _condition(rows: Tensor) -> float:
+    values = torch.linalg.svdvals(rows)
+    return float(values[0] / values[-1])
