@@ -17,7 +17,7 @@ EXACT = 1e-9
 PLAN = FaultPlan()
 
 
-@pytest.mark.parametrize("code", ["rlnc", "rlnc(law=binary)", "rlnc(law=masked)", "mds", "replication"])
+@pytest.mark.parametrize("code", ["rlnc", "rlnc(law='binary')", "rlnc(law='masked')", "mds", "replication"])
 @pytest.mark.parametrize("options", [{}, {"pieces": 1}, {"transposed": "repair"}], ids=str)
 def test_both_products_are_exact(code: str, options: dict[str, Any]) -> None:
     seen = Run(settings={"code": code, **options})(products_agree())

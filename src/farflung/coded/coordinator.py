@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.coded import tags
 from farflung.coded.codes import CODES
 from farflung.coded.deadlines import Learned
-from farflung.coded.inbox import Alarm, Answer, Gone, Heard, Inbox
+from farflung.coded.inbox import Alarm, Answer, Back, Gone, Heard, Inbox
 from farflung.coded.messages import (
     Built,
     Command,
@@ -35,7 +35,8 @@ from farflung.coded.messages import (
 from farflung.coded.planning import Order, Planner
 from farflung.coded.record import Record
 from farflung.coded.roster import Block, Kind, Member, Partition, Roster, names
-from farflung.coded.rounds import Plans, Round
+from farflung.coded.plan import Plans
+from farflung.coded.rounds import Round
 from farflung.coded.sending import sent
 from farflung.coded.settings import Settings
 from farflung.errors import RunLost
@@ -47,6 +48,11 @@ from farflung.types import Decision, Json, Runtime
 __all__ = ["Coordinator", "PartitionsChanged"]
 
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
+
+_BACK_S = 10.0
+"""How long a coordinator that comes again waits for all devices, where those that are there would do."""
+_PLANS = 512
+"""Sets of answers whose decoding is remembered; those of one round come again in the next."""
 
 
 class PartitionsChanged(Exception):
@@ -95,12 +101,13 @@ class Coordinator:
         self._planner = Planner(
             code, settings.seed, settings.first_coded, settings.redundancy, settings.kinds
         )
-        self._plans = Plans(settings.max_condition)
+        self._plans = Plans(_PLANS)
         self._learned: dict[Kind, Learned] = {
             kind: Learned(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
         self._rounds: dict[int, Round] = {}
         """Under way, by number."""
+        self._gone: set[int] = set()
         self._alarm, self._overdue = 0, False
         self._encoded = False
         self._changed = False
@@ -114,10 +121,13 @@ class Coordinator:
           RunLost: they do not come, or are lost while data are encoded.
         """
         wanted, roster = self._settings, self.roster
+        enough_at = self._runtime.now() + _BACK_S
+        if self._again:
+            self._inbox.alarm(enough_at)
         await self._until(
             lambda: (
                 (len(roster.members) >= wanted.devices and len(self._brought()) >= wanted.partitions)
-                or (self._again and self._decodable())
+                or (self._again and self._runtime.now() >= enough_at and self._decodable())
             ),
             lambda: (
                 f"{len(roster.members)} of {wanted.devices} devices and {len(self._brought())} of "
@@ -232,6 +242,7 @@ class Coordinator:
             partitions,
             self._settings.pieces,
             self._plans,
+            self._settings.max_condition,
             _told(self._runtime.decisions.replayed("answers", number, self._comm.rank)),
         )
 
@@ -307,10 +318,16 @@ class Coordinator:
         if paused:
             self._tell("goes_on")
 
-    def _handle(self, event: Heard | Answer | Gone) -> bool:
+    def _handle(self, event: Heard | Answer | Gone | Back) -> bool:
         """Whether it was of use."""
         if isinstance(event, Gone):
+            self._gone.add(event.rank)
             self._lose(event.rank)
+            return False
+        if isinstance(event, Back):
+            self._gone.discard(event.rank)
+            return False
+        if event.rank in self._gone:  # what it had sent before
             return False
         member = self.roster.members.get(event.rank)
         try:
@@ -388,7 +405,7 @@ class Coordinator:
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in roster.members:
             self._send(min(rank, other), Meet(max(rank, other), first=True))
-        roster.members[rank] = Member(rank)
+        roster.members[rank] = Member(rank, late=self._encoded)
         self._send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
         self._keeps(rank, hello)
         self._tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
@@ -502,7 +519,7 @@ class Coordinator:
 
     def _tell(self, event: str, **values: Json) -> None:
         if self._record is not None:
-            redundancy = [self.roster.redundancy(kind) for kind in self._settings.kinds] if self._encoded else None
+            redundancy = [self.roster.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds] if self._encoded else None
             self._record.tell(event, t=self._runtime.now(), redundancy=redundancy, **values)
 
     def _decodable(self) -> bool:

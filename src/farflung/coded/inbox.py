@@ -12,7 +12,7 @@ from farflung.errors import WaitEnded
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 
-__all__ = ["Alarm", "Answer", "Event", "Gone", "Heard", "Inbox"]
+__all__ = ["Alarm", "Answer", "Back", "Event", "Gone", "Heard", "Inbox"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,20 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """A device has come after the first meeting, where one of its rank may have been before."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Alarm:
     """A time that was asked for has come."""
 
     number: int
 
 
-Event: TypeAlias = Heard | Answer | Gone | Alarm
+Event: TypeAlias = Heard | Answer | Gone | Back | Alarm
 
 
 class Inbox:
@@ -61,7 +68,7 @@ class Inbox:
         self._events: deque[Event] = deque()
         self._wait: Pending[Any] | None = None
         self._alarms = 0
-        for service in (self._listen(), self._watch()):
+        for service in (self._listen(), self._watch(), self._look_out()):
             runtime.launch(service)
 
     async def next(self) -> Event:
@@ -112,6 +119,10 @@ class Inbox:
     async def _watch(self) -> None:
         while True:
             self._put(Gone(await self._comm.departure()))
+
+    async def _look_out(self) -> None:
+        while True:
+            self._put(Back(await self._comm.arrival()))
 
     def _any(self, tag: Tag) -> Pending[tuple[int, Payload]]:
         return self._comm.recv_any(tag, deadline_s=math.inf)

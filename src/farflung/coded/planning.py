@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TypeAlias
 
 import torch
 
 from farflung.coded.blocks import bounds_of
-from farflung.coded.codes import Code
+from farflung.coded.codes import MDS, Code
 from farflung.coded.messages import Columns, Part, Rows, Source
 from farflung.coded.recombination import combination
 from farflung.coded.roster import Block, Kind, Partition, Roster
@@ -84,6 +83,7 @@ class Planner:
         if not roster.active:
             return
         yield from self._extensions(roster)
+        yield from self._for_newcomers(roster)
         for kind in self.kinds:
             yield from self._more(roster, kind)
 
@@ -142,9 +142,7 @@ class Planner:
             covered = any(partition.number in block.coefficients for block in coded)
             if raw is None or covered or not extended:
                 continue
-            weights = {
-                block.number: self.code.grown(block.number, partition.number, self.seed) for block in extended
-            }
+            weights = {block.number: self._grown(block, partition.number) for block in extended}
             if not any(weights.values()):
                 weights[extended[0].number] = 1.0
             for block in extended:
@@ -158,6 +156,18 @@ class Planner:
                     roster.blocks[order.block].replaces = block.number
                     yield rank, order
 
+    def _for_newcomers(self, roster: Roster) -> Iterator[tuple[int, Order]]:
+        """Coded blocks for devices that have come since, and bring nothing."""
+        for kind in self.kinds:
+            for rank in self._hosts(roster):
+                brings = any(block.holder == rank and block.raw is not None for block in roster.of("rows"))
+                if not roster.members[rank].late or brings or any(one.holder == rank for one in roster.of(kind)):
+                    continue
+                drawn = self._draw(roster, kind)
+                made = (drawn, ()) if kind == "columns" else self._recombined(roster, drawn)
+                if made is not None:
+                    yield from self._coded(roster, kind, rank, *made)
+
     def _more(self, roster: Roster, kind: Kind) -> Iterator[tuple[int, Order]]:
         """New coded blocks until enough devices may vanish, or nothing helps."""
         for _ in range(2 * len(roster.members)):
@@ -166,11 +176,21 @@ class Planner:
             best = self._best(roster, kind)
             if best is None:
                 return
-            host, coefficients, sources = best
-            if kind == "rows":
-                yield host, self._rows(roster, host, coefficients, sources)
-            else:
-                yield from self._columns(roster, host, coefficients, roster.active)
+            yield from self._coded(roster, kind, *best)
+
+    def _coded(
+        self, roster: Roster, kind: Kind, rank: int, coefficients: Mapping[int, float], sources: tuple[Source, ...]
+    ) -> Iterator[tuple[int, Order]]:
+        if kind == "rows":
+            yield rank, self._rows(roster, rank, coefficients, sources)
+        else:
+            yield from self._columns(roster, rank, coefficients, roster.active)
+
+    def _draw(self, roster: Roster, kind: Kind) -> dict[int, float]:
+        """A row of the code that was not drawn before."""
+        unknowns = roster.unknowns(kind)
+        drawn = self._row(roster.number(), len(unknowns), self.seed + (kind == "columns"))
+        return {unknowns[k]: weight for k, weight in drawn.items()}
 
     def _best(self, roster: Roster, kind: Kind) -> tuple[int, Mapping[int, float], tuple[Source, ...]] | None:
         """Of some draws, the row that helps most; ``None``: none does."""
@@ -179,9 +199,7 @@ class Planner:
             return None
         least, best = self._lacking(roster, kind), None
         for _ in range(_DRAWS):
-            index = roster.number()
-            drawn = self._row(index, len(roster.unknowns(kind)), self.seed + (kind == "columns"))
-            drawn = {roster.unknowns(kind)[k]: weight for k, weight in drawn.items()}
+            drawn = self._draw(roster, kind)
             made = (drawn, ()) if kind == "columns" else self._recombined(roster, drawn)
             if made is None:
                 continue
@@ -222,12 +240,7 @@ class Planner:
             for block in self._staying(roster, kind)
             if active.issuperset(block.coefficients if kind == "rows" else ())
         ]
-        blocks += [] if more is None else [more]
-        holders = sorted({_holder(block) for block in blocks})
-        return sum(
-            len(unknowns) - roster.rank([block for block in blocks if block.holder not in gone], unknowns)
-            for gone in combinations(holders, min(self.redundancy, len(holders)))
-        )
+        return roster.lacking(self.redundancy, blocks if more is None else [*blocks, more], unknowns)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -289,15 +302,26 @@ class Planner:
         """Blocks that add up to what is wanted; ``None``: they do not."""
         unknowns = sorted({*wanted, *(one for block in blocks for one in block.coefficients)})
         target = torch.tensor([wanted.get(one, 0.0) for one in unknowns], dtype=torch.float64)
-        found = combination(target, roster.matrix(blocks, unknowns))
+        rows = dict(enumerate(roster.matrix(blocks, unknowns)))
+        found = combination(target, rows) if rows else None
         if found is None:
             return None
         return tuple(Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items())
 
     # --- where ------------------------------------------------------------------------------------------------------
 
+    def _grown(self, block: Block, partition: int) -> float:
+        """The coefficient that a coded block gives a partition that comes later."""
+        row = torch.tensor([block.coefficients.get(k, 0.0) for k in range(partition)], dtype=torch.float64)
+        return float(self._law(block.number, partition + 1).grown(row, block.number, self.seed, partition + 1)[-1])
+
+    def _law(self, index: int, unknowns: int) -> Code:
+        """The code, or where that has no such row, a dense one."""
+        most = self.code.most(unknowns)
+        return self.code if most is None or index < most else MDS()
+
     def _row(self, index: int, unknowns: int, seed: int) -> dict[int, float]:
-        row = self.code.row(index, unknowns, seed)
+        row = self._law(index, unknowns).row(index, unknowns, seed)
         return {k: float(weight) for k, weight in enumerate(row) if weight}
 
     def _staying(self, roster: Roster, kind: Kind) -> list[Block]:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from farflung.coded.span import TOLERANCE, unit
 from farflung.types import State
 
 __all__ = ["Block", "Kind", "Member", "Partition", "Roster"]
@@ -81,13 +82,13 @@ class Member:
       rank: its rank.
       silent: whether it has let a deadline pass, and not been heard of since.
       leaving: whether it has asked to go.
-      refused: messages of it that were not of their form.
+      late: whether it came when training had begun.
     """
 
     rank: int
     silent: bool = False
     leaving: bool = False
-    refused: int = 0
+    late: bool = False
 
 
 class Roster:
@@ -256,16 +257,13 @@ class Roster:
         rows = self.matrix(blocks, unknowns)
         return _rank(torch.cat([rows, wanted])) == _rank(rows)
 
-    def withstands(self, losses: int, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
-        """Whether any so many devices may vanish, with all that they hold, and the rest still decodes."""
+    def lacking(self, losses: int, blocks: Sequence[Block], unknowns: Sequence[int]) -> int:
+        """The ranks that are missing after losses of so many devices, with all that they hold, summed over all such."""
         holders = sorted({block.holder for block in blocks if block.holder is not None})
-        matrix = self.matrix(blocks, unknowns)
-        if losses >= len(holders):
-            return False
-        return all(
-            _rank(matrix[[block.holder not in gone for block in blocks]]) == len(unknowns)
-            for gone in combinations(holders, losses)
-        )
+        rows = unit(self.matrix(blocks, unknowns))
+        gone = [set(some) for some in combinations(holders, min(losses, len(holders)))]
+        stays = torch.tensor([[block.holder not in some for block in blocks] for some in gone], dtype=torch.float64)
+        return len(gone) * len(unknowns) - int(_ranks(stays[:, :, None] * rows).sum())
 
     def redundancy(self, kind: Kind, most: int = 2) -> int:
         """How many devices may vanish at least, in the worst case; -1: some are missing already.
@@ -276,7 +274,7 @@ class Roster:
         """
         unknowns, blocks = self.unknowns(kind), self.answering(kind)
         for losses in range(most + 1):
-            if not self.withstands(losses, blocks, unknowns):
+            if self.lacking(losses, blocks, unknowns):
                 return losses - 1
         return most
 
@@ -289,8 +287,15 @@ class Roster:
 
 
 def _rank(rows: Tensor) -> int:
-    """Of a matrix whose entries are of about one size."""
-    return int(torch.linalg.matrix_rank(rows)) if rows.numel() else 0
+    return int(_ranks(unit(rows)[None])[0])
+
+
+def _ranks(rows: Tensor) -> Tensor:
+    """Of matrices of rows of length 1, (matrices, rows, unknowns), as far as they would be decoded."""
+    if not rows.numel():
+        return torch.zeros(len(rows))
+    values = torch.linalg.svdvals(rows)
+    return (values > TOLERANCE * values[:, :1]).sum(dim=1)
 
 
 def names(partitions: Iterable[Partition]) -> str:

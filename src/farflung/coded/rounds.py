@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,35 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farflung.coded.blocks import piece_of
-from farflung.coded.decoder import Decoder, Plan
+from farflung.coded.decoder import Decoder
 from farflung.coded.messages import Malformed, Multiply
+from farflung.coded.plan import Plans
 from farflung.coded.roster import Block, Kind
 from farflung.types import Payload
 
-__all__ = ["Plans", "Round"]
-
-
-class Plans:
-    """How the answers of each set of blocks are decoded, found once; the sets of one round come again in the next.
-
-    Args:
-      max_condition: the largest condition number of a set that is decoded.
-    """
-
-    def __init__(self, max_condition: float) -> None:
-        self._max_condition = max_condition
-        self._found: dict[tuple[tuple[int, ...], frozenset[int]], Plan | None] = {}
-
-    def of(self, blocks: Mapping[int, Block], unknowns: Sequence[int]) -> Plan | None:
-        """What decodes these blocks' answers; ``None``: they are too few, or too much alike."""
-        key = (tuple(unknowns), frozenset(blocks))
-        if key not in self._found:
-            decoder = Decoder(len(unknowns), max_condition=self._max_condition)
-            for number, block in sorted(blocks.items()):
-                row = [block.coefficients.get(one, 0.0) for one in unknowns]
-                decoder.add(number, torch.tensor(row, dtype=torch.float64))
-            self._found[key] = decoder.plan() if decoder.complete else None
-        return self._found[key]
+__all__ = ["Round"]
 
 
 @dataclass(slots=True)
@@ -54,7 +32,8 @@ class Round:
       operand: what is multiplied by.
       partitions: whose residuals lie in it; none where it is weights.
       pieces: how many.
-      plans: decodes.
+      plans: by which pieces are decoded, shared between rounds.
+      max_condition: of a set of answers that is decoded.
       due: of a round that is made again, the blocks by which each piece was decoded.
     """
 
@@ -67,6 +46,7 @@ class Round:
     partitions: tuple[int, ...]
     pieces: int
     plans: Plans
+    max_condition: float
     due: Sequence[frozenset[int]] | None = None
     asked: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
@@ -75,12 +55,17 @@ class Round:
     late: int = 0
     """Answers for pieces that were decoded before."""
     _blocks: dict[int, Block] = field(default_factory=dict)
+    _rows: dict[int, Tensor] = field(default_factory=dict)
+    _decoders: list[Decoder] = field(default_factory=list)
     _answers: list[dict[int, Tensor]] = field(default_factory=list)
     _used: dict[int, list[int]] = field(default_factory=dict)
     _product: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
+        self._decoders = [
+            Decoder(len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
+        ]
         self._answers = [{} for _ in range(self.pieces)]
         self._product = [torch.empty(height, self.outputs, dtype=torch.float64) for height in self.heights]
 
@@ -102,6 +87,8 @@ class Round:
             self.asked.setdefault(rank, set()).update(block.number for block in mine)
             for block in mine:
                 self._blocks[block.number] = block
+                row = [block.coefficients.get(one, 0.0) for one in self.unknowns]
+                self._rows[block.number] = torch.tensor(row, dtype=torch.float64)
             tasks[rank] = Multiply(
                 self.number,
                 since,
@@ -141,25 +128,25 @@ class Round:
         if piece in self._used:
             self.late += 1
             return
-        answers = self._answers[piece]
-        answers[number] = product
-        due = None if self.due is None else self.due[piece]
-        if due is None and len(answers) >= len(self.unknowns):
-            self._decode(piece, answers)
-        elif due is not None and due.issubset(answers):
-            self._decode(piece, {one: answers[one] for one in due})
-
-    def _decode(self, piece: int, answers: dict[int, Tensor]) -> None:
-        plan = self.plans.of({number: self._blocks[number] for number in answers}, self.unknowns)
-        if plan is None:
+        if number in self._answers[piece]:
+            raise Malformed("a second answer")
+        if self.due is not None and number not in self.due[piece]:
             return
+        self._answers[piece][number] = product
+        decoder = self._decoders[piece]
+        decoder.add(number, self._rows[number])
+        if decoder.rank == len(self.unknowns) and decoder.complete:
+            self._decode(piece, decoder)
+
+    def _decode(self, piece: int, decoder: Decoder) -> None:
         begin, end = piece_of(max(self.heights), self.pieces, piece)
-        for product, decoded in zip(self._product, plan.apply(answers), strict=True):
+        decoded = decoder.plan().apply(self._answers[piece])
+        for product, part in zip(self._product, decoded, strict=True):
             rows = min(end, len(product)) - begin
             if rows > 0:
-                product[begin : begin + rows] = decoded[:rows]
-        self._used[piece] = sorted(answers)
-        answers.clear()
+                product[begin : begin + rows] = part[:rows]
+        self._used[piece] = sorted(int(str(number)) for number in decoder.who)
+        self._answers[piece].clear()
 
     @property
     def products(self) -> list[Tensor]:
