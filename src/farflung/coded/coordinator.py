@@ -448,6 +448,8 @@ class Coordinator:
         if rank not in self.roster.members:
             return
         self.roster.lose(rank)
+        for one in self._rounds.values():
+            one.lose(rank)
         self._tell("gone", rank=rank)
         changed = self._encoded and self._loses_partitions()
         self._mend()

@@ -101,6 +101,11 @@ class Round:
             )
         return tasks
 
+    def lose(self, rank: int) -> None:
+        """A device is gone; should one of its rank come, it has been asked for nothing yet."""
+        self.asked.pop(rank, None)
+        self.answered.discard(rank)
+
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def serves(self, block: Block) -> bool:
@@ -125,11 +130,9 @@ class Round:
         """
         number, piece, product = self._read(rank, payload)
         self.answered.add(rank)
-        if piece in self._used:
+        if piece in self._used or number in self._answers[piece]:
             self.late += 1
             return
-        if number in self._answers[piece]:
-            raise Malformed("a second answer")
         if self.due is not None and number not in self.due[piece]:
             return
         self._answers[piece][number] = product
