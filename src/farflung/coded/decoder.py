@@ -15,19 +15,20 @@ from farflung.errors import Undecodable
 __all__ = ["MAX_CONDITION", "Decoder"]
 
 MAX_CONDITION = 1 / TOLERANCE
-"""An answer in float64 is right to about 1e-16 of its size, so what is decoded is right to 1e-10: what no solver sees."""
+"""An answer in float64 is right to about 1e-16 of its size, so what is decoded is right to 1e-10, which training
+does not notice."""
 
 
 class Decoder:
     """Takes answers until they determine all partitions.
 
-    The rank is numeric: a row that lies in the span of those before it but for a 1e-6 of its length counts as dependent.
-    Where the answers are of full rank and yet too ill-conditioned, the decoder is not complete; it goes on with what else
-    comes, and all answers count then, by least squares.
+    The rank is numeric: a row of which only a 1e-6 of its length lies outside the span of those before it counts as
+    dependent. Where the answers are of full rank and yet too ill-conditioned, the decoder is not complete. It takes
+    what else comes, and then all answers count, by least squares.
 
     Args:
       partitions: K.
-      max_condition: of the decoding matrix, above which it is not decoded; see :attr:`farflung.coded.plan.Plan.condition`.
+      max_condition: above it nothing is decoded; of which matrix, :class:`farflung.coded.plan.Plan` says.
       plans: shared with other decoders, of other pieces say; ``None``: its own.
     """
 
@@ -42,7 +43,7 @@ class Decoder:
         self._counted: dict[Hashable, Tensor] | None = {}
 
     def add(self, who: Hashable, row: Tensor) -> bool:
-        """Takes an answer; whether the rank grew. A raw one counts even where it did not: its partition needs no solving.
+        """Takes an answer; whether the rank grew. A raw one counts even where it did not, as nothing is solved for it.
 
         Args:
           who: from whom; once each.

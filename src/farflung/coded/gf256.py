@@ -1,7 +1,7 @@
 r"""Random linear network coding over GF(2^8) of bytes, by which a raw block is repaired bit for bit.
 
-The field is :math:`GF(2)[x] / (x^8 + x^4 + x^3 + x^2 + 1)` (0x11D), of which :math:`x` is a primitive element; addition is
-exclusive or.
+The field is :math:`GF(2)[x] / (x^8 + x^4 + x^3 + x^2 + 1)` (0x11D), of which :math:`x` is a primitive element.
+Addition is exclusive or.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ __all__ = ["Plan", "Plans", "raw_partition"]
 class Plan:
     r"""One factorisation, for all answers of one set of devices.
 
-    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded answers
-    :math:`Y = G X` give
+    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded
+    answers :math:`Y = G X` give
 
     .. math:: G_M X_M = Y - G_H X_H
 
-    which is solved by QR in the sense of least squares; each row is scaled to length 1 first. The order of the answers does
-    not matter to a bit.
+    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of answers
+    give equal bits, in whatever order they came.
 
     Args:
       rows: (K,), the coefficients of each answer; together of rank K.
@@ -43,8 +43,8 @@ class Plan:
         self._partitions = matrix.shape[1]
         self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
         self.condition = _condition(unit(matrix))
-        """Of the matrix of all rows, each of length 1: the ratio of its singular values. The relative error of an answer
-        grows at most so many times in decoding."""
+        """Of the matrix of all rows, each scaled to length 1: largest over smallest singular value. In decoding,
+        relative errors of the answers grow at most so many times."""
         if self.missing:
             by_row = torch.stack([rows[who] for who in self._coded])
             self._lengths = by_row.norm(dim=1)
@@ -84,7 +84,7 @@ class Plan:
                 answer = answers[self._raw[k]]
                 place[: len(answer)] = answer
             rest -= self._known @ known.reshape(len(known), -1)
-        solved = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
+        solved: Tensor = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
         return solved.reshape(len(self.missing), *shape)
 
 

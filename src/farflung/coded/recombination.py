@@ -35,10 +35,10 @@ def combination(
 ) -> dict[Index, float] | None:
     """The blocks, and their coefficients, whose sum is the block of a wanted row; few and cheap ones.
 
-    Raw blocks give what they can. Partitions whose raw block is gone take coded ones: all sets of as many as partitions
-    are gone are compared, by their cost together with that of the raw blocks that they need beside them, then by their
-    number, then by how much the coefficients magnify errors. A block that is the wanted one already is found as well. Where
-    there are more than 2000 sets, one is taken greedily.
+    Raw blocks give what they can. Partitions whose raw block is gone take coded ones: all sets of at most as many as
+    partitions are gone are compared, by their cost together with that of the raw blocks that they need beside them,
+    then by their number, then by how much they magnify errors. A copy of the wanted block is found as well. Where there
+    are more than 2000 sets, one is taken greedily.
 
     Args:
       target: (K,), float64; a unit vector for the repair of a raw block.
@@ -127,10 +127,11 @@ def recombined_row(
 ) -> tuple[Tensor, dict[Index, float]] | None:
     """A row for another coded block that can be made of the blocks at hand, and what it is made of.
 
-    The code's own row is taken where all raw blocks are there. Where one that it needs is gone, a coded block that has it
-    stands in for it, drawn among those, with the same coefficient; so the row is another one, which has to be told. It is
-    drawn again until it helps those that stay: the rank rises, or where it is full the redundancy. Where 32
-    rows of the code do not help, a dense Gaussian one is drawn, which needs all partitions.
+    The code's own row is the first to be tried. For each raw block that it needs and that is gone, a coded block that
+    has the partition stands in, another one each, drawn at random, with the same coefficient. So the row may be another
+    one than the code's, and has to be told. It is drawn again until it helps those that stay: the rank rises, or where
+    it is full the redundancy. Where 32 rows of the code do not help, dense Gaussian ones are tried, which need all
+    partitions.
 
     Args:
       code: whose row it is to be.
@@ -155,12 +156,8 @@ def recombined_row(
         law = code if attempt < _DRAWS else MDS()
         made_of: dict[Index, float] = {}
         for k, factor in enumerate(law.row(index, partitions, drawn).tolist()):
-            having = [who for who in coded if rows[who][k]]
-            if not factor:
-                continue
-            if k in raw:
-                made_of[raw[k]] = factor
-            elif having and not made_of.keys() & having:
+            having = [raw[k]] if k in raw else [who for who in coded if rows[who][k] and who not in made_of]
+            if factor and having:
                 made_of[having[int(len(having) * uniform(drawn, index, k))]] = factor
         row = sum((factor * rows[who] for who, factor in made_of.items()), torch.zeros(partitions).double())
         if _helps(row, kept, partitions, enough):

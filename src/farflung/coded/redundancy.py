@@ -54,9 +54,9 @@ def redundancy(
 ) -> int:
     """How many rows may vanish, whichever they are, so that the rest determines all partitions.
 
-    All sets of 1, 2, ... rows are tried, until one is found without which the rest does not decode. It is exact where that
-    takes at most ``most_sets`` sets, as for any 20 rows of which 4 are coded (and for 50 up to 3); beyond, it is the number of rows up to which
-    all sets have been tried, a lower bound.
+    All sets of 1, 2, ... rows are tried, until one is found without which the rest does not decode. The result is exact
+    where that takes at most ``most_sets`` sets: always with 20 rows of which 4 are coded, up to 2 with 50 rows. Beyond,
+    it is a lower bound: all sets of so many have been tried.
 
     Args:
       rows: (partitions,) each, float64.
@@ -90,8 +90,8 @@ def redundancy(
 
 
 def _decodes_without(coded: Tensor, raw: list[int], partitions: int, vanished: int) -> bool:
-    """Whether the rest decodes without any ``vanished`` rows: the coded ones left are of full rank in the columns of the
-    raw ones that are not there.
+    """Whether the rest decodes whichever rows vanish: the coded ones left are of full rank in the columns whose raw
+    rows are not there.
     """
     gone = [k for k in range(partitions) if k not in raw]
     for raws in range(min(vanished, len(raw)) + 1):

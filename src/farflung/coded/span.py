@@ -11,8 +11,8 @@ from torch import Tensor
 __all__ = ["TOLERANCE", "Span", "unit"]
 
 TOLERANCE = 1e-6
-"""Of a row's length, what has to lie outside a span for the row to add a dimension: the inverse of
-:data:`farflung.coded.decoder.MAX_CONDITION`, since with less a decoding matrix of both would have a larger condition."""
+"""Of a row's length, what has to lie outside a span for the row to add a dimension. With less, a decoding matrix of
+both would have a condition above :data:`farflung.coded.decoder.MAX_CONDITION`."""
 
 
 class Span:

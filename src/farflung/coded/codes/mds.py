@@ -18,7 +18,7 @@ __all__ = ["MDS"]
 
 _PARITIES = ("gaussian", "cauchy", "vandermonde")
 _LARGEST = 1e5
-"""Of the R-th row's next coefficient in a Vandermonde code: up to there no decoding matrix has a condition above 4e5."""
+"""Of the last row's next coefficient in a Vandermonde code; up to there decoding matrices have conditions below 1e6."""
 
 
 @dataclass(frozen=True, slots=True)

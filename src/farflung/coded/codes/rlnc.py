@@ -29,18 +29,17 @@ class RLNC:
 
     * ``binary``: :math:`M_{jk}` is 1 with probability 1/2, and :math:`V_{jk} = 1`.
     * ``masked``: the same mask, and :math:`V_{jk}` standard normal.
-    * ``balanced``: the same values, and masks by design. Rows 2i and 2i+1 have complementary masks, so each partition is in
-      one of the two, and for even K each row has exactly K/2 ones; for odd K one has one more, which of them is random.
-      Over rows 4i to 4i+3 a column has one of four types, by which row of either pair it is in. Every four
-      columns from 4c on hold each type once, in an order drawn for that group of rows: two complementary types, then the
-      other two.
+    * ``balanced``: the same values, and masks by design. Rows 2i and 2i+1 have complementary masks, so each partition
+      is in one of the two. For even K each row has exactly K/2 ones; for odd K one of the two has one more,
+      drawn at random. Over rows 4i to 4i+3 a column has one of four types, by which row of either pair it is in. Columns 4c to 4c+3
+      have one type each, in an order drawn for these rows: two complementary types, then the other two.
 
-    At (N, K) = (20, 16) an answer set in random order needs 0.396 answers more than K under ``balanced`` (exact, by counting
-    types), 0.94 under ``masked`` and 1.21 under ``binary``.
+    At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K under ``balanced`` (exact, by
+    counting types), 0.94 under ``masked`` and 1.21 under ``binary`` (simulated).
 
-    Coefficients are drawn column by column, so :meth:`grown` appends what a longer row would have had there; under
-    ``balanced`` joins keep the balance exactly. A row that would be all zero is drawn again whole; ``balanced`` draws one
-    such only for K = 1, whose coefficient is then not masked.
+    Coefficients are drawn column by column, so :meth:`grown` appends what a longer row would have had there. Under
+    ``balanced`` joins therefore keep the balance exactly, not only in the mean. A row that would be all zero is drawn
+    again with independent masks; under ``balanced`` only a row of one partition can be.
 
     Args:
       law: of the coefficients.
@@ -74,7 +73,7 @@ class RLNC:
         return torch.cat([row, self._drawn(index, np.arange(len(row), partitions), seed, 0)])
 
     def _drawn(self, index: int, columns: npt.NDArray[np.int64], seed: int, attempt: int) -> Tensor:
-        """The coefficients of some columns, the masks of the later attempts being those of ``masked``."""
+        """The coefficients of some columns; masks of later attempts are independent under any law."""
         if self.law == "balanced" and not attempt:
             mask = _balanced(index, columns, derive(seed, "rlnc", "types"))
         else:
