@@ -146,7 +146,10 @@ class Run:
             await self.attending[rank].run()
 
         runtimes = list(world.runtimes)
-        bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(runtimes[0]), *map(attend, runtimes[1:])]
+        bodies: list[Coroutine[Pending[Any], None, None]] = [
+            coordinate(runtimes[0]),
+            *map(attend, runtimes[1:]),
+        ]
         world.run(bodies, again=attend)
         sent: dict[str, Counter[tuple[int, int]]] = {}
         for runtime in runtimes:

@@ -32,10 +32,10 @@ from farflung.coded.messages import (
     packed,
     unpacked,
 )
+from farflung.coded.plan import Plans
 from farflung.coded.planning import Order, Planner
 from farflung.coded.record import Record
 from farflung.coded.roster import Block, Kind, Member, Partition, Roster, names
-from farflung.coded.plan import Plans
 from farflung.coded.rounds import Round
 from farflung.coded.sending import sent
 from farflung.coded.settings import Settings
@@ -399,7 +399,9 @@ class Coordinator:
             roster.features = hello.features
             partition = roster.named(hello.partition)
             if partition is None:
-                partition = Partition(len(roster.partitions), hello.partition, hello.labels.reshape(-1), roster.number())
+                partition = Partition(
+                    len(roster.partitions), hello.partition, hello.labels.reshape(-1), roster.number()
+                )
                 roster.partitions.append(partition)
             raw = partition.block
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
@@ -521,7 +523,11 @@ class Coordinator:
 
     def _tell(self, event: str, **values: Json) -> None:
         if self._record is not None:
-            redundancy = [self.roster.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds] if self._encoded else None
+            redundancy = (
+                [self.roster.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds]
+                if self._encoded
+                else None
+            )
             self._record.tell(event, t=self._runtime.now(), redundancy=redundancy, **values)
 
     def _decodable(self) -> bool:
@@ -577,7 +583,9 @@ class Coordinator:
         if lost:
             texts.append(f"lost with their devices: {names(lost)}")
         elif kind == "columns" and not roster.decodable(kind):
-            texts.append(f"column blocks {', '.join(map(str, roster.missing(kind)))} follow from none that are there")
+            texts.append(
+                f"column blocks {', '.join(map(str, roster.missing(kind)))} follow from none that are there"
+            )
         return "; ".join(texts)
 
 

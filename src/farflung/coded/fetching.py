@@ -86,7 +86,9 @@ class Fetcher:
             for begin in range(0, order.rows, step):
                 end = min(order.rows, begin + step)
                 for source in sources:
-                    yield _Share(source, Fetch(0, source.block, begin, end), _adding(block[begin:end], source.weight))
+                    yield _Share(
+                        source, Fetch(0, source.block, begin, end), _adding(block[begin:end], source.weight)
+                    )
 
         await self._gather(shares())
         self._holding.blocks[order.block] = RowBlock(block)
@@ -109,7 +111,9 @@ class Fetcher:
                     for source in part.sources:
                         request = Fetch(0, source.block, begin, end, part.partition)
                         if part.raw:
-                            request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
+                            request = replace(
+                                request, partition=-1, weights=order.weights, bounds=order.bounds
+                            )
                         into = made[part.partition][:, begin:end]
                         yield _Share(source, request, _adding(into, source.weight))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.comm.interface import LOOPBACK, route_to
+from farflung.comm.interface import route_to
 from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed
@@ -152,7 +152,9 @@ def attending(
     run = store.get(_RUN).decode(errors="replace")
     rank = store.add(_TAKEN, 1)
     if rank >= SEATS:
-        raise ConfigError(f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again")
+        raise ConfigError(
+            f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
+        )
     runtime = _runtime(rank, run, store, reach, address, join_s, members=[0, rank], device=pace, seed=seed)
     try:
         yield runtime
@@ -187,7 +189,10 @@ def _reached(address: Address, patience_s: float) -> dist.Store:
     while (left_s := begin + patience_s - time.monotonic()) > 0:
         try:
             store = dist.TCPStore(
-                address.host, address.port, is_master=False, timeout=timedelta(seconds=max(0.1, min(left_s, 5.0)))
+                address.host,
+                address.port,
+                is_master=False,
+                timeout=timedelta(seconds=max(0.1, min(left_s, 5.0))),
             )
             store.wait([_RUN], timedelta(seconds=max(0.1, min(left_s, 5.0))))
             return store

@@ -49,7 +49,9 @@ class Planner:
         """
         active = roster.active
         raw = {block.holder for block in roster.of("rows")}
-        hosts = [rank for rank in roster.heard if rank not in raw] + [rank for rank in roster.heard if rank in raw]
+        hosts = [rank for rank in roster.heard if rank not in raw] + [
+            rank for rank in roster.heard if rank in raw
+        ]
         chosen = [hosts[index % len(hosts)] for index in range(self.coded)]
         for index, rank in enumerate(chosen):
             yield rank, self._drawn(roster, rank, index)
@@ -93,7 +95,9 @@ class Planner:
             leaver = roster.members.get(-1 if block.holder is None else block.holder)
             if leaver is None or not leaver.leaving or not block.ready or block.raw is None:
                 continue
-            if any(other is not block and other.raw == block.raw for other in self._staying(roster, block.kind)):
+            if any(
+                other is not block and other.raw == block.raw for other in self._staying(roster, block.kind)
+            ):
                 continue
             host = self._host(roster, block.kind)
             if host is None:
@@ -113,7 +117,9 @@ class Planner:
         decodable = roster.decodable("columns")
         for partition in roster.partitions:
             lacking = [
-                block for block in roster.there("columns") if partition.number not in block.parts | block.making
+                block
+                for block in roster.there("columns")
+                if partition.number not in block.parts | block.making
             ]
             if (decodable and not lacking) or not roster.recoverable(partition):
                 continue
@@ -161,7 +167,11 @@ class Planner:
         for kind in self.kinds:
             for rank in self._hosts(roster):
                 brings = any(block.holder == rank and block.raw is not None for block in roster.of("rows"))
-                if not roster.members[rank].late or brings or any(one.holder == rank for one in roster.of(kind)):
+                if (
+                    not roster.members[rank].late
+                    or brings
+                    or any(one.holder == rank for one in roster.of(kind))
+                ):
                     continue
                 drawn = self._draw(roster, kind)
                 made = (drawn, ()) if kind == "columns" else self._recombined(roster, drawn)
@@ -179,7 +189,12 @@ class Planner:
             yield from self._coded(roster, kind, *best)
 
     def _coded(
-        self, roster: Roster, kind: Kind, rank: int, coefficients: Mapping[int, float], sources: tuple[Source, ...]
+        self,
+        roster: Roster,
+        kind: Kind,
+        rank: int,
+        coefficients: Mapping[int, float],
+        sources: tuple[Source, ...],
     ) -> Iterator[tuple[int, Order]]:
         if kind == "rows":
             yield rank, self._rows(roster, rank, coefficients, sources)
@@ -306,14 +321,18 @@ class Planner:
         found = combination(target, rows) if rows else None
         if found is None:
             return None
-        return tuple(Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items())
+        return tuple(
+            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items()
+        )
 
     # --- where ------------------------------------------------------------------------------------------------------
 
     def _grown(self, block: Block, partition: int) -> float:
         """The coefficient that a coded block gives a partition that comes later."""
         row = torch.tensor([block.coefficients.get(k, 0.0) for k in range(partition)], dtype=torch.float64)
-        return float(self._law(block.number, partition + 1).grown(row, block.number, self.seed, partition + 1)[-1])
+        return float(
+            self._law(block.number, partition + 1).grown(row, block.number, self.seed, partition + 1)[-1]
+        )
 
     def _law(self, index: int, unknowns: int) -> Code:
         """The code, or where that has no such row, a dense one."""

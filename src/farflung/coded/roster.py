@@ -118,7 +118,12 @@ class Roster:
             "bounds": list(self.bounds),
             "numbers": self._numbers,
             "partitions": {
-                str(one.number): {"name": one.name, "block": one.block, "active": one.active, "labels": one.labels}
+                str(one.number): {
+                    "name": one.name,
+                    "block": one.block,
+                    "active": one.active,
+                    "labels": one.labels,
+                }
                 for one in self.partitions
             },
             "blocks": [
@@ -253,7 +258,9 @@ class Roster:
         if any(block.raw == partition.number for block in blocks):
             return True
         unknowns = [one.number for one in self.partitions]
-        wanted = torch.tensor([[float(number == partition.number) for number in unknowns]], dtype=torch.float64)
+        wanted = torch.tensor(
+            [[float(number == partition.number) for number in unknowns]], dtype=torch.float64
+        )
         rows = self.matrix(blocks, unknowns)
         return _rank(torch.cat([rows, wanted])) == _rank(rows)
 
@@ -262,7 +269,9 @@ class Roster:
         holders = sorted({block.holder for block in blocks if block.holder is not None})
         rows = unit(self.matrix(blocks, unknowns))
         gone = [set(some) for some in combinations(holders, min(losses, len(holders)))]
-        stays = torch.tensor([[block.holder not in some for block in blocks] for some in gone], dtype=torch.float64)
+        stays = torch.tensor(
+            [[block.holder not in some for block in blocks] for some in gone], dtype=torch.float64
+        )
         return len(gone) * len(unknowns) - int(_ranks(stays[:, :, None] * rows).sum())
 
     def redundancy(self, kind: Kind, most: int = 2) -> int:
@@ -283,7 +292,11 @@ class Roster:
         unknowns, rows = self.unknowns(kind), self.matrix(self.answering(kind), self.unknowns(kind))
         whole = _rank(rows)
         eye = torch.eye(len(unknowns), dtype=torch.float64)
-        return [one for place, one in enumerate(unknowns) if _rank(torch.cat([rows, eye[place : place + 1]])) > whole]
+        return [
+            one
+            for place, one in enumerate(unknowns)
+            if _rank(torch.cat([rows, eye[place : place + 1]])) > whole
+        ]
 
 
 def _rank(rows: Tensor) -> int:
