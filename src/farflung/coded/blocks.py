@@ -1,4 +1,4 @@
-"""The blocks that a device holds, and their products with a vector, piece by piece.
+r"""The blocks that a device holds, and their products with a vector, piece by piece.
 
 With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a partition
 itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk} C_k`. It is
@@ -7,6 +7,7 @@ kept by partition, as each part comes from another device, and transposed, so th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -211,5 +212,5 @@ class Holding:
 
 
 def _fits(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
-    ascending = all(0 <= begin <= end for begin, end in zip(bounds, bounds[1:], strict=False))
+    ascending = all(0 <= begin <= end for begin, end in itertools.pairwise(bounds))
     return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def partitioned(rows: int, partitions: int) -> list[slice]:
     """
     each, more = divmod(rows, partitions)
     bounds = [part * each + min(part, more) for part in range(partitions + 1)]
-    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def fit_locally(

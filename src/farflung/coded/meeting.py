@@ -109,7 +109,7 @@ def coordinating(
     runtime = _runtime(0, run, store, reach, address, join_s, members=[0])
     ended = threading.Event()
     porter = threading.Thread(
-        target=partial(_let_in, runtime, store.clone(), ended, join_s), name="farflung-porter", daemon=True
+        target=partial(_let_in, runtime, store, ended, join_s), name="farflung-porter", daemon=True
     )
     porter.start()
     try:

@@ -361,7 +361,7 @@ def _tensor(tensors: list[Tensor]) -> Tensor:
 
 
 @cache
-def _fields(kind: type[Any]) -> dict[str, Any]:
+def _fields(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

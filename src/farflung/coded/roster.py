@@ -307,7 +307,7 @@ def _ranks(rows: Tensor) -> Tensor:
     """Of matrices of rows of length 1, (matrices, rows, unknowns), as far as they would be decoded."""
     if not rows.numel():
         return torch.zeros(len(rows))
-    values = torch.linalg.svdvals(rows)
+    values: Tensor = torch.linalg.svdvals(rows)
     return (values > TOLERANCE * values[:, :1]).sum(dim=1)
 
 
