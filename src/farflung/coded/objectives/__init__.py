@@ -1,0 +1,1 @@
+"""Losses and penalties of linear models, one file each."""
