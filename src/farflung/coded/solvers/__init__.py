@@ -1,0 +1,1 @@
+"""Solvers of linear models on two products, one file each."""
