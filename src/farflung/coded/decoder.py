@@ -22,9 +22,9 @@ does not notice."""
 class Decoder:
     """Takes answers until they determine all partitions.
 
-    The rank is numeric: a row of which only a 1e-6 of its length lies outside the span of those before it counts as
-    dependent. Where the answers are of full rank and yet too ill-conditioned, the decoder is not complete. It takes
-    what else comes, and then all answers count, by least squares.
+    The rank is numeric: a row of which at most ``1 / max_condition`` of its length lies outside the span of those before
+    it counts as dependent, since with it the condition would be too large. Where the answers are of full rank and yet too
+    ill-conditioned, the decoder is not complete. It takes what else comes, and then all answers count, by least squares.
 
     Args:
       partitions: K.
@@ -39,7 +39,7 @@ class Decoder:
         self._plans = plans or Plans()
         self._rows: dict[Hashable, Tensor] = {}
         self._raw: dict[int, Hashable] = {}
-        self._span = Span(partitions)
+        self._span = self._empty()
         self._counted: dict[Hashable, Tensor] | None = {}
 
     def add(self, who: Hashable, row: Tensor) -> bool:
@@ -78,8 +78,7 @@ class Decoder:
     @property
     def condition(self) -> float:
         """Of the rows that count; infinite while they are of less than full rank."""
-        rows = self._counting()
-        return self._plans.of(rows).condition if self.rank == self._partitions else math.inf
+        return self._plans.of(self._counting()).condition if self.rank == self._partitions else math.inf
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -119,5 +118,8 @@ class Decoder:
 
     def _least(self) -> dict[Hashable, Tensor]:
         raw = {who: self._rows[who] for who in self._raw.values()}
-        span = Span(self._partitions)
+        span = self._empty()
         return {who: row for who, row in (raw | self._rows).items() if span.add(row)}
+
+    def _empty(self) -> Span:
+        return Span(self._partitions, 1 / self._max_condition)

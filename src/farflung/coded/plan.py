@@ -57,7 +57,7 @@ class Plan:
         """The K tensors that the answers are combinations of, in the order of the partitions.
 
         Devices may hold unlike numbers of rows: a coded block is as high as the highest partition, the others being
-        padded with zeros below. A raw answer may have its partition's own height.
+        padded with zeros below. A raw answer may have its partition's own height instead.
 
         Args:
           answers: by who sent it: (b, c) of a coded block, (at most b, c) of a raw one; float64.
@@ -68,10 +68,8 @@ class Plan:
         """
         found = {k: answers[who] for k, who in self._raw.items()}
         if self.missing:
-            solved = self._solved(answers)
-            for k, tensor in zip(self.missing, solved, strict=True):
-                found[k] = tensor if heights is None else tensor[: heights[k]]
-        return [found[k] for k in range(self._partitions)]
+            found |= zip(self.missing, self._solved(answers), strict=True)
+        return [found[k] if heights is None else found[k][: heights[k]] for k in range(self._partitions)]
 
     def _solved(self, answers: Mapping[Hashable, Tensor]) -> Tensor:
         """(missing, b, c)."""

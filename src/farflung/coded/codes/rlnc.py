@@ -30,9 +30,9 @@ class RLNC:
     * ``binary``: :math:`M_{jk}` is 1 with probability 1/2, and :math:`V_{jk} = 1`.
     * ``masked``: the same mask, and :math:`V_{jk}` standard normal.
     * ``balanced``: the same values, and masks by design. Rows 2i and 2i+1 have complementary masks, so each partition
-      is in one of the two. For even K each row has exactly K/2 ones; for odd K one of the two has one more,
-      drawn at random. Over rows 4i to 4i+3 a column has one of four types, by which row of either pair it is in. Columns 4c to 4c+3
-      have one type each, in an order drawn for these rows: two complementary types, then the other two.
+      is in one of the two. For even K each row has exactly K/2 ones; for odd K one of the two has one more, drawn at
+      random. Over rows 4i to 4i+3 a column has one of four types, by which row of either pair it is in. Columns 4c to
+      4c+3 have one type each, in an order drawn for these rows: two complementary types, then the other two.
 
     At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K under ``balanced`` (exact, by
     counting types), 0.94 under ``masked`` and 1.21 under ``binary`` (simulated).
@@ -80,7 +80,8 @@ class RLNC:
             mask = uniform_row(derive(seed, "rlnc", "mask", attempt), index, columns) < 0.5
         if self.law == "binary":
             return torch.from_numpy(mask.astype(np.float64))
-        return torch.from_numpy(mask * normal_row(derive(seed, "rlnc", "values", attempt), index, columns))
+        values = normal_row(derive(seed, "rlnc", "values", attempt), index, columns)
+        return torch.from_numpy(np.where(mask, values, 0.0))
 
 
 def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
