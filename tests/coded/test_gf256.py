@@ -18,7 +18,8 @@ def block(*labels: int, length: int = 100) -> Bytes:
 
 
 def raw(partition: int, partitions: int) -> Bytes:
-    return np.eye(partitions, dtype=np.uint8)[partition]
+    unit: Bytes = np.eye(partitions, dtype=np.uint8)[partition]
+    return unit
 
 
 def test_the_tables_are_those_of_the_field() -> None:

@@ -74,7 +74,7 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> Tensor:
     counts = []
     for seed in range(draws):
         matrix = generator_matrix(code, devices - partitions, partitions, seed)
-        decoder = Decoder(partitions)
+        decoder = Decoder[int](partitions)
         answers = 0
         for who in orders.permutation(devices).tolist():
             answers += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from typing import Generic
 
 import numpy as np
 from torch import Tensor
 
-from farflung.coded.plan import Plan, Plans, raw_partition
+from farflung.coded.plan import Plan, Plans, Who, raw_partition
 from farflung.coded.span import TOLERANCE, Span
 from farflung.errors import Undecodable
 
@@ -19,12 +19,13 @@ MAX_CONDITION = 1 / TOLERANCE
 does not notice."""
 
 
-class Decoder:
+class Decoder(Generic[Who]):
     """Takes answers until they determine all partitions.
 
-    The rank is numeric: a row of which at most ``1 / max_condition`` of its length lies outside the span of those before
-    it counts as dependent, since with it the condition would be too large. Where the answers are of full rank and yet too
-    ill-conditioned, the decoder is not complete. It takes what else comes, and then all answers count, by least squares.
+    The rank is numeric: a row of which at most ``1 / max_condition`` of its length lies outside the span of those
+    before it counts as dependent, since with it the condition would be too large. Where the answers are of full rank
+    and yet too ill-conditioned, the decoder is not complete. It takes what else comes, and then all answers count, by
+    least squares.
 
     Args:
       partitions: K.
@@ -33,16 +34,16 @@ class Decoder:
     """
 
     def __init__(
-        self, partitions: int, max_condition: float = MAX_CONDITION, plans: Plans | None = None
+        self, partitions: int, max_condition: float = MAX_CONDITION, plans: Plans[Who] | None = None
     ) -> None:
         self._partitions, self._max_condition = partitions, max_condition
-        self._plans = plans or Plans()
-        self._rows: dict[Hashable, Tensor] = {}
-        self._raw: dict[int, Hashable] = {}
+        self._plans = plans or Plans[Who]()
+        self._rows: dict[Who, Tensor] = {}
+        self._raw: dict[int, Who] = {}
         self._span = self._empty()
-        self._counted: dict[Hashable, Tensor] | None = {}
+        self._counted: dict[Who, Tensor] | None = {}
 
-    def add(self, who: Hashable, row: Tensor) -> bool:
+    def add(self, who: Who, row: Tensor) -> bool:
         """Takes an answer; whether the rank grew. A raw one counts even where it did not, as nothing is solved for it.
 
         Args:
@@ -86,12 +87,12 @@ class Decoder:
         return tuple(k for k in range(self._partitions) if k not in self._raw)
 
     @property
-    def who(self) -> tuple[Hashable, ...]:
+    def who(self) -> tuple[Who, ...]:
         """Those whose answers count, in the order in which they came."""
         counted = self._counting()
         return tuple(who for who in self._rows if who in counted)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Plan[Who]:
         """How these answers are decoded; from :class:`farflung.coded.plan.Plans`, so perhaps made before.
 
         Raises:
@@ -103,7 +104,7 @@ class Decoder:
             )
         return self._plans.of(self._counting())
 
-    def _counting(self) -> dict[Hashable, Tensor]:
+    def _counting(self) -> dict[Who, Tensor]:
         """The raw answers and the first coded ones that they need, or all, where these are too ill-conditioned."""
         if self._counted is None:
             self._counted = self._least()
@@ -116,7 +117,7 @@ class Decoder:
                     self._counted = self._rows.copy()
         return self._counted
 
-    def _least(self) -> dict[Hashable, Tensor]:
+    def _least(self) -> dict[Who, Tensor]:
         raw = {who: self._rows[who] for who in self._raw.values()}
         span = self._empty()
         return {who: row for who, row in (raw | self._rows).items() if span.add(row)}
