@@ -133,6 +133,17 @@ def test_another_row_is_made_of_blocks_at_hand_and_helps(case: Case) -> None:
     assert redundancy([*rows.values(), row], partitions) >= min(before + 1, 2)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_for_each_block_that_is_gone_another_one_stands_in(seed: int) -> None:
+    """So a row in which all partitions are helps at once."""
+    rows = without(generator_matrix(MDS(), 4, 8, seed), 0, 1, 2, 3)
+    found = recombined_row(MDS(), 4, seed, rows)
+    assert found is not None
+    own = MDS().row(4, 8, seed)
+    assert found[1].keys() == rows.keys()
+    assert sorted(found[1].values()) == sorted(own.tolist())
+
+
 def test_a_leaver_hands_on_what_it_has() -> None:
     """Partition 1 is in no coded block; its owner leaves."""
     rows = {0: raw(0, 3), 1: raw(1, 3), 2: raw(2, 3), 3: row_of(1, 0, 1)}

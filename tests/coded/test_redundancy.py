@@ -54,6 +54,12 @@ def test_of_known_codes() -> None:
     assert redundancy([*generator_matrix(MDS(), 0, 8, 1)], 8) == 0
 
 
+def test_parallel_coded_rows_are_worth_one() -> None:
+    """Without both raw rows and the last one, what is left is of rank 1, though it has both partitions."""
+    rows = [raw(0, 2), raw(1, 2), row_of(1, 1), row_of(2, 2), row_of(1, 2)]
+    assert redundancy(rows, 2) == 2
+
+
 def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound() -> None:
     rows = [*generator_matrix(MDS(), 10, 40, 1)]
     assert redundancy(rows, 40) == 3
