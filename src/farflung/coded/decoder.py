@@ -29,7 +29,7 @@ class Decoder(Generic[Who]):
 
     Args:
       partitions: K.
-      max_condition: above it nothing is decoded; of which matrix, :class:`farflung.coded.plan.Plan` says.
+      max_condition: above it nothing is decoded; of which matrix, :class:`farflung.coded.Plan` says.
       plans: shared with other decoders, of other pieces say; ``None``: its own.
     """
 
@@ -93,7 +93,7 @@ class Decoder(Generic[Who]):
         return tuple(who for who in self._rows if who in counted)
 
     def plan(self) -> Plan[Who]:
-        """How these answers are decoded; from :class:`farflung.coded.plan.Plans`, so perhaps made before.
+        """How these answers are decoded; from :class:`farflung.coded.Plans`, so perhaps made before.
 
         Raises:
           Undecodable: not :attr:`complete`.

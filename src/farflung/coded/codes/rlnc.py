@@ -35,7 +35,7 @@ class RLNC:
       4c+3 have one type each, in an order drawn for these rows: two complementary types, then the other two.
 
     At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K under ``balanced`` (exact, by
-    counting types), 0.94 under ``masked`` and 1.21 under ``binary`` (simulated).
+    counting types), 0.93 under ``masked`` and 1.21 under ``binary`` (simulated).
 
     Coefficients are drawn column by column, so :meth:`grown` appends what a longer row would have had there. Under
     ``balanced`` joins therefore keep the balance exactly, not only in the mean. A row that would be all zero is drawn
@@ -58,7 +58,7 @@ class RLNC:
             raise ConfigError(f"rlnc: law {self.law!r} must be one of {', '.join(_LAWS)}")
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        """See :meth:`farflung.coded.codes.Code.row`."""
+        """See :meth:`farflung.coded.Code.row`."""
         columns = np.arange(partitions)
         rows = (self._drawn(index, columns, seed, attempt) for attempt in itertools.count())
         return next(row for row in rows if row.any())
@@ -69,7 +69,7 @@ class RLNC:
         return None
 
     def grown(self, row: Tensor, index: int, seed: int, partitions: int) -> Tensor:
-        """The law's coefficients for the partitions that joined; see :meth:`farflung.coded.codes.Code.grown`."""
+        """The law's coefficients for the partitions that joined; see :meth:`farflung.coded.Code.grown`."""
         return torch.cat([row, self._drawn(index, np.arange(len(row), partitions), seed, 0)])
 
     def _drawn(self, index: int, columns: npt.NDArray[np.int64], seed: int, attempt: int) -> Tensor:
