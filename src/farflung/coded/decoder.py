@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from typing import Generic
 
 import numpy as np
 from torch import Tensor
 
-from farflung.coded.plan import Plan, Plans, raw_partition
+from farflung.coded.plan import Plan, Plans, Who, raw_partition
 from farflung.coded.span import TOLERANCE, Span
 from farflung.errors import Undecodable
 
@@ -19,30 +19,31 @@ MAX_CONDITION = 1 / TOLERANCE
 does not notice."""
 
 
-class Decoder:
+class Decoder(Generic[Who]):
     """Takes answers until they determine all partitions.
 
-    The rank is numeric: a row of which only a 1e-6 of its length lies outside the span of those before it counts as
-    dependent. Where the answers are of full rank and yet too ill-conditioned, the decoder is not complete. It takes
-    what else comes, and then all answers count, by least squares.
+    The rank is numeric: a row of which at most ``1 / max_condition`` of its length lies outside the span of those
+    before it counts as dependent, since with it the condition would be too large. Where the answers are of full rank
+    and yet too ill-conditioned, the decoder is not complete. It takes what else comes, and then all answers count, by
+    least squares.
 
     Args:
       partitions: K.
-      max_condition: above it nothing is decoded; of which matrix, :class:`farflung.coded.plan.Plan` says.
+      max_condition: above it nothing is decoded; of which matrix, :class:`farflung.coded.Plan` says.
       plans: shared with other decoders, of other pieces say; ``None``: its own.
     """
 
     def __init__(
-        self, partitions: int, max_condition: float = MAX_CONDITION, plans: Plans | None = None
+        self, partitions: int, max_condition: float = MAX_CONDITION, plans: Plans[Who] | None = None
     ) -> None:
         self._partitions, self._max_condition = partitions, max_condition
-        self._plans = plans or Plans()
-        self._rows: dict[Hashable, Tensor] = {}
-        self._raw: dict[int, Hashable] = {}
-        self._span = Span(partitions)
-        self._counted: dict[Hashable, Tensor] | None = {}
+        self._plans = plans or Plans[Who]()
+        self._rows: dict[Who, Tensor] = {}
+        self._raw: dict[int, Who] = {}
+        self._span = self._empty()
+        self._counted: dict[Who, Tensor] | None = {}
 
-    def add(self, who: Hashable, row: Tensor) -> bool:
+    def add(self, who: Who, row: Tensor) -> bool:
         """Takes an answer; whether the rank grew. A raw one counts even where it did not, as nothing is solved for it.
 
         Args:
@@ -78,8 +79,7 @@ class Decoder:
     @property
     def condition(self) -> float:
         """Of the rows that count; infinite while they are of less than full rank."""
-        rows = self._counting()
-        return self._plans.of(rows).condition if self.rank == self._partitions else math.inf
+        return self._plans.of(self._counting()).condition if self.rank == self._partitions else math.inf
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -87,13 +87,13 @@ class Decoder:
         return tuple(k for k in range(self._partitions) if k not in self._raw)
 
     @property
-    def who(self) -> tuple[Hashable, ...]:
+    def who(self) -> tuple[Who, ...]:
         """Those whose answers count, in the order in which they came."""
         counted = self._counting()
         return tuple(who for who in self._rows if who in counted)
 
-    def plan(self) -> Plan:
-        """How these answers are decoded; from :class:`farflung.coded.plan.Plans`, so perhaps made before.
+    def plan(self) -> Plan[Who]:
+        """How these answers are decoded; from :class:`farflung.coded.Plans`, so perhaps made before.
 
         Raises:
           Undecodable: not :attr:`complete`.
@@ -104,7 +104,7 @@ class Decoder:
             )
         return self._plans.of(self._counting())
 
-    def _counting(self) -> dict[Hashable, Tensor]:
+    def _counting(self) -> dict[Who, Tensor]:
         """The raw answers and the first coded ones that they need, or all, where these are too ill-conditioned."""
         if self._counted is None:
             self._counted = self._least()
@@ -117,7 +117,10 @@ class Decoder:
                     self._counted = self._rows.copy()
         return self._counted
 
-    def _least(self) -> dict[Hashable, Tensor]:
+    def _least(self) -> dict[Who, Tensor]:
         raw = {who: self._rows[who] for who in self._raw.values()}
-        span = Span(self._partitions)
+        span = self._empty()
         return {who: row for who, row in (raw | self._rows).items() if span.add(row)}
+
+    def _empty(self) -> Span:
+        return Span(self._partitions, 1 / self._max_condition)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from farflung.coded.span import unit
 
-__all__ = ["Plan", "Plans", "raw_partition"]
+__all__ = ["Plan", "Plans", "Who", "raw_partition"]
+
+Who = TypeVar("Who", bound=Hashable)
+"""What names the sender of an answer."""
 
 
-class Plan:
+class Plan(Generic[Who]):
     r"""One factorisation, for all answers of one set of devices.
 
     Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded
@@ -28,9 +32,9 @@ class Plan:
       rows: (K,), the coefficients of each answer; together of rank K.
     """
 
-    def __init__(self, rows: Mapping[Hashable, Tensor]) -> None:
-        self._raw: dict[int, Hashable] = {}
-        coded = []
+    def __init__(self, rows: Mapping[Who, Tensor]) -> None:
+        self._raw: dict[int, Who] = {}
+        coded: list[tuple[list[float], Who]] = []
         for who, row in rows.items():
             partition = raw_partition(row)
             if partition is None or partition in self._raw:
@@ -53,11 +57,11 @@ class Plan:
             self._known = by_row[:, self._used]
             self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
 
-    def apply(self, answers: Mapping[Hashable, Tensor], heights: Sequence[int] | None = None) -> list[Tensor]:
+    def apply(self, answers: Mapping[Who, Tensor], heights: Sequence[int] | None = None) -> list[Tensor]:
         """The K tensors that the answers are combinations of, in the order of the partitions.
 
         Devices may hold unlike numbers of rows: a coded block is as high as the highest partition, the others being
-        padded with zeros below. A raw answer may have its partition's own height.
+        padded with zeros below. A raw answer may have its partition's own height instead.
 
         Args:
           answers: by who sent it: (b, c) of a coded block, (at most b, c) of a raw one; float64.
@@ -68,12 +72,10 @@ class Plan:
         """
         found = {k: answers[who] for k, who in self._raw.items()}
         if self.missing:
-            solved = self._solved(answers)
-            for k, tensor in zip(self.missing, solved, strict=True):
-                found[k] = tensor if heights is None else tensor[: heights[k]]
-        return [found[k] for k in range(self._partitions)]
+            found |= zip(self.missing, self._solved(answers), strict=True)
+        return [found[k] if heights is None else found[k][: heights[k]] for k in range(self._partitions)]
 
-    def _solved(self, answers: Mapping[Hashable, Tensor]) -> Tensor:
+    def _solved(self, answers: Mapping[Who, Tensor]) -> Tensor:
         """(missing, b, c)."""
         given = torch.stack([answers[who] for who in self._coded])
         shape = given.shape[1:]
@@ -88,7 +90,7 @@ class Plan:
         return solved.reshape(len(self.missing), *shape)
 
 
-class Plans:
+class Plans(Generic[Who]):
     """The plans made lately, so that pieces with answers of the same devices share one.
 
     Args:
@@ -97,9 +99,9 @@ class Plans:
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
-        self._kept: OrderedDict[frozenset[tuple[Hashable, bytes]], Plan] = OrderedDict()
+        self._kept: OrderedDict[frozenset[tuple[Who, bytes]], Plan[Who]] = OrderedDict()
 
-    def of(self, rows: Mapping[Hashable, Tensor]) -> Plan:
+    def of(self, rows: Mapping[Who, Tensor]) -> Plan[Who]:
         """The plan for these rows, as :class:`Plan` takes them."""
         key = frozenset((who, row.numpy().tobytes()) for who, row in rows.items())
         if key not in self._kept:

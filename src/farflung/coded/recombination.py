@@ -123,7 +123,7 @@ def recombined_row(
     rows: Mapping[Index, Tensor],
     *,
     staying: Collection[Index] | None = None,
-    enough: int = 2,
+    enough: int = 1,
 ) -> tuple[Tensor, dict[Index, float]] | None:
     """A row for another coded block that can be made of the blocks at hand, and what it is made of.
 
@@ -139,7 +139,8 @@ def recombined_row(
       seed: of the code.
       rows: (K,) of the blocks at hand.
       staying: those of them that are there afterwards; ``None``: all.
-      enough: redundancy that need not rise further; see :func:`farflung.coded.redundancy.redundancy`.
+      enough: redundancy that need not rise further; with it the first row will do. One row of which half is zero often
+        cannot raise it above 1.
 
     Returns:
       The row, and the factors of the blocks that make it; ``None`` where no row helps.

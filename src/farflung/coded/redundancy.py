@@ -19,7 +19,7 @@ _AT_ONCE = 4096
 
 
 def rank(rows: Iterable[Tensor], partitions: int) -> int:
-    """The rank of rows of coefficients, numeric as :class:`farflung.coded.decoder.Decoder` counts it.
+    """The rank of rows of coefficients, numeric as :class:`farflung.coded.Decoder` counts it.
 
     Args:
       rows: (partitions,) each, float64; there may be none.

@@ -12,7 +12,7 @@ __all__ = ["TOLERANCE", "Span", "unit"]
 
 TOLERANCE = 1e-6
 """Of a row's length, what has to lie outside a span for the row to add a dimension. With less, a decoding matrix of
-both would have a condition above :data:`farflung.coded.decoder.MAX_CONDITION`."""
+both would have a condition above :data:`farflung.coded.MAX_CONDITION`."""
 
 
 class Span:

@@ -50,7 +50,7 @@ class MDS:
             raise ConfigError(f"mds: parity {self.parity!r} must be one of {', '.join(_PARITIES)}")
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        """See :meth:`farflung.coded.codes.Code.row`.
+        """See :meth:`farflung.coded.Code.row`.
 
         Raises:
           ConfigError: the Vandermonde code has no such row.
@@ -75,5 +75,5 @@ class MDS:
         return max(r for r in range(1, partitions + 1) if r == 1 or float(r) ** partitions <= _LARGEST)
 
     def grown(self, row: Tensor, index: int, seed: int, partitions: int) -> Tensor:
-        """Never zero there; see :meth:`farflung.coded.codes.Code.grown`."""
+        """Never zero there; see :meth:`farflung.coded.Code.grown`."""
         return appended(row, self.row(index, partitions, seed))
