@@ -49,7 +49,7 @@ class Bundle:
     message, since margins are linear. An iterate is one product with the target and one transposed product.
 
     Two departures from OCAS save rounds. The plane is taken at the best weights rather than a tenth of the way beyond.
-    And its subgradient is that of a hinge whose kink is a slope of a width :math:`\delta` of half the gap's square root:
+    And its subgradient is that of a hinge whose kink is a slope of width :math:`\delta`, half the gap's square root:
     with :math:`\alpha_i = \operatorname{clip}((1 - y_i z_i) / \delta + \tfrac{1}{2}, 0, 1)` the plane
     :math:`C \sum_i \alpha_i (1 - y_i z_i)` is below the losses everywhere, and close to them over a wider range.
 
