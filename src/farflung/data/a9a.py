@@ -88,7 +88,7 @@ def _parsed(path: Path) -> tuple[Tensor, Tensor]:
         start = len(labels) * _COLUMNS - 1
         for entry in entries:
             column, _, value = entry.partition(b":")
-            if value != b"1" or not column.isdigit() or not 1 <= int(column) <= _COLUMNS:
+            if value != b"1" or not column.isdigit() or len(column) > 3 or not 1 <= int(column) <= _COLUMNS:
                 raise DataError(
                     f"{path}, line {number}: expected column:1 with columns 1 to {_COLUMNS}, found {_shown(entry)}"
                 )
