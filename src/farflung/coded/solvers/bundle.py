@@ -19,6 +19,11 @@ from farflung.types import State
 __all__ = ["Bundle", "BundleState"]
 
 
+_WIDTH, _NO_WIDTH = 0.5, 1e-12
+_BEYOND = 0.1
+_LIFT = 0.3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BundleState(Iterate):
     """Where the bundle method is.
@@ -48,10 +53,13 @@ class Bundle:
     move from the best so far towards that minimum, as far as the objective falls: the search is exact and costs no
     message, since margins are linear. An iterate is one product with the target and one transposed product.
 
-    Two departures from OCAS save rounds. The plane is taken at the best weights rather than a tenth of the way beyond.
-    And its subgradient is that of a hinge whose kink is a slope of width :math:`\delta`, half the gap's square root:
-    with :math:`\alpha_i = \operatorname{clip}((1 - y_i z_i) / \delta + \tfrac{1}{2}, 0, 1)` the plane
-    :math:`C \sum_i \alpha_i (1 - y_i z_i)` is below the losses everywhere, and close to them over a wider range.
+    OCAS takes the plane a tenth of the way beyond the best weights, where it is sure to lift the minimum by the whole
+    gap. Here it is taken at the best weights, with the subgradient of a hinge whose kink is a slope of width
+    :math:`\delta`, half the square root of the gap: with
+    :math:`\alpha_i = \operatorname{clip}((1 - y_i z_i) / \delta + \tfrac{1}{2}, 0, 1)` the plane
+    :math:`C \sum_i \alpha_i (1 - y_i z_i)` is below the losses everywhere, and close to them over a wider range, which
+    saves a third of the rounds. What it lifts is known before it is asked for; if that is less than 0.3 of the gap,
+    OCAS's plane is taken instead.
 
     The gap is that between the objective and the bound, over the objective. It is a proof: the true one is no larger.
 
@@ -100,7 +108,7 @@ class Bundle:
             normals=weights.new_zeros(1, rows),
             offsets=weights.new_zeros(1),
         )
-        return await self._cut(problem, problem.objective, zero)
+        return await self._cut(problem, zero, *problem.objective.plane(margins, problem.targets, _WIDTH))
 
     async def step(self, problem: Problem, state: BundleState) -> BundleState:
         """Two products."""
@@ -108,6 +116,7 @@ class Bundle:
         assert isinstance(hinge, Hinge)
         direction = state.target - state.weights
         change = await problem.margins(direction)
+        ahead = state.margins + change
         length = _lowest(hinge, problem.targets, state, direction, change)
         weights = state.weights + length * direction
         margins = state.margins + length * change
@@ -115,14 +124,13 @@ class Bundle:
         moved = replace(
             state, weights=weights, margins=margins, objective=objective, iterations=state.iterations + 1
         )
-        return await self._cut(problem, hinge, moved)
+        return await self._cut(problem, moved, *_plane(hinge, problem.targets, moved, ahead))
 
     def restored(self, tree: State) -> BundleState:
         return BundleState.from_tree(tree)
 
-    async def _cut(self, problem: Problem, hinge: Hinge, state: BundleState) -> BundleState:
+    async def _cut(self, problem: Problem, state: BundleState, offset: float, slopes: Tensor) -> BundleState:
         """With one more plane, and the minimum over all of them."""
-        offset, slopes = hinge.plane(state.margins, problem.targets, 0.5 * math.sqrt(state.gap))
         normal = await problem.transposed(slopes)
         normals = torch.cat([state.normals, normal.T])
         offsets = torch.cat([state.offsets, state.offsets.new_tensor([offset])])
@@ -149,6 +157,22 @@ class Bundle:
         weight = shares[rest] / shares[rest].sum()
         merged = (weight @ normals[rest])[None], (weight @ offsets[rest])[None]
         return torch.cat([merged[0], normals[most]]), torch.cat([merged[1], offsets[most]])
+
+
+def _plane(hinge: Hinge, targets: Tensor, state: BundleState, ahead: Tensor) -> tuple[float, Tensor]:
+    """A plane that lifts the minimum of the others.
+
+    Args:
+      hinge: the objective.
+      targets: of the samples.
+      state: with the best weights, and the target for which the other planes were solved.
+      ahead: margins at that target.
+    """
+    offset, slopes = hinge.plane(state.margins, targets, _WIDTH * math.sqrt(state.gap))
+    known = float((state.normals @ state.target + state.offsets[:, None]).max())
+    if offset + float((slopes * ahead).sum()) - known >= _LIFT * (state.objective - state.bound):
+        return offset, slopes
+    return hinge.plane(torch.lerp(state.margins, ahead, _BEYOND), targets, _NO_WIDTH)
 
 
 def _lowest(hinge: Hinge, targets: Tensor, state: BundleState, direction: Tensor, change: Tensor) -> float:
