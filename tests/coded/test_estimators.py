@@ -28,7 +28,9 @@ from farflung.coded.estimators import CodedLinearSVC, CodedLogisticRegression
 from farflung.coded.estimators.classifier import CodedClassifier
 
 
-@parametrize_with_checks([CodedLogisticRegression(), CodedLinearSVC(), CodedLinearSVC(loss="hinge")])
+@parametrize_with_checks(  # type: ignore[untyped-decorator]
+    [CodedLogisticRegression(), CodedLinearSVC(), CodedLinearSVC(loss="hinge")]
+)
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_conventions(estimator: CodedClassifier, check: Callable[[CodedClassifier], None]) -> None:
     check(estimator)

@@ -24,8 +24,8 @@ class CodedLinearSVC(CodedClassifier):
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       fit_intercept: whether there is an intercept; it is penalised as the weight of a constant feature.
       intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
-      solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"``; by default by the loss, and not
-        ``"gd"``. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
+      solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"`` for either; by default the one
+        for the loss. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
       tol: the gap, relative to the objective, at which the solver has converged; by default the solver's own.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
