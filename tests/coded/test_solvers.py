@@ -29,6 +29,7 @@ from farflung.coded import (
     solve,
 )
 from farflung.coded.solvers.bundle import BundleState
+from farflung.coded.solvers.simplex import over_simplex
 from farflung.errors import ConfigError, Unsupported
 from farflung.replica import load_tree, save_tree
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
@@ -178,6 +179,20 @@ def test_errors_of_decoding_do_no_harm(name: str) -> None:
     assert state.objective == pytest.approx(optimum(objective, classes), rel=1e-7)
 
 
+@pytest.mark.parametrize("objective", [Hinge(C=0.01), Logistic(C=0.01)], ids=["hinge", "logistic"])
+def test_steps_of_gradient_descent(objective: Objective) -> None:
+    problem, solver = problem_of(objective, 2), GD(learning_rate=0.02)
+    state = run(solver.init(problem))
+    assert state.learning_rate == 0.02
+    for number in range(1, 5):
+        after = run(solver.step(problem, state))
+        rate = 0.02 / number**0.5 if isinstance(objective, Hinge) else 0.02
+        torch.testing.assert_close(after.point, state.point - rate * state.gradient)
+        assert after.iterations == number
+        assert after.objective <= state.objective
+        state = after
+
+
 def test_lbfgs_notices_margins_that_drifted() -> None:
     problem, solver = problem_of(Logistic(), 2), LBFGS(refresh=10**6)
     state = run(solve(solver, problem, max_iterations=5))
@@ -193,7 +208,10 @@ def test_the_bound_of_the_bundle_never_falls() -> None:
     best = optimum(Hinge(), 2)
     assert len(states) == 61
     for before, after in itertools.pairwise(states):
-        assert before.bound <= after.bound <= best * (1 + 1e-9)
+        assert before.bound * (1 - 1e-9) <= after.bound <= best * (1 + 1e-9)
+        shares = over_simplex(after.normals @ after.normals.T, after.offsets)
+        kept = float(shares @ after.offsets) - 0.5 * float((shares @ after.normals).square().sum())
+        assert kept == pytest.approx(after.bound, rel=1e-9)
         assert after.objective <= before.objective * (1 + 1e-12)
         assert len(after.offsets) <= 5
         assert after.gap == pytest.approx(1 - after.bound / after.objective)

@@ -30,7 +30,7 @@ class BundleState(Iterate):
 
     Args:
       margins: at the weights, (samples, 1).
-      bound: the highest known value that the objective is nowhere below.
+      bound: the least of the planes and the penalty, which the objective is nowhere below.
       target: the weights at which the planes make the objective least.
       normals: of the planes, (planes, rows).
       offsets: of the planes, (planes,).
@@ -136,7 +136,7 @@ class Bundle:
         offsets = torch.cat([state.offsets, state.offsets.new_tensor([offset])])
         shares = over_simplex(normals @ normals.T, offsets)
         target = -(shares @ normals)[:, None]
-        bound = max(state.bound, float(shares @ offsets) - 0.5 * float((target * target).sum()))
+        bound = float(shares @ offsets) - 0.5 * float((target * target).sum())
         gap = max(0.0, 1 - bound / state.objective)
         normals, offsets = self._kept(shares, normals, offsets)
         return replace(
