@@ -125,8 +125,9 @@ def test_planes_of_the_hinge_are_below_it(width: float, seed: int) -> None:
     offset, slopes = hinge.plane(margins, targets, width)
     elsewhere = 2 * torch.randn(30, 1, generator=random, dtype=torch.float64)
     assert offset + float((slopes * elsewhere).sum()) <= hinge.loss(elsewhere, targets)[0] + 1e-12
-    short_of = hinge.loss(margins, targets)[0] - (offset + float((slopes * margins).sum()))
-    assert -1e-12 <= short_of <= 0.3 * 30 * width / 16 + 1e-12
+    beyond = (1 + width / 4) * targets  # where it is least close
+    offset, slopes = hinge.plane(beyond, targets, width)
+    assert offset + float((slopes * beyond).sum()) == pytest.approx(-0.3 * 30 * width / 16)
 
 
 @pytest.mark.parametrize(
