@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,18 +120,6 @@ def test_one_class_is_bad_input_and_a_value_error() -> None:
 def test_settings_that_do_not_fit(model: CodedClassifier, kind: type[ConfigError], message: str) -> None:
     with pytest.raises(kind, match=message):
         model.fit(np.eye(3), [0, 1, 1])
-
-
-def test_the_package_needs_no_scikit_learn_and_names_the_extra() -> None:
-    program = (
-        "import sys; sys.modules['sklearn'] = None\n"
-        "import importlib.util as util; there = util.find_spec\n"
-        "util.find_spec = lambda name, *rest: None if name == 'sklearn' else there(name, *rest)\n"
-        "import farflung.coded\n"
-        "import farflung.coded.estimators\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "farflung.coded.estimators needs sklearn: pip install 'farflung[sklearn]'" in ended.stderr
 
 
 A9A: dict[str, tuple[CodedClassifier, Any, float]] = {
