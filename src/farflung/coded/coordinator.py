@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,8 @@ class Coordinator:
         """Under way, by number."""
         self._gone: set[int] = set()
         """Ranks of which nothing is to be heard that they had sent before."""
+        self._refused: Counter[int] = Counter()
+        """Messages, by who has sent them."""
         self._alarm, self._overdue = 0, False
 
     @property
@@ -280,10 +283,10 @@ class Coordinator:
             self.members.tell("goes_on")
 
     def _passes_deadline(self) -> None:
-        """Devices that were asked and have answered nothing count as silent."""
+        """Devices that were asked and have answered nothing for as long count as silent."""
         self._overdue = True
         rounds = self._rounds.values()
-        self.members.falls({rank for one in rounds for rank in one.asked.keys() - one.answered})
+        self.members.falls(set[int]().union(*[one.silent() for one in rounds]))
         self._watch(next(iter(rounds)).kind)
 
     def _handle(self, event: Heard | Answer | Gone | Back) -> bool:
@@ -310,11 +313,17 @@ class Coordinator:
                 return False
             self._rounds[event.round].take(event.rank, event.payload)
         except Malformed as error:
-            self.counters.refused += 1
-            self.members.tell("refused", rank=event.rank, why=str(error))
+            self._refuse(event.rank, str(error))
             return False
         self.members.speaks(event.rank)
         return True
+
+    def _refuse(self, rank: int, why: str) -> None:
+        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are told."""
+        self.counters.refused += 1
+        self._refused[rank] += 1
+        if self._refused[rank].bit_count() == 1:
+            self.members.tell("refused", rank=rank, why=why, count=self._refused[rank])
 
 
 def _as_json(round: Round) -> Json:

@@ -39,6 +39,8 @@ from farflung.types import Json, Runtime
 __all__ = ["REPORTS", "Members"]
 
 REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
+_MAX_FEATURES = 1 << 28
+"""One column of weights for more would be larger than any message."""
 
 
 class Members:
@@ -64,6 +66,8 @@ class Members:
         """Whether something has happened by which other blocks can answer; whoever looks sets it back."""
         self.silences = 0
         """How often a device has fallen silent."""
+        self._to_meet: set[tuple[int, int]] = set()
+        """Devices that were told of one that is to come to them, and that one."""
         self._runtime, self._settings, self._run, self._record = runtime, settings, run, record
         self._planner = Planner(
             build("code", settings.code, CODES),
@@ -158,8 +162,10 @@ class Members:
             self.mend()
             return
         if isinstance(report, Ready):
-            if report.rank in self.roster.members:
-                self.send(report.rank, Meet(rank, first=False))
+            if (rank, report.rank) not in self._to_meet:
+                raise Malformed("ready for who was not to come")
+            self._to_meet.discard((rank, report.rank))
+            self.send(report.rank, Meet(rank, first=False))
             return
         if isinstance(report, Probe):
             return
@@ -178,6 +184,7 @@ class Members:
         else:
             self.roster.failed(block)
             self.tell("failed", rank=rank, block=block.number, blamed=report.rank)
+            member.unable |= report.rank == rank
             self.falls({report.rank} - {rank})
         self.mend()
 
@@ -201,7 +208,9 @@ class Members:
             raw = partition.block
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in roster.members:
-            self.send(min(rank, other), Meet(max(rank, other), first=True))
+            pair = min(rank, other), max(rank, other)
+            self._to_meet.add(pair)
+            self.send(pair[0], Meet(pair[1], first=True))
         roster.members[rank] = Member(rank, late=self.encoded)
         self.send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
         self._keeps(rank, hello)
@@ -212,8 +221,8 @@ class Members:
         """Why a device cannot take part; empty: it can."""
         if not hello.partition:
             return ""
-        if hello.rows < 1 or hello.features < 1 or hello.labels.numel() != hello.rows:
-            raise Malformed("data without rows, or with another number of labels")
+        if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
+            raise Malformed("data without rows, or too wide, or with another number of labels")
         known, features = self.roster.named(hello.partition), self.roster.features
         if features and hello.features != features:
             return (
@@ -246,6 +255,7 @@ class Members:
         if rank not in self.roster.members:
             return False
         self.roster.lose(rank)
+        self._to_meet = {pair for pair in self._to_meet if rank not in pair}
         self.tell("gone", rank=rank)
         changed = self.encoded and self._loses_partitions()
         self.mend()
