@@ -28,6 +28,8 @@ __all__ = ["Coordinator", "Counters", "PartitionsChanged"]
 
 _BACK_S = 10.0
 """How long a coordinator that comes again waits for all devices, where those that are there would do."""
+_LOOKS = 5.0
+"""How often those that make blocks are asked for a sign of life, in times of the shortest deadline."""
 _PLANS = 512
 """Sets of answers whose decoding is remembered; those of one round come again in the next."""
 
@@ -79,6 +81,8 @@ class Coordinator:
         self._refused: Counter[int] = Counter()
         """Messages, by who has sent them."""
         self._alarm, self._overdue = 0, False
+        self._look = self._inbox.alarm(runtime.now() + _LOOKS * settings.least_s)
+        """When devices that make blocks are looked after."""
 
     @property
     def roster(self) -> Roster:
@@ -277,6 +281,9 @@ class Coordinator:
                 if left_s <= 0:
                     raise RunLost(f"nobody came for {patience_s:g} s: {missing()}")
                 alarm = self._inbox.alarm(self._runtime.now() + left_s)
+            elif event.number == self._look:
+                self.members.look_after()
+                self._look = self._inbox.alarm(self._runtime.now() + _LOOKS * self._settings.least_s)
             elif event.number == self._alarm and self._rounds:
                 self._passes_deadline()
         if paused:

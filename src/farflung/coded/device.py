@@ -217,6 +217,8 @@ class Device:
     async def _rows(self, order: Rows) -> None:
         sources = order.sources
         if order.index >= 0:
+            if not order.raw:
+                raise Malformed("a row of no columns")
             weights = build("code", self._code, CODES).row(order.index, len(order.raw), self._seed)
             sources = tuple(
                 Source(raw.rank, raw.block, float(weight))

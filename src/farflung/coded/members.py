@@ -66,6 +66,8 @@ class Members:
         """Whether something has happened by which other blocks can answer; whoever looks sets it back."""
         self.silences = 0
         """How often a device has fallen silent."""
+        self._probed = set[int]()
+        """Devices that were asked for a sign of life, and have given none yet."""
         self._to_meet: set[tuple[int, int]] = set()
         """Devices that were told of one that is to come to them, and that one."""
         self._runtime, self._settings, self._run, self._record = runtime, settings, run, record
@@ -88,11 +90,12 @@ class Members:
         return all(self.roster.decodable(kind) for kind in self._settings.kinds)
 
     def making(self) -> list[Block]:
-        """Blocks under way."""
+        """Blocks under way, with devices that are heard."""
+        heard = self.roster.heard
         return [
             block
             for block in self.roster.blocks.values()
-            if block.holder is not None and (not block.ready or block.making)
+            if block.holder in heard and (not block.ready or block.making)
         ]
 
     def can_be_trained_on(self, partition: Partition) -> bool:
@@ -289,8 +292,21 @@ class Members:
             self.send(rank, Probe(self.silences))
         self.mend()
 
+    def look_after(self) -> None:
+        """Devices that make blocks are asked for a sign of life; those that have given none since this was called before
+        count as silent.
+        """
+        makers = {block.holder for block in self.making() if block.holder is not None}
+        silent = makers & self._probed
+        self._probed = makers - silent
+        for rank in self._probed:
+            self.send(rank, Probe(self.silences))
+        if silent:
+            self.falls(silent)
+
     def speaks(self, rank: int) -> None:
         """A device is heard of."""
+        self._probed.discard(rank)
         member = self.roster.members.get(rank)
         if member is not None and member.silent:
             member.silent = False

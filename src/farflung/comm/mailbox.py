@@ -167,6 +167,11 @@ class Mailbox:
         self._kept[src] = kept
         self._arrived.setdefault(tag, deque()).append((src, payload))
 
+    @property
+    def kept_nbytes(self) -> int:
+        """What is kept that nobody waits for yet."""
+        return self._kept.total()
+
     def _lets_go(self, src: int, payload: Payload) -> None:
         self._kept[src] -= payload.nbytes + _ENTRY_NBYTES
 
