@@ -20,14 +20,15 @@ import torch.distributed as dist
 from farflung.comm.interface import route_to
 from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost
 from farflung.runtime import WallRuntime
+from farflung.tasks import Pending
 
-__all__ = ["Address", "Reach", "attending", "coordinating"]
+__all__ = ["Address", "Reach", "admitted", "attending", "coordinating"]
 
 SEATS = 256
 """How many devices may come in the course of a run, those that come again counted again."""
-_RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
+_RUN, _TAKEN, _LET_IN = "farflung/coded/run", "farflung/coded/seats", "farflung/coded/let-in/{}"
 _LOOK_S = 0.1
 """How often the coordinator looks who has come."""
 _RETRY_S = 0.5
@@ -155,13 +156,45 @@ def attending(
         raise ConfigError(
             f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
         )
-    runtime = _runtime(rank, run, store, reach, address, join_s, members=[0, rank], device=pace, seed=seed)
+    let_in = partial(_until_let_in, store, rank, join_s)
+    runtime = _runtime(
+        rank, run, store, reach, address, join_s, members=[0, rank], device=pace, seed=seed, awaited=let_in
+    )
     try:
         yield runtime
     except BaseException as error:
         runtime.close(error)
         raise
     runtime.close()
+
+
+def admitted(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]:
+    """Lets a device in of which the coordinator has told: it has been there, so where its address is gone, it is too.
+
+    Args:
+      runtime: that of a device.
+      rank: of the other.
+      join_s: how long it may take to greet, in seconds.
+
+    Returns:
+      Fails with :class:`PeerLost` where it is gone.
+    """
+    met: Pending[None] = Pending()
+
+    def look(there: Pending[bool]) -> None:
+        if there.error is None and there.result():
+            runtime.admit(rank, join_s=join_s).on_done(end)
+        else:
+            met.fail(PeerLost(rank, "it has left the run"))
+
+    def end(greeted: Pending[None]) -> None:
+        if greeted.error is None:
+            met.set(None)
+        else:
+            met.fail(greeted.error)
+
+    runtime.aside(lambda: runtime.has_come(rank)).on_done(look)
+    return met
 
 
 def _runtime(
@@ -217,3 +250,14 @@ def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, joi
         for rank in come:
             awaited.discard(rank)
             runtime.admit(rank, join_s=join_s)
+        if come:
+            runtime.aside(lambda: None).wait()  # all that were admitted may come when this comes back
+            for rank in come:
+                store.set(_LET_IN.format(rank), "")
+
+
+def _until_let_in(store: dist.Store, rank: int, join_s: float) -> None:
+    try:
+        store.wait([_LET_IN.format(rank)], timedelta(seconds=join_s))
+    except RuntimeError as error:  # the store's
+        raise DeadlinePassed(0, f"its leave to come in ({type(error).__name__})", join_s) from None
