@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BadInput",
+    "BadLabels",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -67,6 +68,10 @@ class Unsupported(ConfigError):
 
 class DataError(BadInput):
     """A data set is absent, truncated, or not what it should be."""
+
+
+class BadLabels(BadInput, ValueError):
+    """Labels that a classifier cannot learn from; a ``ValueError`` too, as scikit-learn's conventions have it."""
 
 
 class CheckpointError(BadInput):

@@ -39,3 +39,20 @@ class Hinge(PenalisedIntercept):
         slack = (margins * targets).neg_().add_(1).clamp_(min=0)
         total = float(slack.sum())
         return self.C * total, torch.sign(slack, out=slack).mul_(targets).mul_(-self.C)
+
+    def plane(self, margins: Tensor, targets: Tensor, width: float) -> tuple[float, Tensor]:
+        r"""A linear function of the margins that is nowhere above the losses, and close to them about these margins.
+
+        .. math:: C \sum_i \ell(z_i, y_i) \ge C \sum_i \alpha_i (1 - y_i z_i), \qquad
+            \alpha_i = \operatorname{clip}\left(\frac{1 - y_i z_i}{\delta} + \frac{1}{2},\, 0,\, 1\right)
+
+        Args:
+          margins: (samples, outputs).
+          targets: as in :meth:`loss`.
+          width: :math:`\delta`, above 0; the smaller, the closer at these margins.
+
+        Returns:
+          Its value at margins of zero, and its derivative by the margins.
+        """
+        shares = (margins * targets).neg_().add_(1).div_(width).add_(0.5).clamp_(0, 1)
+        return self.C * float(shares.sum()), shares.mul_(targets).mul_(-self.C)

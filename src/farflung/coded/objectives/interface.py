@@ -19,7 +19,7 @@ class Objective(Protocol):
     """
 
     @property
-    def C(self) -> float:
+    def C(self) -> float:  # noqa: N802
         """Weight of the losses, as in scikit-learn: the larger, the weaker is the regularisation."""
         ...
 
@@ -35,7 +35,7 @@ class Objective(Protocol):
 
     @property
     def intercept_penalty(self) -> float:
-        """:math:`\\rho`: 1 where the intercept is penalised as a weight is, 0 where it is not."""
+        r""":math:`\rho`: 1 where the intercept is penalised as a weight is, 0 where it is not."""
         ...
 
     @property
