@@ -15,8 +15,28 @@ import torch
 from torch import Tensor
 
 from farflung.coded.messages import Fetch, Malformed, Multiply
+from farflung.errors import ConfigError
 
-__all__ = ["ColumnBlock", "Holding", "RowBlock", "bounds_of", "column_sums", "piece_of"]
+__all__ = [
+    "MAX_PIECES",
+    "ColumnBlock",
+    "Holding",
+    "RowBlock",
+    "bounds_of",
+    "column_sums",
+    "fit",
+    "piece_of",
+    "rows_at_once",
+    "widest",
+]
+
+MAX_PIECES = 1 << 12
+"""In how many a product is answered, at most."""
+_MAX_NBYTES = 1 << 31
+"""Of a message."""
+_MAX_NAME = 200
+CHUNK_NBYTES = 1 << 22
+"""What one device gives another at once; a block may be larger than the memory that is left beside it."""
 
 
 def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
@@ -49,12 +69,11 @@ def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -
     Returns:
       (width, rows), the width that of the widest block with a weight; narrower ones count as if zeros followed.
     """
-    used = [k for k, weight in enumerate(weights) if weight]
-    width = max((bounds[k + 1] - bounds[k] for k in used), default=0)
-    total = torch.zeros(width, rows.shape[0], dtype=torch.float64)
-    for k in used:
-        begin, end = bounds[k], bounds[k + 1]
-        total[: end - begin].add_(rows[:, begin:end].T, alpha=weights[k])
+    total = torch.zeros(widest(weights, bounds), rows.shape[0], dtype=torch.float64)
+    for k, weight in enumerate(weights):
+        if weight:
+            begin, end = bounds[k], bounds[k + 1]
+            total[: end - begin].add_(rows[:, begin:end].T, alpha=weight)
     return total
 
 
@@ -140,9 +159,16 @@ class Holding:
       partition: the name of the data that it brings; empty: none.
       data: (rows, features) float64.
       labels: (rows,) float64.
+
+    Raises:
+      ConfigError: the name is not printable, or too long.
     """
 
     def __init__(self, partition: str = "", data: Tensor | None = None, labels: Tensor | None = None) -> None:
+        if not partition.isprintable() or len(partition) > _MAX_NAME:
+            raise ConfigError(
+                f"partition {partition[:_MAX_NAME]!r}: give it a name of at most {_MAX_NAME} printable characters"
+            )
         self.partition, self.data, self.labels = partition, data, labels
         self.raw = -1
         """The number of the block that its own data are."""
@@ -178,9 +204,15 @@ class Holding:
         """The blocks that a task names, as far as they are here and can be multiplied.
 
         Raises:
-          Malformed: the operand is not of their size.
+          Malformed: the operand is not of their size, or the product is larger than any message.
         """
         chosen = {number: self.blocks[number] for number in task.blocks if number in self.blocks}
+        if task.operand.dim() != 2:
+            raise Malformed("an operand that is no matrix")
+        if task.length < 1 or not 1 <= task.pieces <= MAX_PIECES:
+            raise Malformed("a product in no pieces, or too many")
+        if 8 * task.operand.shape[1] * -(-task.length // task.pieces) > _MAX_NBYTES:
+            raise Malformed("a piece larger than any message")
         for number, block in list(chosen.items()):
             if isinstance(block, RowBlock):
                 due = task.operand.shape[0] if task.partitions else block.data.shape[1]
@@ -189,7 +221,7 @@ class Holding:
             else:
                 del chosen[number]
                 continue
-            if task.operand.dim() != 2 or task.operand.shape[0] != due:
+            if task.operand.shape[0] != due:
                 raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {due}")
         return chosen
 
@@ -197,20 +229,38 @@ class Holding:
         """What another device asks for.
 
         Raises:
-          Malformed: there is no such block, or no such part of it.
+          Malformed: there is no such block, or no such part of it, or it is more than is given at once.
         """
         block = self.blocks.get(request.block)
         if isinstance(block, RowBlock):
+            width = block.data.shape[1]
             fits = request.partition < 0 and (
-                not request.weights or _fits(request.weights, request.bounds, block.data.shape[1])
+                not request.weights or fit(request.weights, request.bounds, width)
             )
+            if fits and request.weights:
+                width = widest(request.weights, request.bounds)
+        elif block is not None and request.partition in block.parts:
+            fits, width = True, len(block.parts[request.partition])
         else:
-            fits = block is not None and request.partition in block.parts
+            fits, width = False, 0
         if block is None or not fits or not 0 <= request.begin <= request.end:
             raise Malformed("no such part of a block")
+        if request.end - request.begin > rows_at_once(width):
+            raise Malformed("more rows than are given at once")
         return block.give(request)
 
 
-def _fits(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
+def rows_at_once(width: int) -> int:
+    """How many rows of so many numbers one device asks another for at once; beside its blocks it needs little memory."""
+    return max(1, CHUNK_NBYTES // (8 * max(1, width)))
+
+
+def widest(weights: Sequence[float], bounds: Sequence[int]) -> int:
+    """Of the column blocks that have a weight."""
+    return max((bounds[k + 1] - bounds[k] for k, weight in enumerate(weights) if weight), default=0)
+
+
+def fit(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
+    """Whether these are the bounds of as many column blocks as there are weights, in so many columns."""
     ascending = all(0 <= begin <= end for begin, end in itertools.pairwise(bounds))
     return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ __all__ = ["Coordinator", "Counters", "PartitionsChanged"]
 
 _BACK_S = 10.0
 """How long a coordinator that comes again waits for all devices, where those that are there would do."""
+_LOOKS = 5.0
+"""How often those that make blocks are asked for a sign of life, in times of the shortest deadline."""
 _PLANS = 512
 """Sets of answers whose decoding is remembered; those of one round come again in the next."""
 
@@ -75,7 +78,11 @@ class Coordinator:
         """Under way, by number."""
         self._gone: set[int] = set()
         """Ranks of which nothing is to be heard that they had sent before."""
+        self._refused: Counter[int] = Counter()
+        """Messages, by who has sent them."""
         self._alarm, self._overdue = 0, False
+        self._look = self._inbox.alarm(runtime.now() + _LOOKS * settings.least_s)
+        """When devices that make blocks are looked after."""
 
     @property
     def roster(self) -> Roster:
@@ -274,16 +281,19 @@ class Coordinator:
                 if left_s <= 0:
                     raise RunLost(f"nobody came for {patience_s:g} s: {missing()}")
                 alarm = self._inbox.alarm(self._runtime.now() + left_s)
+            elif event.number == self._look:
+                self.members.look_after()
+                self._look = self._inbox.alarm(self._runtime.now() + _LOOKS * self._settings.least_s)
             elif event.number == self._alarm and self._rounds:
                 self._passes_deadline()
         if paused:
             self.members.tell("goes_on")
 
     def _passes_deadline(self) -> None:
-        """Devices that were asked and have answered nothing count as silent."""
+        """Devices that were asked and have answered nothing for as long count as silent."""
         self._overdue = True
         rounds = self._rounds.values()
-        self.members.falls({rank for one in rounds for rank in one.asked.keys() - one.answered})
+        self.members.falls(set[int]().union(*[one.silent() for one in rounds]))
         self._watch(next(iter(rounds)).kind)
 
     def _handle(self, event: Heard | Answer | Gone | Back) -> bool:
@@ -310,11 +320,17 @@ class Coordinator:
                 return False
             self._rounds[event.round].take(event.rank, event.payload)
         except Malformed as error:
-            self.counters.refused += 1
-            self.members.tell("refused", rank=event.rank, why=str(error))
+            self._refuse(event.rank, str(error))
             return False
         self.members.speaks(event.rank)
         return True
+
+    def _refuse(self, rank: int, why: str) -> None:
+        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are told."""
+        self.counters.refused += 1
+        self._refused[rank] += 1
+        if self._refused[rank].bit_count() == 1:
+            self.members.tell("refused", rank=rank, why=why, count=self._refused[rank])
 
 
 def _as_json(round: Round) -> Json:

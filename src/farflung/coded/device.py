@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from farflung.coded import tags
 from farflung.coded.blocks import Holding, piece_of
 from farflung.coded.codes import CODES
 from farflung.coded.fetching import Fetcher, SourceLost
+from farflung.coded.giving import Giver
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -20,7 +22,6 @@ from farflung.coded.messages import (
     Drop,
     End,
     Failed,
-    Fetch,
     Hello,
     Leaving,
     Malformed,
@@ -36,7 +37,9 @@ from farflung.coded.messages import (
     packed,
     unpacked,
 )
-from farflung.coded.sending import heard, sent
+from farflung.coded.sending import sent
+from farflung.coded.work import Queue, Work
+from farflung.errors import ConfigError, FarflungError
 from farflung.spec import build
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
@@ -45,8 +48,8 @@ __all__ = ["Device"]
 
 COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Rows, Columns, Drop, Probe)
-_NO_BLOCK = Payload(())
-"""The answer to who asks for something that is not there."""
+_AT_ONCE = 2
+"""Blocks that are made at a time; each takes memory beside itself."""
 
 
 class Device:
@@ -59,6 +62,7 @@ class Device:
       opened: done when all that were let in so far may come.
       patience_s: how long the coordinator may be silent, in seconds.
       fetch_s: how long another device may take to give a few rows, in seconds.
+      room_nbytes: what blocks may take, its own data among them; half of the machine's memory when not given.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Device:
         opened: Callable[[], Pending[None]] = lambda: done(None),
         patience_s: float = 600.0,
         fetch_s: float = 30.0,
+        room_nbytes: int | None = None,
     ) -> None:
         self.refused = 0
         """Messages that were not of their form, or spoke of what there is not."""
@@ -79,7 +84,9 @@ class Device:
         self._admit, self._opened = admit, opened
         self._met: dict[int, Pending[None]] = {}
         self._patience_s = patience_s
-        self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s)
+        room_nbytes = _machine_nbytes() // 2 if room_nbytes is None else room_nbytes
+        self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
+        self._work, self._orders = Work(), Queue[Rows | Columns]()
         self._code, self._seed = "", 0
 
     async def run(self) -> str:
@@ -92,24 +99,24 @@ class Device:
           PeerLost: the coordinator is gone.
           DeadlinePassed: it is silent.
         """
-        for service in (self._obey(), self._serve()):
+        giver = Giver(self._runtime, self._holding, self._refuse)
+        for service in (self._hear(), self._obey(), giver.run(), *(self._make() for _ in range(_AT_ONCE))):
             self._runtime.launch(service)
         brought = self._holding.data
         rows, features = (0, 0) if brought is None else brought.shape
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
         self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
-        coming = _Coming(self._heard())
         while True:
-            task, coming = await coming.message(), _Coming(self._heard())
+            task = await self._work.next()
             if isinstance(task, End):
                 return task.reason
+            if isinstance(task, FarflungError):
+                raise task
             try:
-                if task is None:
-                    raise Malformed
-                await self._multiply(task, coming)
+                await self._multiply(task)
             except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
-                self.refused += 1
+                self._refuse()
 
     def leave(self) -> None:
         """Tells the coordinator that this device would like to go; :meth:`run` ends once it may."""
@@ -117,17 +124,29 @@ class Device:
 
     # --- products ---------------------------------------------------------------------------------------------------
 
-    def _heard(self) -> Pending[Payload]:
-        return self._runtime.launch(heard(self._comm, COORDINATOR, tags.OPERAND, self._patience_s))
+    async def _hear(self) -> None:
+        """Takes in what is to be multiplied, while something else is."""
+        try:
+            while True:
+                told = self._comm.recv(COORDINATOR, tags.OPERAND, deadline_s=self._patience_s)
+                try:
+                    task = unpacked(await told, (Multiply, End))
+                except Malformed:
+                    self._refuse()
+                    continue
+                assert isinstance(task, (Multiply, End))
+                self._work.put(task)
+        except FarflungError as error:
+            self._work.put(error)
 
-    async def _multiply(self, task: Multiply, coming: _Coming) -> None:
+    async def _multiply(self, task: Multiply) -> None:
         """Answers a round piece by piece, until the coordinator has what it needs.
 
         Each piece of a block is a piece of the whole, so that what a slow device has done counts. Devices begin with
         different ones.
         """
         blocks = self._holding.answering(task)
-        if not blocks or task.pieces < 1:
+        if not blocks:
             return
         self.rounds += 1
         await self._runtime.compute(Cost("forward", 0), lambda: None)
@@ -135,7 +154,7 @@ class Device:
             piece = (task.first + place) % task.pieces
             begin, end = piece_of(task.length, task.pieces, piece)
             for number, block in blocks.items():
-                if coming.ends(task.round):
+                if self._work.over(task.round):
                     return
                 product = await self._runtime.compute(
                     Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
@@ -147,60 +166,50 @@ class Device:
 
     async def _obey(self) -> None:
         while True:
-            message = await self._next(self._comm.recv(COORDINATOR, tags.COMMAND, deadline_s=math.inf))
-            if isinstance(message, Welcome):
-                self._holding.settle(message.run, message.raw)
-                self._code, self._seed = message.code, message.seed
-            elif isinstance(message, Meet):
-                self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
-                if message.first:
-                    self._runtime.launch(self._says_ready(message.rank))
-            elif isinstance(message, Rows):
-                self._runtime.launch(self._build(message.block, self._rows(message)))
-            elif isinstance(message, Columns):
-                self._runtime.launch(self._build(message.block, self._fetcher.columns(message)))
-            elif isinstance(message, Drop):
-                for block in message.blocks:
-                    self._holding.drop(block)
-            elif isinstance(message, Probe):
-                self._report(Probe(message.round))
+            command = await self._comm.recv(COORDINATOR, tags.COMMAND, deadline_s=math.inf)
+            try:
+                self._carry_out(unpacked(command, _COMMANDS))
+            except Malformed:
+                self._refuse()
+
+    def _carry_out(self, message: Message) -> None:
+        if isinstance(message, Welcome):
+            if ":" in message.code:  # a code of somebody's own would be imported
+                raise Malformed("a code that is not of the package")
+            self._holding.settle(message.run, message.raw)
+            self._code, self._seed = message.code, message.seed
+        elif isinstance(message, Meet):
+            if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
+                raise Malformed("a device that there cannot be")
+            self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
+            if message.first:
+                self._runtime.launch(self._says_ready(message.rank))
+        elif isinstance(message, (Rows, Columns)):
+            self._orders.put(message)
+        elif isinstance(message, Drop):
+            for block in message.blocks:
+                self._holding.drop(block)
+        elif isinstance(message, Probe):
+            self._report(Probe(message.round))
 
     async def _says_ready(self, rank: int) -> None:
         await self._opened()
         self._report(Ready(rank))
 
-    async def _next(self, heard: Pending[Payload]) -> Message | None:
-        """A command; ``None`` for what is none."""
-        try:
-            return unpacked(await heard, _COMMANDS)
-        except Malformed:
-            self.refused += 1
-            return None
-
-    async def _serve(self) -> None:
-        """Gives other devices what they ask for."""
+    async def _make(self) -> None:
+        """Makes the blocks that are ordered, one after the other."""
         while True:
-            rank, payload = await self._comm.recv_any(tags.ASK, deadline_s=math.inf)
-            try:
-                request = unpacked(payload, (Fetch,))
-                assert isinstance(request, Fetch)
-            except Malformed:
-                self.refused += 1
-                continue
-            try:
-                given = Payload((self._holding.give(request),))
-            except Malformed:
-                self.refused += 1
-                given = _NO_BLOCK
-            self._comm.send(given, rank, tags.reply(request.reply))
+            order = await self._orders.next()
+            making = self._rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
+            await self._build(order.block, making)
 
     async def _build(self, block: int, making: Coroutine[Pending[Any], None, None]) -> None:
         try:
             await making
         except SourceLost as error:
-            self._report(Failed(block, error.rank, error.detail))
-        except (Malformed, RuntimeError, ValueError, IndexError):
-            self.refused += 1
+            self._report(Failed(block, error.rank, _one_line(error.detail)))
+        except (ConfigError, RuntimeError, ValueError):
+            self._refuse()
             self._report(Failed(block, self._comm.rank, "the order could not be carried out"))
         else:
             self._report(Built(block))
@@ -208,6 +217,8 @@ class Device:
     async def _rows(self, order: Rows) -> None:
         sources = order.sources
         if order.index >= 0:
+            if not order.raw:
+                raise Malformed("a row of no columns")
             weights = build("code", self._code, CODES).row(order.index, len(order.raw), self._seed)
             sources = tuple(
                 Source(raw.rank, raw.block, float(weight))
@@ -219,6 +230,9 @@ class Device:
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())
 
+    def _refuse(self) -> None:
+        self.refused += 1
+
     def _report(self, report: Report) -> None:
         self._send(packed(report), tags.REPORT)
 
@@ -226,40 +240,18 @@ class Device:
         self._runtime.launch(sent(self._comm, payload, COORDINATOR, tag))
 
 
+def _one_line(text: str) -> str:
+    """As much of a text as a message has."""
+    return "".join(sign if sign.isprintable() else " " for sign in text[:200])
+
+
+def _machine_nbytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _pass_on(to: Pending[None], ended: Pending[None]) -> None:
     if ended.error is None:
         to.set(None)
     else:
         to.fail(ended.error)
-
-
-class _Coming:
-    """The task that follows."""
-
-    def __init__(self, heard: Pending[Payload]) -> None:
-        self._heard = heard
-        self._read: Multiply | End | None = None
-
-    async def message(self) -> Multiply | End | None:
-        """It, once it has come; ``None``: it is none."""
-        await self._heard
-        return self._message()
-
-    def ends(self, round: int) -> bool:
-        """Whether it has come, and an earlier one need not be carried on."""
-        if not self._heard.done:
-            return False
-        if self._heard.error is not None:
-            return True
-        message = self._message()
-        return isinstance(message, End) or (message is not None and message.since > round)
-
-    def _message(self) -> Multiply | End | None:
-        if self._read is None:
-            try:
-                message = unpacked(self._heard.result(), (Multiply, End))
-            except Malformed:
-                return None
-            assert isinstance(message, (Multiply, End))
-            self._read = message
-        return self._read

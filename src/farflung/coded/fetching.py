@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from farflung.coded import tags
-from farflung.coded.blocks import ColumnBlock, Holding, RowBlock
+from farflung.coded.blocks import ColumnBlock, Holding, RowBlock, fit, rows_at_once, widest
 from farflung.coded.messages import Columns, Fetch, Malformed, Rows, Source, packed
 from farflung.errors import DeadlinePassed, FarflungError, RunLost
 from farflung.tasks import Pending
@@ -18,8 +20,6 @@ from farflung.types import Payload, Runtime
 
 __all__ = ["Fetcher", "SourceLost"]
 
-CHUNK_NBYTES = 1 << 22
-"""What is asked for at once; a block may be larger than the memory that is left beside it."""
 WINDOW = 4
 """How many such questions are under way at a time."""
 
@@ -60,14 +60,20 @@ class Fetcher:
       holding: what it has; blocks that are made are put there.
       met: done when another device can be asked.
       deadline_s: how long a device may take to give a few rows.
+      room_nbytes: what all its blocks may take, those under way among them.
     """
 
     def __init__(
-        self, runtime: Runtime, holding: Holding, met: Callable[[int], Pending[None]], deadline_s: float
+        self,
+        runtime: Runtime,
+        holding: Holding,
+        met: Callable[[int], Pending[None]],
+        deadline_s: float,
+        room_nbytes: int,
     ) -> None:
         self._runtime, self._comm, self._holding, self._met = runtime, runtime.comm, holding, met
-        self._deadline_s = deadline_s
-        self._asked = 0
+        self._deadline_s, self._room_nbytes = deadline_s, room_nbytes
+        self._asked = self._making_nbytes = 0
 
     async def rows(self, order: Rows, sources: tuple[Source, ...]) -> None:
         """Makes a coded block of rows.
@@ -77,12 +83,14 @@ class Fetcher:
           sources: whose rows it adds up, with their weights.
 
         Raises:
+          Malformed: there is no such block, or no room for it.
           SourceLost: a source has gone, or gave something else.
         """
-        block = torch.zeros(order.rows, order.features, dtype=torch.float64)
-        step = max(1, CHUNK_NBYTES // (8 * order.features))
+        if min(order.rows, order.features) < 1 or order.block in (-1, self._holding.raw):
+            raise Malformed("an order of no block")
+        step = rows_at_once(order.features)
 
-        def shares() -> Iterator[_Share]:
+        def shares(block: Tensor) -> Iterator[_Share]:
             for begin in range(0, order.rows, step):
                 end = min(order.rows, begin + step)
                 for source in sources:
@@ -90,21 +98,29 @@ class Fetcher:
                         source, Fetch(0, source.block, begin, end), _adding(block[begin:end], source.weight)
                     )
 
-        await self._gather(shares())
-        self._holding.blocks[order.block] = RowBlock(block)
+        with self._room(8 * order.rows * order.features):
+            block = torch.zeros(order.rows, order.features, dtype=torch.float64)
+            await self._gather(shares(block))
+            self._holding.blocks[order.block] = RowBlock(block)
 
     async def columns(self, order: Columns) -> None:
         """Makes a coded block of columns, or adds parts to it.
 
         Raises:
+          Malformed: there is no such block, or no room for it.
           SourceLost: a source has gone, or gave something else.
         """
-        used = [k for k, weight in enumerate(order.weights) if weight]
-        width = max(order.bounds[k + 1] - order.bounds[k] for k in used)
-        step = max(1, CHUNK_NBYTES // (8 * max(1, width)))
-        made = {part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts}
+        features, rows = order.bounds[-1] if order.bounds else 0, [part.rows for part in order.parts]
+        if not fit(order.weights, order.bounds, features) or features < 1 or min(rows, default=0) < 1:
+            raise Malformed("an order of no block")
+        if order.block in (-1, self._holding.raw):
+            raise Malformed("an order of a block that is there")
+        width = widest(order.weights, order.bounds)
+        # Blocks of columns that are summed may be wider than their sum.
+        most = max(end - begin for begin, end in itertools.pairwise(order.bounds))
+        step = rows_at_once(most)
 
-        def shares() -> Iterator[_Share]:
+        def shares(made: dict[int, Tensor]) -> Iterator[_Share]:
             for part in order.parts:
                 for begin in range(0, part.rows, step):
                     end = min(part.rows, begin + step)
@@ -115,12 +131,31 @@ class Fetcher:
                                 request, partition=-1, weights=order.weights, bounds=order.bounds
                             )
                         into = made[part.partition][:, begin:end]
-                        yield _Share(source, request, _adding(into, source.weight))
+                        yield _Share(source, request, _adding(into, source.weight, most))
 
-        await self._gather(shares())
-        before = self._holding.blocks.get(order.block)
-        parts = dict(before.parts) if isinstance(before, ColumnBlock) else {}
-        self._holding.blocks[order.block] = ColumnBlock(order.bounds[-1], {**parts, **made})
+        with self._room(8 * width * sum(rows)):
+            made = {
+                part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts
+            }
+            await self._gather(shares(made))
+            before = self._holding.blocks.get(order.block)
+            parts = before.parts if isinstance(before, ColumnBlock) else {}
+            self._holding.blocks[order.block] = ColumnBlock(features, {**parts, **made})
+
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[None]:
+        """For a block that is being made.
+
+        Raises:
+          Malformed: there is none.
+        """
+        if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
+            raise Malformed(f"no room for {nbytes} bytes more")
+        self._making_nbytes += nbytes
+        try:
+            yield
+        finally:
+            self._making_nbytes -= nbytes
 
     async def _gather(self, shares: Iterator[_Share]) -> None:
         flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
@@ -167,12 +202,20 @@ class Fetcher:
             self._comm.forget(tags.reply(number).exchange)
 
 
-def _adding(into: Tensor, weight: float) -> Callable[[Tensor], object]:
-    """Adds what comes to a part of a block; what is smaller counts as if zeros followed."""
+def _adding(into: Tensor, weight: float, most: int | None = None) -> Callable[[Tensor], object]:
+    """Adds what comes to a part of a block; what is smaller counts as if zeros followed.
+
+    Args:
+      into: the part.
+      weight: what is added is multiplied by.
+      most: how many rows may come, where what lies beyond those of the part adds up to zeros.
+    """
+    room = len(into) if most is None else most
 
     def add(given: Tensor) -> None:
-        if given.dim() != 2 or any(has > room for has, room in zip(given.shape, into.shape, strict=True)):
-            raise Malformed(f"rows of {list(given.shape)} where {list(into.shape)} were due")
+        if given.dim() != 2 or given.shape[0] > room or given.shape[1] > into.shape[1]:
+            raise Malformed(f"rows of {list(given.shape)} where {[room, into.shape[1]]} were due")
+        given = given[: len(into)]
         into[: given.shape[0], : given.shape[1]].add_(given, alpha=weight)
 
     return add

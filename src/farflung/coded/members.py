@@ -39,6 +39,8 @@ from farflung.types import Json, Runtime
 __all__ = ["REPORTS", "Members"]
 
 REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
+_MAX_FEATURES = 1 << 28
+"""One column of weights for more would be larger than any message."""
 
 
 class Members:
@@ -64,6 +66,10 @@ class Members:
         """Whether something has happened by which other blocks can answer; whoever looks sets it back."""
         self.silences = 0
         """How often a device has fallen silent."""
+        self._probed = set[int]()
+        """Devices that were asked for a sign of life, and have given none yet."""
+        self._to_meet: set[tuple[int, int]] = set()
+        """Devices that were told of one that is to come to them, and that one."""
         self._runtime, self._settings, self._run, self._record = runtime, settings, run, record
         self._planner = Planner(
             build("code", settings.code, CODES),
@@ -84,11 +90,12 @@ class Members:
         return all(self.roster.decodable(kind) for kind in self._settings.kinds)
 
     def making(self) -> list[Block]:
-        """Blocks under way."""
+        """Blocks under way, with devices that are heard."""
+        heard = self.roster.heard
         return [
             block
             for block in self.roster.blocks.values()
-            if block.holder is not None and (not block.ready or block.making)
+            if block.holder in heard and (not block.ready or block.making)
         ]
 
     def can_be_trained_on(self, partition: Partition) -> bool:
@@ -158,8 +165,10 @@ class Members:
             self.mend()
             return
         if isinstance(report, Ready):
-            if report.rank in self.roster.members:
-                self.send(report.rank, Meet(rank, first=False))
+            if (rank, report.rank) not in self._to_meet:
+                raise Malformed("ready for who was not to come")
+            self._to_meet.discard((rank, report.rank))
+            self.send(report.rank, Meet(rank, first=False))
             return
         if isinstance(report, Probe):
             return
@@ -178,6 +187,7 @@ class Members:
         else:
             self.roster.failed(block)
             self.tell("failed", rank=rank, block=block.number, blamed=report.rank)
+            member.unable |= report.rank == rank
             self.falls({report.rank} - {rank})
         self.mend()
 
@@ -201,7 +211,9 @@ class Members:
             raw = partition.block
             roster.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in roster.members:
-            self.send(min(rank, other), Meet(max(rank, other), first=True))
+            pair = min(rank, other), max(rank, other)
+            self._to_meet.add(pair)
+            self.send(pair[0], Meet(pair[1], first=True))
         roster.members[rank] = Member(rank, late=self.encoded)
         self.send(rank, Welcome(self._run, raw, self._settings.code, self._settings.seed))
         self._keeps(rank, hello)
@@ -212,8 +224,8 @@ class Members:
         """Why a device cannot take part; empty: it can."""
         if not hello.partition:
             return ""
-        if hello.rows < 1 or hello.features < 1 or hello.labels.numel() != hello.rows:
-            raise Malformed("data without rows, or with another number of labels")
+        if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
+            raise Malformed("data without rows, or too wide, or with another number of labels")
         known, features = self.roster.named(hello.partition), self.roster.features
         if features and hello.features != features:
             return (
@@ -246,6 +258,7 @@ class Members:
         if rank not in self.roster.members:
             return False
         self.roster.lose(rank)
+        self._to_meet = {pair for pair in self._to_meet if rank not in pair}
         self.tell("gone", rank=rank)
         changed = self.encoded and self._loses_partitions()
         self.mend()
@@ -279,8 +292,21 @@ class Members:
             self.send(rank, Probe(self.silences))
         self.mend()
 
+    def look_after(self) -> None:
+        """Devices that make blocks are asked for a sign of life; those that have given none since this was called before
+        count as silent.
+        """
+        makers = {block.holder for block in self.making() if block.holder is not None}
+        silent = makers & self._probed
+        self._probed = makers - silent
+        for rank in self._probed:
+            self.send(rank, Probe(self.silences))
+        if silent:
+            self.falls(silent)
+
     def speaks(self, rank: int) -> None:
         """A device is heard of."""
+        self._probed.discard(rank)
         member = self.roster.members.get(rank)
         if member is not None and member.silent:
             member.silent = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _MAX_TEXT_NBYTES = 1 << 20
+_MAX_STRING, _MAX_LIST, _MAX_FLOAT = 1 << 12, 1 << 12, sys.float_info.max
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
@@ -376,15 +377,19 @@ def _plain(value: Any) -> Any:
 def _checked(value: Any, due: Any) -> Any:
     """JSON as the type that is due."""
     if due is float:
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             raise Malformed("no finite number")
         return float(value)
     if due in (int, str, bool):
-        if type(value) is not due or (due is int and not -1 <= value < 1 << 48):
+        if (
+            type(value) is not due
+            or (due is int and not -1 <= value < 1 << 48)
+            or (due is str and (len(value) > _MAX_STRING or not value.isprintable()))
+        ):
             raise Malformed(f"no {due.__name__} in its range")
         return value
-    if not isinstance(value, list):
-        raise Malformed("no list")
+    if not isinstance(value, list) or len(value) > _MAX_LIST:
+        raise Malformed("no list, or too long a one")
     if typing.get_origin(due) is tuple:
         return tuple(_checked(one, typing.get_args(due)[0]) for one in value)
     fields = _fields(due)

@@ -120,6 +120,7 @@ class Planner:
                 block
                 for block in roster.there("columns")
                 if partition.number not in block.parts | block.making
+                and not roster.members[_holder(block)].unable
             ]
             if (decodable and not lacking) or not roster.recoverable(partition):
                 continue
@@ -144,7 +145,7 @@ class Planner:
         coded = [block for block in roster.of("rows") if block.raw is None]
         for partition in roster.active:
             raw = roster.raw(partition)
-            extended = [block for block in coded if block.ready]
+            extended = [block for block in coded if block.ready and block.holder in self._makers(roster)]
             covered = any(partition.number in block.coefficients for block in coded)
             if raw is None or covered or not extended:
                 continue
@@ -165,7 +166,7 @@ class Planner:
     def _for_newcomers(self, roster: Roster) -> Iterator[tuple[int, Order]]:
         """Coded blocks for devices that have come since, and bring nothing."""
         for kind in self.kinds:
-            for rank in self._hosts(roster):
+            for rank in self._makers(roster):
                 brings = any(block.holder == rank and block.raw is not None for block in roster.of("rows"))
                 if (
                     not roster.members[rank].late
@@ -353,7 +354,11 @@ class Planner:
     def _host(self, roster: Roster, kind: Kind) -> int | None:
         """The device with the fewest blocks."""
         held = [block.holder for block in roster.of(kind)]
-        return min(self._hosts(roster), key=lambda rank: (held.count(rank), rank), default=None)
+        return min(self._makers(roster), key=lambda rank: (held.count(rank), rank), default=None)
+
+    def _makers(self, roster: Roster) -> list[int]:
+        """Those that can be asked for another block."""
+        return [rank for rank in self._hosts(roster) if not roster.members[rank].unable]
 
 
 def _holder(block: Block) -> int:

@@ -83,12 +83,14 @@ class Member:
       silent: whether it has let a deadline pass, and not been heard of since.
       leaving: whether it has asked to go.
       late: whether it came when training had begun.
+      unable: whether it could not make a block for reasons of its own; it is asked for no other.
     """
 
     rank: int
     silent: bool = False
     leaving: bool = False
     late: bool = False
+    unable: bool = False
 
 
 class Roster:

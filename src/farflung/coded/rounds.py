@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,8 +51,10 @@ class Round:
     due: Sequence[frozenset[int]] | None = None
     asked: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
+    owed: Counter[int] = field(default_factory=Counter)
+    """Pieces that each of them has not answered."""
     answered: set[int] = field(default_factory=set)
-    """Devices of which a piece has come."""
+    """Devices of which a piece has come since somebody looked."""
     late: int = 0
     """Answers for pieces that were decoded before."""
     _blocks: dict[int, Block] = field(default_factory=dict)
@@ -85,6 +88,7 @@ class Round:
         for rank, mine in sorted(found.items()):
             first = len(self.asked) * self.pieces // devices % self.pieces
             self.asked.setdefault(rank, set()).update(block.number for block in mine)
+            self.owed[rank] += self.pieces * len(mine)
             for block in mine:
                 self._blocks[block.number] = block
                 row = [block.coefficients.get(one, 0.0) for one in self.unknowns]
@@ -104,7 +108,13 @@ class Round:
     def lose(self, rank: int) -> None:
         """A device is gone; should one of its rank come, it has been asked for nothing yet."""
         self.asked.pop(rank, None)
-        self.answered.discard(rank)
+        self.owed.pop(rank, None)
+
+    def silent(self) -> set[int]:
+        """Devices that owe pieces, and have sent none since this was asked before."""
+        silent = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
+        self.answered.clear()
+        return silent
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +140,7 @@ class Round:
         """
         number, piece, product = self._read(rank, payload)
         self.answered.add(rank)
+        self.owed[rank] -= 1
         if piece in self._used or number in self._answers[piece]:
             self.late += 1
             return

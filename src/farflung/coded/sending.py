@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from farflung.types import Communicator, Payload, Tag
 
-__all__ = ["heard", "sent"]
+__all__ = ["sent"]
 
 
 async def sent(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:
     """Sends a message; to be launched. One to somebody who is gone is nobody's loss: the departure is told."""
     comm.send(payload, rank, tag)
-
-
-async def heard(comm: Communicator, rank: int, tag: Tag, deadline_s: float) -> Payload:
-    """Receives a message; to be launched."""
-    return await comm.recv(rank, tag, deadline_s=deadline_s)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from farflung.coded.blocks import MAX_PIECES
 from farflung.coded.roster import Kind
 from farflung.errors import ConfigError
 
@@ -59,8 +60,12 @@ class Settings:
             raise ConfigError(
                 f"devices = {self.devices}: each partition is brought by a device, so there are at least {self.partitions}"
             )
+        if self.pieces > MAX_PIECES:
+            raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")
         if self.coded is not None and self.coded < 0:
             raise ConfigError(f"coded = {self.coded}: must be 0 or more")
+        if ":" in self.code:
+            raise ConfigError(f"code = {self.code}: devices know the codes of the package alone")
         if self.on_loss not in ("wait", "go_on"):
             raise ConfigError(f"on_loss = {self.on_loss!r}: must be 'wait' or 'go_on'")
         if self.transposed not in ("columns", "repair"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farflung.comm.blame import Blame, Holdup
-from farflung.comm.mailbox import Full, Mailbox
+from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.relay import Relay
 from farflung.comm.routes import Routes
@@ -62,7 +62,7 @@ class View:
     ) -> None:
         self.transport = transport
         self.rank, self.size = transport.me.rank, size
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox() if whole else Mailbox(KEPT_NBYTES)
         self.mailbox.view = number
         self.ready: Pending[None] = Pending()
         """Done when all have greeted."""
