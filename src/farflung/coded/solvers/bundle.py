@@ -82,7 +82,7 @@ class Bundle:
         number_option("bundle", "tol", self.tol, 0)
         whole_option("bundle", "planes", self.planes, 2)
 
-    async def init(self, problem: Problem) -> BundleState:
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> BundleState:
         """At weights of zero: one transposed product.
 
         Raises:

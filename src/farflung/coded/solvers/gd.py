@@ -69,7 +69,7 @@ class GD:
         number_option("gd", "tol", self.tol, 0)
         whole_option("gd", "power_rounds", self.power_rounds, 1)
 
-    async def init(self, problem: Problem) -> GDState:
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> GDState:
         """At weights of zero: one transposed product, and those of the power iteration."""
         rate = self.learning_rate
         if rate is None:

@@ -52,7 +52,7 @@ class Solver(Protocol[S]):
     A caller loops ``state = await solver.step(problem, state)`` until ``state.converged``.
     """
 
-    async def init(self, problem: Problem) -> S:
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> S:
         """The state before the first step, at weights of zero."""
         ...
 

@@ -76,7 +76,7 @@ class LBFGS:
         if not _DECREASE < self.flatness < 1:
             raise ConfigError(f"lbfgs: flatness {self.flatness!r} must be above {_DECREASE} and below 1")
 
-    async def init(self, problem: Problem) -> LBFGSState:
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> LBFGSState:
         """At weights of zero: one transposed product.
 
         Raises:

@@ -47,7 +47,7 @@ class OneVsRest(Generic[S]):
 
     solver: Solver[S]
 
-    async def init(self, problem: Problem) -> OneVsRestState[S]:
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> OneVsRestState[S]:
         """At weights of zero: as many rounds as one output takes."""
         together = _Together(problem)
         return _joined(await together.run([self.solver.init(one) for one in together.problems]))
