@@ -155,8 +155,10 @@ def attending(
         raise ConfigError(
             f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
         )
-    runtime = _runtime(rank, run, store, reach, address, join_s, members=[0, rank], device=pace, seed=seed)
+    runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
     try:
+        _wait(store, _open(rank), join_s)
+        runtime.admit(0, join_s=join_s).wait()
         yield runtime
     except BaseException as error:
         runtime.close(error)
@@ -217,3 +219,19 @@ def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, joi
         for rank in come:
             awaited.discard(rank)
             runtime.admit(rank, join_s=join_s)
+        if come:
+            runtime.aside(lambda: None).wait()  # until then they would knock at a door that is not open yet
+            for rank in come:
+                store.set(_open(rank), "")
+
+
+def _open(rank: int) -> str:
+    """Says that a device may greet."""
+    return f"farflung/coded/open/{rank}"
+
+
+def _wait(store: dist.Store, key: str, join_s: float) -> None:
+    try:
+        store.wait([key], timedelta(seconds=join_s))
+    except (dist.DistStoreError, RuntimeError) as error:
+        raise DeadlinePassed(0, f"its coordinator to let it in ({type(error).__name__})", join_s) from None

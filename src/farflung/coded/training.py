@@ -76,6 +76,9 @@ async def train(
                 before = names
             while not (state.converged or state.iterations >= max_iterations or stop_asked()):
                 state = await solver.step(problem, state)
+                coordinator.members.tell(
+                    "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
+                )
                 told(state)
                 if record is not None:
                     record.keep_state({"solver": state.tree(), "partitions": list(names)})
