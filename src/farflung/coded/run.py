@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.coded.classes import Classes
+from farflung.coded.codes import CODES
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.folder import Folder
 from farflung.coded.learner import Learner
@@ -23,6 +24,7 @@ from farflung.coded.training import Trained, train
 from farflung.errors import BadInput, DataError
 from farflung.files import write_json
 from farflung.runtime import WallRuntime
+from farflung.spec import build
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -83,6 +85,7 @@ class CodedRun:
           DataError: what the devices bring cannot be learned from.
           RunLost: too few devices have come, or are left.
         """
+        build("code", self.settings.code, CODES)
         settings: dict[str, Json] = {
             **asdict(self.settings),
             **asdict(self.learner),

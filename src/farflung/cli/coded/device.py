@@ -96,8 +96,9 @@ class Attend(ReachOptions):
         """Of a product with one vector, per row: a multiplication and an addition for each feature."""
         if self.pace is None:
             return None
-        features = 1 if holding.data is None else holding.data.shape[1]
-        return device_profile(self.pace, forward_flops=2.0 * features)
+        if holding.data is None:
+            raise ConfigError(f"--pace {self.pace}: give --data too, which says how long a row is")
+        return device_profile(self.pace, forward_flops=2.0 * holding.data.shape[1])
 
     def _tell(self, words: str) -> None:
         if not (self.quiet or self.json):
