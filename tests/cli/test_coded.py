@@ -382,6 +382,19 @@ def test_a_coordinator_that_is_killed_comes_again(tmp_path: Path) -> None:
     assert all(len(one["ranks"]) == 2 for one in told)
 
 
+def test_before_training_a_device_leaves_at_once(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(tmp_path / "run"))
+        device = stack.enter_context(farflung("coded", "device", at, "--data", written(tmp_path)))
+        assert "in, as rank 1" in device.stderr.readline()
+        device.send_signal(signal.SIGTERM)
+        device.finished()
+        assert device.returncode == 0
+        process.send_signal(signal.SIGINT)
+        assert process.finished()[0] == ""
+        assert process.returncode == 130
+
+
 def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = [written(tmp_path, part) for part in range(PARTITIONS)]

@@ -339,13 +339,14 @@ class Members:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def mend(self) -> None:
-        """Orders the blocks that are missing, and lets go who may go."""
+        """Orders the blocks that are missing, and lets go who may go: anybody, before there are blocks."""
+        if self.encoded:
+            self._order(self._planner.mend(self.roster))
+        for member in list(self.roster.members.values()):
+            if member.leaving and (not self.encoded or self._can_go(member.rank)):
+                self.send(member.rank, End())
         if not self.encoded:
             return
-        self._order(self._planner.mend(self.roster))
-        for member in list(self.roster.members.values()):
-            if member.leaving and self._can_go(member.rank):
-                self.send(member.rank, End())
         for partition in self.roster.partitions:
             self.changed |= not partition.active and self.can_be_trained_on(partition)
         self.stirred = True
