@@ -88,6 +88,7 @@ class Device:
         self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
         self._work, self._orders = Work(), Queue[Rows | Columns]()
         self._code, self._seed = "", 0
+        self._greeted, self._leaves = False, False
 
     @property
     def rank(self) -> int:
@@ -117,6 +118,9 @@ class Device:
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
         self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
+        self._greeted = True
+        if self._leaves:
+            self._report(Leaving())
         while True:
             task = await self._work.next()
             if isinstance(task, End):
@@ -130,7 +134,9 @@ class Device:
 
     def leave(self) -> None:
         """Tells the coordinator that this device would like to go; :meth:`run` ends once it may."""
-        self._report(Leaving())
+        self._leaves = True
+        if self._greeted:
+            self._report(Leaving())
 
     # --- products ---------------------------------------------------------------------------------------------------
 
