@@ -93,6 +93,6 @@ def test_a_file_of_something_else_is_no_model(tmp_path: Path) -> None:
 def test_parts_are_all_rows_once(seed: int | None) -> None:
     parts = [Part.parse(f"{number}/4", seed) for number in range(1, 5)]
     rows = [part.rows(10).tolist() for part in parts]
-    assert sorted(sum(rows, [])) == list(range(10))
-    assert (sum(rows, []) == list(range(10))) == (seed is None)
+    assert sorted(row for part in rows for row in part) == list(range(10))
+    assert ([row for part in rows for row in part] == list(range(10))) == (seed is None)
     assert str(parts[0]) == ("1/4" if seed is None else "1/4 of seed 3")

@@ -246,8 +246,8 @@ class Planner:
         return (total, tuple(sources)) if total else None
 
     def _lacking(self, roster: Roster, kind: Kind, more: Block | None = None) -> list[int]:
-        """The ranks that would be missing after losses of none, of one, and so on to as many devices as may vanish, each
-        summed over all such losses.
+        """The ranks that would be missing after losses of none, of one, and so on to as many devices as may vanish,
+        each summed over all such losses.
 
         Blocks that are being made count as there.
         """
