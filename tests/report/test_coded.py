@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from farflung.errors import DataError
 from farflung.report import coded_picture
@@ -46,7 +47,7 @@ def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
     names = {
         patch.get_facecolor(): text.get_text()
         for patch, text in zip(legend.legend_handles, legend.get_texts(), strict=True)
-        if hasattr(patch, "get_facecolor")
+        if isinstance(patch, Patch)
     }
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names.values()}
     for bar in axes.patches:

@@ -11,7 +11,7 @@ from farflung.cli.coded.coordinator import Coordinate
 from farflung.cli.coded.demo import Demo
 from farflung.cli.coded.device import Attend
 
-__all__ = ["Coded"]
+__all__ = ["Attend", "Coded", "Coordinate", "Demo"]
 
 
 @dataclass(frozen=True)
