@@ -254,8 +254,11 @@ def test_a_run(tmp_path: Path, args: list[str], learner: dict[str, Any]) -> None
             stack.enter_context(farflung("coded", "device", at, *more, "--json"))
             for more in [*(["--data", path] for path in data), []]
         ]
-        (summary,) = ended([process])
+        out, err = process.finished()
+        assert process.returncode == 0, err
         told = ended(devices)
+    summary = json.loads(out)
+    assert not any("refused" in line for line in err), "nobody greets before the door is open"
     assert summary["converged"]
     assert summary["objective"] == pytest.approx(minimum(range(PARTITIONS), **learner), rel=1e-8)
     assert summary["samples"] == sum(len(samples(part)[1]) for part in range(PARTITIONS))
