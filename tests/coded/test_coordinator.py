@@ -203,6 +203,20 @@ def test_a_coordinator_comes_again_with_what_it_kept_and_what_devices_hold() -> 
     assert seen.coordinator.roster.tree()["blocks"] == before.coordinator.roster.tree()["blocks"]
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"transposed": "repair"}, {"redundancy": 0}, {"redundancy": 2}], ids=str
+)
+def test_a_coordinator_comes_again_to_devices_that_have_kept_nothing(options: dict[str, Any]) -> None:
+    first = Run(settings=options)
+    first(products_agree(3))
+    again = Run(settings=options)
+    again.notes.kept = first.notes.kept
+    seen = again(products_agree(3))
+    assert seen.found < EXACT
+    if not options:
+        assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

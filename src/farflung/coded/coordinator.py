@@ -92,12 +92,16 @@ class Coordinator:
     # --- a run ------------------------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Waits for the devices and partitions that training begins with, and has their data encoded.
+        """Waits for the devices and partitions that training begins with, and has their data encoded; once they are,
+        there is nothing to be done.
 
         Raises:
           RunLost: they do not come, or are lost while data are encoded.
         """
         wanted, members, roster = self._settings, self.members, self.roster
+        if members.encoded:
+            return
+        members.tell("begins")
         enough_at = self._runtime.now() + _BACK_S
         if members.again:
             self._inbox.alarm(enough_at)

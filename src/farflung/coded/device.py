@@ -88,6 +88,17 @@ class Device:
         self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
         self._work, self._orders = Work(), Queue[Rows | Columns]()
         self._code, self._seed = "", 0
+        self._greeted, self._leaves = False, False
+
+    @property
+    def rank(self) -> int:
+        """Its number in the run."""
+        return self._comm.rank
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """The payload bytes that it has sent, by kind of message."""
+        return {kind: sum(to) for kind, to in self._comm.sent.to_json().items()}
 
     async def run(self) -> str:
         """Takes part until the coordinator ends it.
@@ -107,6 +118,9 @@ class Device:
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
         self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
+        self._greeted = True
+        if self._leaves:
+            self._report(Leaving())
         while True:
             task = await self._work.next()
             if isinstance(task, End):
@@ -120,7 +134,9 @@ class Device:
 
     def leave(self) -> None:
         """Tells the coordinator that this device would like to go; :meth:`run` ends once it may."""
-        self._report(Leaving())
+        self._leaves = True
+        if self._greeted:
+            self._report(Leaving())
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -203,18 +219,18 @@ class Device:
             making = self._rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
             await self._build(order.block, making)
 
-    async def _build(self, block: int, making: Coroutine[Pending[Any], None, None]) -> None:
+    async def _build(self, block: int, making: Coroutine[Pending[Any], None, int]) -> None:
         try:
-            await making
+            fetched_nbytes = await making
         except SourceLost as error:
             self._report(Failed(block, error.rank, _one_line(error.detail)))
         except (ConfigError, RuntimeError, ValueError):
             self._refuse()
             self._report(Failed(block, self._comm.rank, "the order could not be carried out"))
         else:
-            self._report(Built(block))
+            self._report(Built(block, fetched_nbytes))
 
-    async def _rows(self, order: Rows) -> None:
+    async def _rows(self, order: Rows) -> int:
         sources = order.sources
         if order.index >= 0:
             if not order.raw:
@@ -225,7 +241,7 @@ class Device:
                 for raw, weight in zip(order.raw, weights, strict=True)
                 if weight
             )
-        await self._fetcher.rows(order, sources)
+        return await self._fetcher.rows(order, sources)
 
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())

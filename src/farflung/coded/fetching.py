@@ -75,12 +75,15 @@ class Fetcher:
         self._deadline_s, self._room_nbytes = deadline_s, room_nbytes
         self._asked = self._making_nbytes = 0
 
-    async def rows(self, order: Rows, sources: tuple[Source, ...]) -> None:
+    async def rows(self, order: Rows, sources: tuple[Source, ...]) -> int:
         """Makes a coded block of rows.
 
         Args:
           order: which, and how high.
           sources: whose rows it adds up, with their weights.
+
+        Returns:
+          The bytes that other devices gave for it.
 
         Raises:
           Malformed: there is no such block, or no room for it.
@@ -100,11 +103,15 @@ class Fetcher:
 
         with self._room(8 * order.rows * order.features):
             block = torch.zeros(order.rows, order.features, dtype=torch.float64)
-            await self._gather(shares(block))
+            fetched_nbytes = await self._gather(shares(block))
             self._holding.blocks[order.block] = RowBlock(block)
+        return fetched_nbytes
 
-    async def columns(self, order: Columns) -> None:
+    async def columns(self, order: Columns) -> int:
         """Makes a coded block of columns, or adds parts to it.
+
+        Returns:
+          The bytes that other devices gave for it.
 
         Raises:
           Malformed: there is no such block, or no room for it.
@@ -137,10 +144,11 @@ class Fetcher:
             made = {
                 part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts
             }
-            await self._gather(shares(made))
+            fetched_nbytes = await self._gather(shares(made))
             before = self._holding.blocks.get(order.block)
             parts = before.parts if isinstance(before, ColumnBlock) else {}
             self._holding.blocks[order.block] = ColumnBlock(features, {**parts, **made})
+        return fetched_nbytes
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[None]:
@@ -157,21 +165,23 @@ class Fetcher:
         finally:
             self._making_nbytes -= nbytes
 
-    async def _gather(self, shares: Iterator[_Share]) -> None:
+    async def _gather(self, shares: Iterator[_Share]) -> int:
         flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
+        nbytes = 0
         try:
             for share in shares:
                 if share.source.rank == self._comm.rank:
                     share.take(self._holding.give(share.request))
                     continue
                 if len(flying) == WINDOW:
-                    await self._land(*flying.popleft())
+                    nbytes += await self._land(*flying.popleft())
                 flying.append(await self._ask(share))
             while flying:
-                await self._land(*flying.popleft())
+                nbytes += await self._land(*flying.popleft())
         finally:
             for _, number, _ in flying:
                 self._comm.forget(tags.reply(number).exchange)
+        return nbytes
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
         rank = share.source.rank
@@ -186,7 +196,7 @@ class Fetcher:
         self._comm.send(packed(replace(share.request, reply=number)), rank, tags.ASK)
         return share, number, answer
 
-    async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> None:
+    async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
         try:
             given = list((await answer).tensors())
             if len(given) != 1 or given[0].dtype != torch.float64:
@@ -194,6 +204,7 @@ class Fetcher:
             if not bool(torch.isfinite(given[0]).all()):
                 raise Malformed("numbers that are not finite")
             share.take(given[0])
+            return given[0].nbytes
         except DeadlinePassed:
             raise SourceLost(share.source.rank, f"silent for {self._deadline_s:g} s") from None
         except (FarflungError, Malformed) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,26 @@ from farflung.coded.training import Trained, train
 from farflung.runtime import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 
-__all__ = ["fit_locally", "partitioned"]
+__all__ = ["fit_locally", "local_settings", "partitioned"]
+
+
+def local_settings(devices: int, partitions: int | None, rows: int, *, code: str, seed: int) -> Settings:
+    """Of a run in this process, where nothing vanishes: whole blocks are answered, and none is made up for.
+
+    Args:
+      devices: all of them.
+      partitions: how many of them bring data; ``None``: three quarters, at least one.
+      rows: of the data; there are no more partitions.
+      code: as text.
+      seed: of the code.
+
+    Raises:
+      ConfigError: a value out of its range; begins with its name.
+    """
+    most = max(1, devices - max(1, devices // 4)) if partitions is None else partitions
+    return Settings(
+        partitions=min(most, rows), devices=devices, code=code, seed=seed, redundancy=0, pieces=1
+    )
 
 
 def partitioned(rows: int, partitions: int) -> list[slice]:
@@ -33,7 +52,8 @@ def partitioned(rows: int, partitions: int) -> list[slice]:
 
 
 def fit_locally(
-    parts: Sequence[tuple[Tensor, Tensor]],
+    features: Tensor,
+    labels: Tensor,
     settings: Settings,
     objective: Objective,
     solver: Solver[Iterate],
@@ -41,18 +61,20 @@ def fit_locally(
     *,
     max_iterations: int,
 ) -> Trained:
-    """Trains on partitions that are at hand, by the protocol of devices that are apart.
+    """Trains on samples that are at hand, by the protocol of devices that are apart.
 
-    Messages and computations take no time.
+    The first devices bring a partition each, consecutive rows. Messages and computations take no time.
 
     Args:
-      parts: (rows, features) features and (rows,) labels of each partition, float64.
-      settings: as many partitions as there are parts.
+      features: (rows, features) float64.
+      labels: (rows,) float64.
+      settings: with no more partitions than rows.
       objective: what is minimised.
       solver: how.
       targets: makes of labels what the objective takes.
       max_iterations: in all.
     """
+    parts = [(features[rows], labels[rows]) for rows in partitioned(len(features), settings.partitions)]
     world = VirtualWorld(1 + settings.devices, whole=False)
     found: list[Trained] = []
 

@@ -28,7 +28,7 @@ __all__ = ["Address", "Reach", "admitted", "attending", "coordinating"]
 
 SEATS = 256
 """How many devices may come in the course of a run, those that come again counted again."""
-_RUN, _TAKEN, _LET_IN = "farflung/coded/run", "farflung/coded/seats", "farflung/coded/let-in/{}"
+_RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
 _LOOK_S = 0.1
 """How often the coordinator looks who has come."""
 _RETRY_S = 0.5
@@ -156,11 +156,10 @@ def attending(
         raise ConfigError(
             f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
         )
-    let_in = partial(_until_let_in, store, rank, join_s)
-    runtime = _runtime(
-        rank, run, store, reach, address, join_s, members=[0, rank], device=pace, seed=seed, awaited=let_in
-    )
+    runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
     try:
+        _wait(store, _open(rank), join_s)
+        runtime.admit(0, join_s=join_s).wait()
         yield runtime
     except BaseException as error:
         runtime.close(error)
@@ -251,13 +250,18 @@ def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, joi
             awaited.discard(rank)
             runtime.admit(rank, join_s=join_s)
         if come:
-            runtime.aside(lambda: None).wait()  # all that were admitted may come when this comes back
+            runtime.aside(lambda: None).wait()  # until then they would knock at a door that is not open yet
             for rank in come:
-                store.set(_LET_IN.format(rank), "")
+                store.set(_open(rank), "")
 
 
-def _until_let_in(store: dist.Store, rank: int, join_s: float) -> None:
+def _open(rank: int) -> str:
+    """Says that a device may greet."""
+    return f"farflung/coded/open/{rank}"
+
+
+def _wait(store: dist.Store, key: str, join_s: float) -> None:
     try:
-        store.wait([_LET_IN.format(rank)], timedelta(seconds=join_s))
-    except RuntimeError as error:  # the store's
-        raise DeadlinePassed(0, f"its leave to come in ({type(error).__name__})", join_s) from None
+        store.wait([key], timedelta(seconds=join_s))
+    except (dist.DistStoreError, RuntimeError) as error:
+        raise DeadlinePassed(0, f"its coordinator to let it in ({type(error).__name__})", join_s) from None

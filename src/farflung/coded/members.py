@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farflung.coded import tags
 from farflung.coded.codes import CODES
@@ -64,6 +65,8 @@ class Members:
         """Whether there are other partitions than those that are trained on."""
         self.stirred = False
         """Whether something has happened by which other blocks can answer; whoever looks sets it back."""
+        self.strange: Callable[[Tensor], str] = lambda labels: ""
+        """What is wrong with the labels of a partition that comes; empty: nothing."""
         self.silences = 0
         """How often a device has fallen silent."""
         self._probed = set[int]()
@@ -182,7 +185,15 @@ class Members:
             self.roster.built(block)
             if self._record is not None:
                 self._record.keep_roster(self.roster)
-            self.tell("built", rank=rank, block=block.number, kind=block.kind)
+            nbytes = report.fetched_nbytes
+            self.tell(
+                "built",
+                rank=rank,
+                block=block.number,
+                kind=block.kind,
+                nbytes=nbytes,
+                mds_nbytes=self._under_mds(block, nbytes),
+            )
             self._replaced(block)
         else:
             self.roster.failed(block)
@@ -232,6 +243,8 @@ class Members:
                 f"partition {hello.partition!r} has {hello.features} features, and those that are there have {features}: "
                 "give all devices the same columns"
             )
+        if strange := self.strange(hello.labels):
+            return f"partition {hello.partition!r}: {strange}"
         if known is None:
             return ""
         holder = self.roster.blocks[known.block].holder
@@ -326,13 +339,14 @@ class Members:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def mend(self) -> None:
-        """Orders the blocks that are missing, and lets go who may go."""
+        """Orders the blocks that are missing, and lets go who may go: anybody, before there are blocks."""
+        if self.encoded:
+            self._order(self._planner.mend(self.roster))
+        for member in list(self.roster.members.values()):
+            if member.leaving and (not self.encoded or self._can_go(member.rank)):
+                self.send(member.rank, End())
         if not self.encoded:
             return
-        self._order(self._planner.mend(self.roster))
-        for member in list(self.roster.members.values()):
-            if member.leaving and self._can_go(member.rank):
-                self.send(member.rank, End())
         for partition in self.roster.partitions:
             self.changed |= not partition.active and self.can_be_trained_on(partition)
         self.stirred = True
@@ -353,6 +367,14 @@ class Members:
             if old.holder is not None:
                 self.send(old.holder, Drop((old.number,)))
             self.roster.discard(old)
+
+    def _under_mds(self, block: Block, nbytes: int) -> int:
+        """The bytes that other devices would have given for a block if all partitions were in it."""
+        if block.kind == "columns" or block.raw is not None or block.replaces is not None:
+            return nbytes
+        own = {one.raw for one in self.roster.of("rows") if one.holder == block.holder}
+        rows = sum(one.rows for one in self.roster.active if one.number not in own)
+        return 8 * rows * self.roster.features
 
     def send(self, rank: int, message: Command) -> Pending[None]:
         """Tells a device; done when the message is on its way."""

@@ -249,9 +249,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A block is made, or has been added to."""
+    """A block is made, or has been added to.
+
+    Args:
+      block: which.
+      fetched_nbytes: what other devices gave for it.
+    """
 
     block: int
+    fetched_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

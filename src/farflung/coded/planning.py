@@ -182,7 +182,7 @@ class Planner:
     def _more(self, roster: Roster, kind: Kind) -> Iterator[tuple[int, Order]]:
         """New coded blocks until enough devices may vanish, or nothing helps."""
         for _ in range(2 * len(roster.members)):
-            if self._lacking(roster, kind) == 0:
+            if not any(self._lacking(roster, kind)):
                 return
             best = self._best(roster, kind)
             if best is None:
@@ -222,7 +222,7 @@ class Planner:
             lacking = self._lacking(roster, kind, Block(-1, kind, made[0], host))
             if lacking < least:
                 least, best = lacking, (host, *made)
-            if not lacking:
+            if not any(lacking):
                 break
         return best
 
@@ -245,8 +245,9 @@ class Planner:
         total = {number: weight for number, weight in total.items() if weight}
         return (total, tuple(sources)) if total else None
 
-    def _lacking(self, roster: Roster, kind: Kind, more: Block | None = None) -> int:
-        """The ranks that would be missing after losses of as many devices as may vanish, summed over all such losses.
+    def _lacking(self, roster: Roster, kind: Kind, more: Block | None = None) -> list[int]:
+        """The ranks that would be missing after losses of none, of one, and so on to as many devices as may vanish,
+        each summed over all such losses.
 
         Blocks that are being made count as there.
         """
@@ -256,7 +257,8 @@ class Planner:
             for block in self._staying(roster, kind)
             if active.issuperset(block.coefficients if kind == "rows" else ())
         ]
-        return roster.lacking(self.redundancy, blocks if more is None else [*blocks, more], unknowns)
+        considered = blocks if more is None else [*blocks, more]
+        return [roster.lacking(losses, considered, unknowns) for losses in range(self.redundancy + 1)]
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

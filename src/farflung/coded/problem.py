@@ -45,6 +45,13 @@ class Problem:
         features, intercepts = self.split(weights)
         return (await self.products.times(features)) + intercepts
 
+    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights to start from and their margins: one product, or where none are given zeros, without any."""
+        if weights is None:
+            zeros = torch.zeros(self.shape, dtype=torch.float64)
+            return zeros, zeros.new_zeros(self.products.samples, self.shape[1])
+        return weights, await self.margins(weights)
+
     async def transposed(self, residuals: Tensor) -> Tensor:
         """The transposed matrix, the intercept's constant feature included, times residuals: one product."""
         features = await self.products.transposed_times(residuals)

@@ -7,6 +7,7 @@ from pathlib import Path
 from farflung.coded.roster import Roster
 from farflung.files import JsonLinesFile
 from farflung.replica import load_tree, save_tree
+from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 
 __all__ = ["Record"]
@@ -20,19 +21,22 @@ class Record:
 
     Args:
       folder: is there.
+      told: hears of each event too.
 
     Raises:
       StorageError: it cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, told: Sink = lambda event: None) -> None:
+        self._folder, self._told = folder, told
         self._events = JsonLinesFile(folder / "events.jsonl")
 
     def tell(self, event: str, **values: Json) -> None:
         """One line."""
-        self._events.add({"event": event, **values})
+        entry: Event = {"event": event, **values}
+        self._events.add(entry)
         self._events.flush()
+        self._told(entry)
 
     def keep_roster(self, roster: Roster) -> None:
         """Before anybody acts on it."""

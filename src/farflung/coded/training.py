@@ -65,6 +65,7 @@ async def train(
     kept = None if record is None else record.state()
     state = None if kept is None else solver.restored(kept["solver"])
     before = None if kept is None else tuple(kept["partitions"])
+    spent = 0 if kept is None else int(kept["spent"])
     while True:
         active = coordinator.settle()
         names = tuple(partition.name for partition in active)
@@ -72,13 +73,17 @@ async def train(
         problem = Problem(coordinator, objective, targets(labels))
         try:
             if state is None or names != before:
+                spent += 0 if state is None else state.iterations
                 state = await solver.init(problem, None if state is None else state.weights)
                 before = names
-            while not (state.converged or state.iterations >= max_iterations or stop_asked()):
+            while not (state.converged or spent + state.iterations >= max_iterations or stop_asked()):
                 state = await solver.step(problem, state)
+                coordinator.members.tell(
+                    "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
+                )
                 told(state)
                 if record is not None:
-                    record.keep_state({"solver": state.tree(), "partitions": list(names)})
+                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": spent})
                 if coordinator.changed:
                     break
         except PartitionsChanged:

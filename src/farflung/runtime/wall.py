@@ -86,8 +86,6 @@ class WallRuntime:
         can.
       whole: see :class:`farflung.comm.View`.
       members: the same; this one too. Others come later, see :meth:`admit`.
-      awaited: called when this one can be found, and before it connects; who comes later waits there until it is let in,
-        since one that knocks before may have to wait for long until it can knock again.
 
     Raises:
       ConfigError: the interface cannot be used, or some replica's key is not accepted, or two replicas cannot be
@@ -117,7 +115,6 @@ class WallRuntime:
         model: Path | None = None,
         whole: bool = True,
         members: Collection[int] | None = None,
-        awaited: Callable[[], object] = lambda: None,
     ) -> None:
         address = interface_address(interface)
         if advertise == NO_WAY_IN and port is not None:
@@ -137,7 +134,7 @@ class WallRuntime:
         self.pace = None if device is None else Pace(device, rank, seed, self.now)
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
-        self._store, self._whole, self._published, self._awaited = store, whole, False, awaited
+        self._store, self._whole, self._published = store, whole, False
         self.decisions = decisions or DecisionLog()
         if native and size > 1:
             assert store is not None
@@ -385,7 +382,6 @@ class WallRuntime:
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
         self._published = not self._whole
-        self._awaited()
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:

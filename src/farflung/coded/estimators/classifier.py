@@ -16,11 +16,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from farflung.coded.held import HeldProducts
+from farflung.coded.local import fit_locally, local_settings
 from farflung.coded.objectives import Objective
 from farflung.coded.problem import Problem
-from farflung.coded.solvers import Iterate, Solver, solve
+from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import BadLabels
-from farflung.tasks import Task
 
 __all__ = ["CodedClassifier", "signs", "solver_options"]
 
@@ -83,10 +83,16 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
         objective, targets = self._objective(codes)
-        problem = Problem(HeldProducts(matrix), objective, targets)
-        training = solve(self._solver(), problem, max_iterations=self.max_iter)
-        found: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
-        coefficients, intercepts = problem.split(found.weights)
+        found = fit_locally(
+            matrix,
+            codes.to(torch.float64),
+            local_settings(self.devices, self.partitions, len(matrix), code=self.code, seed=self.seed),
+            objective,
+            self._solver(),
+            lambda labels: self._objective(labels.to(torch.int64))[1],
+            max_iterations=self.max_iter,
+        ).iterate
+        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets).split(found.weights)
         self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
         return found
 

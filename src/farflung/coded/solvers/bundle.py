@@ -82,8 +82,8 @@ class Bundle:
         number_option("bundle", "tol", self.tol, 0)
         whole_option("bundle", "planes", self.planes, 2)
 
-    async def init(self, problem: Problem) -> BundleState:
-        """At weights of zero: one transposed product.
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> BundleState:
+        """One transposed product, and another where weights are given.
 
         Raises:
           Unsupported: an objective other than the hinge, or several outputs at once.
@@ -93,12 +93,10 @@ class Bundle:
             raise Unsupported("bundle: it is for the hinge; use lbfgs for losses without kinks")
         if outputs != 1:
             raise Unsupported(f"bundle: it solves one output at a time, not {outputs}; use one_vs_rest")
-        weights = torch.zeros(rows, 1, dtype=torch.float64)
-        margins = weights.new_zeros(problem.products.samples, 1)
-        objective, _ = problem.objective.loss(margins, problem.targets)
-        zero = BundleState(
+        weights, margins = await problem.start(weights)
+        first = BundleState(
             weights=weights,
-            objective=objective,
+            objective=problem.objective.loss(margins, problem.targets)[0] + problem.penalty(weights)[0],
             gap=1.0,
             iterations=0,
             converged=False,
@@ -108,7 +106,7 @@ class Bundle:
             normals=weights.new_zeros(1, rows),
             offsets=weights.new_zeros(1),
         )
-        return await self._cut(problem, zero, *problem.objective.plane(margins, problem.targets, _WIDTH))
+        return await self._cut(problem, first, *problem.objective.plane(margins, problem.targets, _WIDTH))
 
     async def step(self, problem: Problem, state: BundleState) -> BundleState:
         """Two products."""

@@ -69,24 +69,24 @@ class GD:
         number_option("gd", "tol", self.tol, 0)
         whole_option("gd", "power_rounds", self.power_rounds, 1)
 
-    async def init(self, problem: Problem) -> GDState:
-        """At weights of zero: one transposed product, and those of the power iteration."""
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> GDState:
+        """One transposed product, another where weights are given, and those of the power iteration."""
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await self._largest_eigenvalue(problem)
             rate = 1 / (1 + problem.objective.C * (problem.objective.curvature or 1.0) * eigenvalue)
-        weights = torch.zeros(problem.shape, dtype=torch.float64)
-        margins = weights.new_zeros(problem.products.samples, problem.shape[1])
-        objective, slopes = problem.objective.loss(margins, problem.targets)
+        weights, margins = await problem.start(weights)
+        loss, slopes = problem.objective.loss(margins, problem.targets)
+        penalty, gradient = problem.penalty(weights)
         return GDState(
             weights=weights,
-            objective=objective,
+            objective=loss + penalty,
             gap=1.0,
             iterations=0,
             converged=False,
             learning_rate=rate,
             point=weights,
-            gradient=await problem.transposed(slopes),
+            gradient=gradient + await problem.transposed(slopes),
         )
 
     async def step(self, problem: Problem, state: GDState) -> GDState:

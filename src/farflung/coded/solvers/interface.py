@@ -52,8 +52,13 @@ class Solver(Protocol[S]):
     A caller loops ``state = await solver.step(problem, state)`` until ``state.converged``.
     """
 
-    async def init(self, problem: Problem) -> S:
-        """The state before the first step, at weights of zero."""
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> S:
+        """The state before the first step.
+
+        Args:
+          problem: to be solved.
+          weights: to start from; zeros when not given.
+        """
         ...
 
     async def step(self, problem: Problem, state: S) -> S:

@@ -76,21 +76,21 @@ class LBFGS:
         if not _DECREASE < self.flatness < 1:
             raise ConfigError(f"lbfgs: flatness {self.flatness!r} must be above {_DECREASE} and below 1")
 
-    async def init(self, problem: Problem) -> LBFGSState:
-        """At weights of zero: one transposed product.
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> LBFGSState:
+        """One transposed product, and another where weights are given.
 
         Raises:
           Unsupported: the loss has kinks.
         """
         if problem.objective.curvature is None:
             raise Unsupported("lbfgs: it gets stuck where a loss has kinks; use bundle or gd for the hinge")
-        weights = torch.zeros(problem.shape, dtype=torch.float64)
-        margins = weights.new_zeros(problem.products.samples, problem.shape[1])
-        objective, slopes = problem.objective.loss(margins, problem.targets)
-        gradient = await problem.transposed(slopes)
+        weights, margins = await problem.start(weights)
+        loss, slopes = problem.objective.loss(margins, problem.targets)
+        penalty, gradient = problem.penalty(weights)
+        gradient = gradient + await problem.transposed(slopes)
         return LBFGSState(
             weights=weights,
-            objective=objective,
+            objective=loss + penalty,
             gap=1.0,
             iterations=0,
             converged=not bool(gradient.any()),

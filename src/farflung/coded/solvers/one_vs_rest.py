@@ -47,10 +47,12 @@ class OneVsRest(Generic[S]):
 
     solver: Solver[S]
 
-    async def init(self, problem: Problem) -> OneVsRestState[S]:
-        """At weights of zero: as many rounds as one output takes."""
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> OneVsRestState[S]:
+        """As many rounds as one output takes."""
         together = _Together(problem)
-        return _joined(await together.run([self.solver.init(one) for one in together.problems]))
+        columns = [None] * len(together.problems) if weights is None else weights.split(1, dim=1)
+        begun = [self.solver.init(one, column) for one, column in zip(together.problems, columns, strict=True)]
+        return _joined(await together.run(begun))
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
         """As many rounds as one output takes."""
