@@ -1,8 +1,9 @@
 r"""The blocks that a device holds, and their products with a vector, piece by piece.
 
-With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a partition
-itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk} C_k`. It is
-kept by partition, as each part comes from another device, and transposed, so that a piece of it lies in one place.
+With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a
+partition itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk}
+C_k`. It is kept by partition, as each part comes from another device, and transposed, so that a piece of it lies in one
+place.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class Holding:
 
 
 def rows_at_once(width: int) -> int:
-    """How many rows of so many numbers one device asks another for at once; beside its blocks it needs little memory."""
+    """How many rows of so many numbers one device asks another for at once; it needs little beside its blocks."""
     return max(1, CHUNK_NBYTES // (8 * max(1, width)))
 
 

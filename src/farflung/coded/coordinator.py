@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Coordinator:
         self.counters = Counters()
         self._runtime, self._settings = runtime, settings
         self._inbox = Inbox(runtime)
-        self._plans = Plans(_PLANS)
+        self._plans = Plans[int](_PLANS)
         self._learned: dict[Kind, Learned] = {
             kind: Learned(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
@@ -155,7 +156,7 @@ class Coordinator:
         active, bounds = self.roster.active, self.roster.bounds
         if self._settings.transposed == "repair":
             return await self._by_repair(active, residuals)
-        widths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        widths = [end - begin for begin, end in pairwise(bounds)]
         numbers = tuple(partition.number for partition in active)
         return torch.cat((await self._carry(self._round("columns", residuals, numbers, widths))).products)
 

@@ -10,8 +10,8 @@ class Learned:
 
     .. math:: d = f \, (\mu + 4 \sigma)
 
-    with the mean :math:`\mu` and the mean deviation :math:`\sigma` of the times so far, smoothed as TCP does, by 1/8 and
-    1/4. The factor :math:`f` is ours.
+    with the mean :math:`\mu` and the mean deviation :math:`\sigma` of the times so far, smoothed as TCP does, by 1/8
+    and 1/4. The factor :math:`f` is ours.
 
     Args:
       first_s: as long as there is no time yet, in seconds.

@@ -1,4 +1,4 @@
-"""How a device gives others what they ask for: one answer after the other to each, so that little memory is under way."""
+"""How a device gives others what they ask for: one answer after the other to each, so that little is under way."""
 
 from __future__ import annotations
 

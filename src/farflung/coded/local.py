@@ -35,9 +35,7 @@ def local_settings(devices: int, partitions: int | None, rows: int, *, code: str
       ConfigError: a value out of its range; begins with its name.
     """
     most = max(1, devices - max(1, devices // 4)) if partitions is None else partitions
-    return Settings(
-        partitions=min(most, rows), devices=devices, code=code, seed=seed, redundancy=0, pieces=1
-    )
+    return Settings(partitions=min(most, rows), devices=devices, code=code, seed=seed, redundancy=0, pieces=1)
 
 
 def partitioned(rows: int, partitions: int) -> list[slice]:

@@ -1,7 +1,8 @@
 """Where coordinator and devices of real processes find each other: a store at the coordinator's address.
 
-A device takes a seat there, a rank that nobody else gets. Whoever has one is admitted when it has published its address,
-at any time. A coordinator that comes again makes a new store, and devices that have lost theirs take a seat in that.
+A device takes a seat there, a rank that nobody else gets. Whoever has one is admitted when it has published its
+address, at any time. A coordinator that comes again makes a new store, and devices that have lost theirs take a seat in
+that.
 """
 
 from __future__ import annotations

@@ -240,8 +240,8 @@ class Members:
         known, features = self.roster.named(hello.partition), self.roster.features
         if features and hello.features != features:
             return (
-                f"partition {hello.partition!r} has {hello.features} features, and those that are there have {features}: "
-                "give all devices the same columns"
+                f"partition {hello.partition!r} has {hello.features} features, and those that are there have "
+                f"{features}: give all devices the same columns"
             )
         if strange := self.strange(hello.labels):
             return f"partition {hello.partition!r}: {strange}"
@@ -278,7 +278,7 @@ class Members:
         return changed
 
     def _loses_partitions(self) -> bool:
-        """Whether training goes on without some: no device that is there has them, nor anything that they follow from."""
+        """Whether training goes on without some that no device has, nor anything that they follow from."""
         changed = False
         while lost := [one for one in self.roster.active if not self.roster.recoverable(one)]:
             for partition in lost:
@@ -306,8 +306,8 @@ class Members:
         self.mend()
 
     def look_after(self) -> None:
-        """Devices that make blocks are asked for a sign of life; those that have given none since this was called before
-        count as silent.
+        """Devices that make blocks are asked for a sign of life; those that have given none since this was called
+        before count as silent.
         """
         makers = {block.holder for block in self.making() if block.holder is not None}
         silent = makers & self._probed

@@ -1,7 +1,7 @@
 """What coordinator and devices say to each other: a line of JSON, and the tensors that go with it.
 
-Every message is checked against its dataclass before anything is used: kinds, names, types, how many tensors and of what
-shape. What is not of that form raises :class:`Malformed`, and whoever reads counts it and goes on.
+Every message is checked against its dataclass before anything is used: kinds, names, types, how many tensors and of
+what shape. What is not of that form raises :class:`Malformed`, and whoever reads counts it and goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, get_type_hints
@@ -113,8 +113,8 @@ class Meet:
 
     Args:
       rank: of it.
-      first: whether this end is to be ready for it first, and to say so; the other, of a higher rank and so the one that
-        connects, is told then, and does not knock at a door that is not open yet.
+      first: whether this end is to be ready for it first, and to say so; the other, of a higher rank and so the one
+        that connects, is told then, and does not knock at a door that is not open yet.
     """
 
     rank: int
@@ -368,7 +368,7 @@ def _tensor(tensors: list[Tensor]) -> Tensor:
 
 
 @cache
-def _fields(kind: Any) -> dict[str, Any]:
+def _fields(kind: Hashable) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

@@ -16,8 +16,8 @@ __all__ = ["Record"]
 class Record:
     """The folder of one run.
 
-    ``events.jsonl`` tells what happened, a line each. ``roster.safetensors`` holds labels and what is in each block, and
-    ``state.safetensors`` the solver's state; each is written whole or not at all.
+    ``events.jsonl`` tells what happened, a line each. ``roster.safetensors`` holds labels and what is in each block,
+    and ``state.safetensors`` the solver's state; each is written whole or not at all.
 
     Args:
       folder: is there.

@@ -46,7 +46,7 @@ class Round:
     operand: Tensor
     partitions: tuple[int, ...]
     pieces: int
-    plans: Plans
+    plans: Plans[int]
     max_condition: float
     due: Sequence[frozenset[int]] | None = None
     asked: dict[int, set[int]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Round:
     """Answers for pieces that were decoded before."""
     _blocks: dict[int, Block] = field(default_factory=dict)
     _rows: dict[int, Tensor] = field(default_factory=dict)
-    _decoders: list[Decoder] = field(default_factory=list)
+    _decoders: list[Decoder[int]] = field(default_factory=list)
     _answers: list[dict[int, Tensor]] = field(default_factory=list)
     _used: dict[int, list[int]] = field(default_factory=dict)
     _product: list[Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Round:
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
         self._decoders = [
-            Decoder(len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
+            Decoder[int](len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
         ]
         self._answers = [{} for _ in range(self.pieces)]
         self._product = [torch.empty(height, self.outputs, dtype=torch.float64) for height in self.heights]
@@ -152,14 +152,14 @@ class Round:
         if decoder.rank == len(self.unknowns) and decoder.complete:
             self._decode(piece, decoder)
 
-    def _decode(self, piece: int, decoder: Decoder) -> None:
+    def _decode(self, piece: int, decoder: Decoder[int]) -> None:
         begin, end = piece_of(max(self.heights), self.pieces, piece)
         decoded = decoder.plan().apply(self._answers[piece])
         for product, part in zip(self._product, decoded, strict=True):
             rows = min(end, len(product)) - begin
             if rows > 0:
                 product[begin : begin + rows] = part[:rows]
-        self._used[piece] = sorted(int(str(number)) for number in decoder.who)
+        self._used[piece] = sorted(decoder.who)
         self._answers[piece].clear()
 
     @property

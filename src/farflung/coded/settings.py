@@ -26,9 +26,9 @@ class Settings:
       seed: by which.
       redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
       pieces: in how many every product is answered; 1: whole blocks.
-      transposed: how the product with residuals is had: from coded ``"columns"``; or by ``"repair"``, without them: each
-        device with a partition answers for it, and for one that does not the others multiply their blocks of rows by its
-        residuals, a round for each.
+      transposed: how the product with residuals is had: from coded ``"columns"``; or by ``"repair"``, without them:
+        each device with a partition answers for it, and for one that does not the others multiply their blocks of rows
+        by its residuals, a round for each.
       on_loss: what becomes of training when a partition is lost that nothing at hand makes up for: ``"wait"`` for it to
         come back, or ``"go_on"`` without it.
       max_condition: the largest condition number of a set of answers that is decoded.
@@ -58,7 +58,7 @@ class Settings:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
         if self.devices < self.partitions:
             raise ConfigError(
-                f"devices = {self.devices}: each partition is brought by a device, so there are at least {self.partitions}"
+                f"devices = {self.devices}: each of {self.partitions} partitions is brought by one"
             )
         if self.pieces > MAX_PIECES:
             raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")

@@ -51,7 +51,9 @@ class OneVsRest(Generic[S]):
         """As many rounds as one output takes."""
         together = _Together(problem)
         columns = [None] * len(together.problems) if weights is None else weights.split(1, dim=1)
-        begun = [self.solver.init(one, column) for one, column in zip(together.problems, columns, strict=True)]
+        begun = [
+            self.solver.init(one, column) for one, column in zip(together.problems, columns, strict=True)
+        ]
         return _joined(await together.run(begun))
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
