@@ -10,9 +10,8 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias, get_type_hints
 
 import torch
@@ -311,13 +310,14 @@ Report: TypeAlias = Hello | Ready | Built | Failed | Leaving | Probe
 Message: TypeAlias = Command | Report | Fetch
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
+_FIELDS: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (*_KINDS.values(), Source, Part)}
 
 
 def packed(message: Message) -> Payload:
     """The message as it travels."""
     body: dict[str, Any] = {"": type(message).__name__.lower()}
     tensors = []
-    for name, kind in _fields(type(message)).items():
+    for name, kind in _FIELDS[type(message)].items():
         value = getattr(message, name)
         if kind is Tensor:
             tensors.append(value)
@@ -346,7 +346,7 @@ def unpacked(payload: Payload, kinds: Iterable[type[Message]]) -> Message:
     if kind is None or kind not in kinds:
         raise Malformed("a kind that is not due here")
     values: dict[str, Any] = {}
-    for name, due in _fields(kind).items():
+    for name, due in _FIELDS[kind].items():
         if due is Tensor:
             values[name] = _tensor(tensors)
         elif name not in body:
@@ -365,11 +365,6 @@ def _tensor(tensors: list[Tensor]) -> Tensor:
     if tensor.dtype != torch.float64 or tensor.dim() > 2 or not bool(torch.isfinite(tensor).all()):
         raise Malformed("a tensor that is no matrix of finite float64 numbers")
     return tensor
-
-
-@cache
-def _fields(kind: Hashable) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _plain(value: Any) -> Any:
@@ -398,7 +393,7 @@ def _checked(value: Any, due: Any) -> Any:
         raise Malformed("no list, or too long a one")
     if typing.get_origin(due) is tuple:
         return tuple(_checked(one, typing.get_args(due)[0]) for one in value)
-    fields = _fields(due)
+    fields = _FIELDS[due]
     if len(value) != len(fields):
         raise Malformed(f"no {due.__name__}")
     return due(*(_checked(one, kind) for one, kind in zip(value, fields.values(), strict=True)))
