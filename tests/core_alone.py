@@ -27,8 +27,14 @@ from farflung.telemetry import Event
 
 
 def import_everything() -> None:
-    for module in pkgutil.walk_packages(farflung.__path__, "farflung."):
-        if not module.name.startswith(("farflung.cli", "farflung.__main__", "farflung.integrations.")):
+    with_extras = (
+        "farflung.cli",
+        "farflung.__main__",
+        "farflung.coded.estimators",
+        "farflung.integrations.",
+    )
+    for module in pkgutil.walk_packages(farflung.__path__, "farflung.", onerror=lambda name: None):
+        if not module.name.startswith(with_extras):
             importlib.import_module(module.name)
 
 
@@ -90,6 +96,10 @@ def say_what_is_missing(events: list[Event]) -> None:
         (
             lambda: aid.read(Location(here, ("aid-64.tar",), "folder"), count=1, classes=1),
             "data set aid-64 needs PIL: [data]",
+        ),
+        (
+            lambda: importlib.import_module("farflung.coded.estimators"),
+            "farflung.coded.estimators needs sklearn: [sklearn]",
         ),
     ]
     for attempt, message in needs:

@@ -15,7 +15,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "farflung"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-IMPORTED_AS = {"confluent-kafka": "confluent_kafka", "pillow": "PIL", "pyzmq": "zmq"}
+IMPORTED_AS = {
+    "confluent-kafka": "confluent_kafka",
+    "pillow": "PIL",
+    "pyzmq": "zmq",
+    "scikit-learn": "sklearn",
+}
 USERS = (
     "report",
     "cli",
@@ -26,6 +31,7 @@ USERS = (
     "accelerate",
     "transformers",
     "tensorboard",
+    "sklearn",
 )  # the extras that are not for developers
 
 
@@ -65,7 +71,9 @@ def test_what_is_imported_is_installed_with_it() -> None:
     others = set(sys.stdlib_module_names) | {"farflung"}
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        needed = {"cli": ["report", "cli"], "integrations": [path.stem]}.get(path.parent.name, [])
+        needed = {"cli": ["report", "cli"], "estimators": ["sklearn"], "integrations": [path.stem]}.get(
+            path.parent.name, []
+        )
         its_own = set().union(*(EXTRAS.get(extra, set()) for extra in needed))
         assert set(imported(tree, when_loaded=True)) - others <= CORE | its_own, path
         assert set(imported(tree, when_loaded=False)) - others <= CORE | OPTIONAL, path
@@ -73,7 +81,9 @@ def test_what_is_imported_is_installed_with_it() -> None:
 
 def test_all_is_every_extra_of_users() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert set(re.findall(r"\w+", everything)) == {"farflung", "cli", "data", "kafka", "lab", "tensorboard"}
+    assert set(re.findall(r"\w+", everything)) == {
+        *("farflung", "cli", "data", "kafka", "lab", "sklearn", "tensorboard")
+    }
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 
 

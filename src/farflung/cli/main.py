@@ -13,6 +13,7 @@ import tyro
 
 from farflung.cli.calibrate import Calibrate
 from farflung.cli.codecs import Codecs
+from farflung.cli.coded import Coded
 from farflung.cli.compare import Compare
 from farflung.cli.data import Data
 from farflung.cli.keys import MakeKeys
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "produce": spoken(Produce),
     "calibrate": spoken(Calibrate),
     "keys": spoken(MakeKeys),
+    "coded": spoken(Coded),
 }
 
 

@@ -19,11 +19,11 @@ from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
 from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table, sampling_picture
-from farflung.runs import Filed, Prepared, Run, RunConfig
+from farflung.runs import Filed, Prepared, Run, RunConfig, Setting
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
-__all__ = ["RunOptions", "finish", "spoken", "with_settings"]
+__all__ = ["RunOptions", "finish", "given", "spoken", "with_options", "with_settings"]
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -75,8 +75,7 @@ class RunOptions:
 
     def given(self) -> dict[str, Json]:
         """The settings on the command line."""
-        said = {name: getattr(self, name, None) for name in self.kind.settings()}
-        return {name: value for name, value in said.items() if value is not None and value is not False}
+        return given(self, self.kind.settings())
 
     @property
     def where(self) -> dict[str, Any]:
@@ -111,11 +110,16 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
       kind: of the run.
       without: settings that are no options.
     """
+    return with_options({name: one for name, one in kind.settings().items() if name not in without})
+
+
+def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]]:
+    """A decorator that gives a command an option for each of some settings, where it has none of that name."""
 
     def give(command: type[T]) -> type[T]:
         own = command.__annotations__
-        for name, setting in kind.settings().items():
-            if name not in own and name not in without:
+        for name, setting in settings.items():
+            if name not in own:
                 words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
                 about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
                 if setting.kind is bool:
@@ -126,6 +130,12 @@ def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Calla
         return command
 
     return give
+
+
+def given(command: object, settings: Collection[str]) -> dict[str, Any]:
+    """Those of some settings that are on a command line."""
+    said = {name: getattr(command, name, None) for name in settings}
+    return {name: value for name, value in said.items() if value is not None and value is not False}
 
 
 def spoken(command: type[T]) -> type[T]:

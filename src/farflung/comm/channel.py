@@ -35,6 +35,10 @@ class Purpose(IntEnum):
     JOIN = 10
     MOMENTS = 11
     STANDING = 12
+    MEMBERS = 13
+    ENCODING = 14
+    OPERANDS = 15
+    ANSWERS = 16
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -56,6 +60,10 @@ _WORDS = {
     Purpose.JOIN: "the end of join()",
     Purpose.MOMENTS: "averaging the optimizer's state",
     Purpose.STANDING: "the parameters to score",
+    Purpose.MEMBERS: "who holds what",
+    Purpose.ENCODING: "pieces of other devices' data",
+    Purpose.OPERANDS: "what to multiply by",
+    Purpose.ANSWERS: "products",
 }
 
 KINDS = {
@@ -72,6 +80,10 @@ KINDS = {
     Purpose.JOIN: "join",
     Purpose.MOMENTS: "moments",
     Purpose.STANDING: "standing",
+    Purpose.MEMBERS: "members",
+    Purpose.ENCODING: "encoding",
+    Purpose.OPERANDS: "operands",
+    Purpose.ANSWERS: "answers",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,15 @@ from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["Full", "Mailbox", "Waiting"]
+__all__ = ["KEPT_NBYTES", "Full", "Mailbox", "Waiting"]
 
 
 AHEAD_NBYTES = 1 << 30
 """Bytes of messages of newer views that are kept, at most."""
+KEPT_NBYTES = 1 << 28
+"""Bytes that are kept of a sender who need not be trusted, see :class:`Mailbox`."""
+_ENTRY_NBYTES = 1 << 10
+"""What keeping a message takes beside its tensors."""
 
 
 class Full(Exception):
@@ -53,9 +57,16 @@ class Waiting:
 
 
 class Mailbox:
-    """The receiving half of a communicator. Not thread-safe: it belongs to its driver's thread."""
+    """The receiving half of a communicator. Not thread-safe: it belongs to its driver's thread.
 
-    def __init__(self) -> None:
+    Args:
+      kept_nbytes: of each sender, how much is kept that nobody waits for yet; one message always is.
+    """
+
+    def __init__(self, kept_nbytes: float = math.inf) -> None:
+        self._kept_nbytes = kept_nbytes
+        self._kept: Counter[int] = Counter()
+        """Bytes that are kept, by sender."""
         self._waits: dict[tuple[int | None, Tag], Waiting] = {}
         """Those that count against the deadline of the run, in the order in which they began."""
         self._apart: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
@@ -71,7 +82,7 @@ class Mailbox:
         self._ahead: list[tuple[int, int, Tag, Payload]] = []
         """Of newer views: number, sender, tag, message."""
         self.dropped = 0
-        """Messages of exchanges that were forgotten, and of older views."""
+        """Messages of exchanges that were forgotten, of older views, and of who has sent more than is kept."""
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -108,6 +119,7 @@ class Mailbox:
                 del queue[index]
                 if not queue:
                     del self._arrived[waiting.tag]
+                self._lets_go(sender, payload)
                 _hand_over(waiting, sender, payload)
                 return found
         ended = self._ended
@@ -145,7 +157,23 @@ class Mailbox:
         elif tag.exchange in self._forgotten:
             self.dropped += 1
         else:
-            self._arrived.setdefault(tag, deque()).append((src, payload))
+            self._keep(src, tag, payload)
+
+    def _keep(self, src: int, tag: Tag, payload: Payload) -> None:
+        kept = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
+        if self._kept[src] and kept > self._kept_nbytes:
+            self.dropped += 1
+            return
+        self._kept[src] = kept
+        self._arrived.setdefault(tag, deque()).append((src, payload))
+
+    @property
+    def kept_nbytes(self) -> int:
+        """What is kept that nobody waits for yet."""
+        return self._kept.total()
+
+    def _lets_go(self, src: int, payload: Payload) -> None:
+        self._kept[src] -= payload.nbytes + _ENTRY_NBYTES
 
     def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
         waiting = self._waits.pop(key, None)
@@ -183,7 +211,10 @@ class Mailbox:
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
-            self.dropped += len(self._arrived.pop(tag))
+            dropped = self._arrived.pop(tag)
+            self.dropped += len(dropped)
+            for one in dropped:
+                self._lets_go(*one)
 
     def advance(self, view: int) -> None:
         """From now on messages of a newer view are received: waits end, what has come of an older one is dropped.
@@ -197,6 +228,7 @@ class Mailbox:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         self.dropped += sum(map(len, self._arrived.values()))
         self._arrived.clear()
+        self._kept.clear()
         self.view, ahead, self._ahead = view, self._ahead, []
         for number, src, tag, payload in ahead:
             self.deliver(src, tag, payload, number)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farflung.comm.blame import Blame, Holdup
-from farflung.comm.mailbox import Full, Mailbox
+from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
 from farflung.comm.transport import FIRST, LAST, Transport
@@ -60,7 +60,7 @@ class View(Meeting):
         max_nbytes: int = 1 << 31,
     ) -> None:
         super().__init__(transport, size, whole=whole, members=members, settings=settings)
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox() if whole else Mailbox(KEPT_NBYTES)
         self.mailbox.view = number
         self.lost: BaseException | None = None
         """What has ended the view."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import tarfile
 import zlib
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from farflung.errors import DataError
 
-__all__ = ["gunzip", "members", "read_members"]
+__all__ = ["content", "gunzip", "members", "read_members"]
 
 _BROKEN = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
 
@@ -68,3 +69,23 @@ def gunzip(path: Path) -> bytes:
         raise DataError(f"{path}: not a gzip file, damaged or truncated ({error})") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
+
+
+def content(path: Path) -> bytes:
+    """The content of a file, unpacked where its name ends in ``.gz`` or ``.bz2``.
+
+    Raises:
+      DataError: absent, damaged or cut short.
+    """
+    if path.suffix == ".gz":
+        return gunzip(path)
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    if path.suffix != ".bz2":
+        return packed
+    try:
+        return bz2.decompress(packed)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a bzip2 file, damaged or truncated ({error})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farflung.data import (
+    a9a,
     ag_news,
     aid,
     cifar,
@@ -23,6 +24,7 @@ __all__ = ["CATALOG", "Entry", "entries", "source_named"]
 CATALOG: dict[str, Source] = {
     item.name: item
     for item in (
+        a9a.SOURCE,
         ag_news.SOURCE,
         aid.SOURCE,
         cifar.CIFAR10.source,

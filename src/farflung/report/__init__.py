@@ -1,6 +1,7 @@
 """What a run amounts to, for people: its course, its end, how its data was split, and who sent what to whom."""
 
 from farflung.report.buffers import buffers_picture
+from farflung.report.coded import coded_picture
 from farflung.report.comparison import Compared, Course, compare_courses, comparison_picture, comparison_table
 from farflung.report.gantt import gantt_picture
 from farflung.report.partition import partition_picture, partition_table
@@ -19,6 +20,7 @@ __all__ = [
     "TensorBoard",
     "as_text",
     "buffers_picture",
+    "coded_picture",
     "compare_courses",
     "comparison_picture",
     "comparison_table",

@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 from dataclasses import MISSING, dataclass, fields
-from typing import Union, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["Setting", "settings_of"]
 
@@ -45,6 +45,8 @@ def settings_of(owner: type) -> dict[str, Setting]:
 
 def _kind(hint: object) -> type | None:
     """The type among those of a hint that can be written on a command line."""
+    if get_origin(hint) is Literal:
+        return type(get_args(hint)[0])
     kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
     return next((kind for kind in (bool, int, float, str) if kind in kinds), None)
 

@@ -375,6 +375,10 @@ class WallRuntime:
         found.on_done(let_in)
         return greeted
 
+    def has_come(self, rank: int) -> bool:
+        """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
+        return self._store is not None and self._store.check([_place(rank)])
+
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
         return [self._peer(store, rank, join_s) for rank in sorted(members)]

@@ -1,0 +1,29 @@
+"""``farflung coded``: linear models on devices that may vanish at any moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from farflung.cli.coded.coordinator import Coordinate
+from farflung.cli.coded.demo import Demo
+from farflung.cli.coded.device import Attend
+
+__all__ = ["Attend", "Coded", "Coordinate", "Demo"]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Train linear models on devices that may vanish at any moment: coordinate, take part, or see a demonstration."""
+
+    what: (
+        Annotated[Coordinate, tyro.conf.subcommand("coordinator", prefix_name=False)]
+        | Annotated[Attend, tyro.conf.subcommand("device", prefix_name=False)]
+        | Annotated[Demo, tyro.conf.subcommand("demo", prefix_name=False)]
+    )
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        return self.what.run()

@@ -1,0 +1,153 @@
+"""``farflung coded coordinator``: brings devices together and trains on what they hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from farflung.cli.coded.progress import Watch
+from farflung.cli.coded.reach import ReachOptions
+from farflung.cli.coded.summary import summary_lines
+from farflung.cli.options import given, spoken, with_options
+from farflung.cli.progress import stderr_console
+from farflung.cli.tables import print_table
+from farflung.coded.folder import Folder
+from farflung.coded.learner import Learner
+from farflung.coded.meeting import Address
+from farflung.coded.parts import read_samples
+from farflung.coded.run import CodedRun
+from farflung.coded.settings import Settings
+from farflung.errors import ConfigError
+from farflung.report import coded_picture
+from farflung.runs import run_folder, settings_of
+from farflung.runs.stopping import on_stop
+from farflung.telemetry import Event
+
+__all__ = ["CODED_SETTINGS", "Coordinate", "stopping"]
+
+CODED_SETTINGS = {
+    name.removesuffix("_s"): one
+    if one.default is None
+    else replace(one, about=f"{one.about.rstrip('.')}; {one.default} when not given")
+    for name, one in {**settings_of(Settings), **settings_of(Learner)}.items()
+    if name not in ("max_condition", "least_s")
+}
+"""The settings of a run that are options, by name."""
+
+
+@spoken
+@dataclass(frozen=True)
+@with_options(CODED_SETTINGS)
+class Coordinate(ReachOptions):
+    """Coordinate a run: wait for devices, have their data encoded, and train.
+
+    Prints what to run elsewhere. Ctrl-C stops it after the iterate under way; the same command goes on from there.
+    """
+
+    at: str = "127.0.0.1:0"
+    """HOST:PORT to be met at: an address of this machine that devices reach; port 0 is any that is free."""
+    max_iterations: int = 1000
+    """The most iterates; each is a product with the samples and one with their transpose."""
+    folder: Path | None = None
+    """Keeps the run; one that was stopped there goes on. A new one under runs/ when not given."""
+    test: str | None = None
+    """Tries the model on these samples at the end, which this process reads: a9a or covtype, for their test sets, or
+    FILE.npz."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the summary as JSON on stdout and nothing else."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show no progress."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if self.max_iterations < 1:
+            raise ConfigError(f"--max-iterations {self.max_iterations}: must be 1 or more")
+        run = CodedRun(
+            settings=self._settings(),
+            learner=Learner(**given(self, settings_of(Learner))),
+            folder=Folder(self.folder or run_folder("coded")),
+            max_iterations=self.max_iterations,
+            test=None if self.test is None else read_samples(self.test, test=True),
+        )
+        address, reach = Address.of(self.at), self.reach
+        with stopping() as stop, Watch(run, quiet=self.quiet or self.json) as watch:
+
+            def told(event: Event) -> None:
+                watch(event)
+                stop(event)
+
+            outcome = run.coordinate(
+                address,
+                reach,
+                met=lambda at: None if self.quiet else self._say_where(at),
+                told=told,
+                stop_asked=stop.asked,
+            )
+        picture = run.folder.picture
+        title = f"Coded training of {len(outcome.summary['partitions'])} partitions"  # type: ignore[arg-type]
+        coded_picture(run.folder.told(), picture, title=title)
+        if self.json:
+            print(json.dumps({**outcome.summary, "folder": str(run.folder.path)}))
+        else:
+            print_table(("what", "how much"), summary_lines(outcome.summary))
+            console = Console(file=sys.stdout)
+            console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
+            console.print(f"model      {run.folder.model}", soft_wrap=True, highlight=False)
+        return 130 if outcome.summary["interrupted"] else 0
+
+    def _settings(self) -> Settings:
+        said = {
+            name: value
+            for name in settings_of(Settings)
+            if (value := getattr(self, name.removesuffix("_s"), None)) is not None
+        }
+        for name in ("partitions", "devices"):
+            if name not in said:
+                raise ConfigError(f"--{name}: give how many {name} training begins with")
+        return Settings(**said)
+
+    def _say_where(self, at: Address) -> None:
+        """What to run elsewhere."""
+        keys = "" if self.keys is None else " --keys FOLDER"
+        stderr_console().print(
+            f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
+        )
+
+
+class Stop:
+    """Whether somebody has asked to stop, and whether there is an iterate under way to be waited for."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._encoded = False
+
+    def __call__(self, event: Event) -> None:
+        """Hears of the run."""
+        self._encoded |= event["event"] == "encoded"
+
+    def asked(self) -> bool:
+        """Whether to stop."""
+        return self._asked.is_set()
+
+    def ask(self) -> None:
+        """The second time, and before training, at once."""
+        if self._asked.is_set() or not self._encoded:
+            raise KeyboardInterrupt
+        self._asked.set()
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Inside, the first signal to stop asks, where there is an iterate to be waited for; else it interrupts."""
+    stop = Stop()
+    with on_stop(stop.ask):
+        yield stop

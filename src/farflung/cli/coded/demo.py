@@ -1,0 +1,214 @@
+"""``farflung coded demo``: a coordinator and devices on this machine, some of which are killed on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from torch import Tensor
+
+from farflung.cli.coded.coordinator import stopping
+from farflung.cli.coded.crowd import Crowd
+from farflung.cli.coded.progress import Watch
+from farflung.cli.coded.summary import encoding_words
+from farflung.cli.options import spoken
+from farflung.cli.tables import print_table
+from farflung.coded.folder import Folder
+from farflung.coded.held import HeldProducts
+from farflung.coded.learner import Learner
+from farflung.coded.meeting import Address, Reach
+from farflung.coded.parts import read_samples
+from farflung.coded.problem import Problem
+from farflung.coded.run import CodedRun
+from farflung.coded.settings import Settings
+from farflung.coded.solvers import Iterate, solve
+from farflung.comm.interface import LOOPBACK
+from farflung.data import entries
+from farflung.errors import ConfigError
+from farflung.report import coded_picture
+from farflung.report.summary import duration_words
+from farflung.runs import run_folder
+from farflung.runs.simulation import one_thread
+from farflung.seeding import derive, generator
+from farflung.tasks import Task
+from farflung.telemetry import Event
+from farflung.types import Json
+
+__all__ = ["Demo"]
+
+_EVERY = 8
+"""Iterates from one device that is killed or comes to the next."""
+_PATIENCE_S = 30.0
+_MAX_ITERATIONS = 500
+
+
+@spoken
+@dataclass(frozen=True)
+class Demo:
+    """Train on devices of this machine, kill some of them on the way, and compare with training without a code.
+
+    The data are a9a where it is at hand, and otherwise drawn from the seed.
+    """
+
+    partitions: int = 6
+    """Devices that bring data."""
+    room: int = 2
+    """Devices that bring room for coded blocks alone."""
+    kill: int = 2
+    """Devices that are killed on the way, one after the other."""
+    join: int = 1
+    """Devices with room that come on the way."""
+    redundancy: int = 1
+    """How many devices may vanish at any time; blocks are made that make up for lost ones."""
+    code: str = "rlnc"
+    """How coded blocks are drawn: rlnc, mds, replication or uncoded."""
+    model: str = "logistic"
+    """logistic or svc."""
+    data: str = "auto"
+    """a9a, synthetic, or auto: the former where it is at hand."""
+    seed: int = 0
+    """Of synthetic data, of the code, and of who is killed."""
+    folder: Path | None = None
+    """Keeps the run; a new one under runs/ when not given."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the figures as JSON on stdout and nothing else."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show no progress."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        for name in ("room", "kill", "join"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be 0 or more")
+        data, samples, labels, test = self._samples()
+        learner = Learner(model=self.model)
+        settings = Settings(
+            partitions=self.partitions,
+            devices=self.partitions + self.room,
+            code=self.code,
+            seed=self.seed,
+            redundancy=self.redundancy,
+            patience_s=_PATIENCE_S,
+        )
+        if self.kill > settings.devices:
+            raise ConfigError(f"--kill {self.kill}: there are {settings.devices} devices")
+        folder = Folder(self.folder or run_folder("coded-demo"))
+        run = CodedRun(
+            settings=settings, learner=learner, folder=folder, max_iterations=_MAX_ITERATIONS, test=test
+        )
+        order = random.Random(derive(self.seed, "killed"))
+        victims = order.sample(range(settings.devices), self.kill)
+        with ExitStack() as stack:
+            stack.enter_context(one_thread())
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
+            crowd = stack.enter_context(Crowd(scratch, _PATIENCE_S))
+            stop = stack.enter_context(stopping())
+            watch = stack.enter_context(Watch(run, quiet=self.quiet or self.json))
+
+            def met(at: Address) -> None:
+                crowd.begin(at, samples, labels, self.partitions)
+                for _ in range(self.room):
+                    crowd.add()
+
+            def told(event: Event) -> None:
+                watch(event)
+                stop(event)
+                if event["event"] == "iterate":
+                    self._happens(int(str(event["iterations"])), victims, crowd)
+
+            outcome = run.coordinate(
+                Address(LOOPBACK, 0), Reach(LOOPBACK), met=met, told=told, stop_asked=stop.asked
+            )
+            alone = _alone(learner, samples, labels)
+        events = folder.told()
+        coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
+        summary = {**outcome.summary, "data": data, "uncoded_objective": alone.objective}
+        self._say(summary, events, folder)
+        return 130 if summary["interrupted"] else 0
+
+    def _samples(self) -> tuple[str, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """The name of the data, features, labels, and a test set."""
+        if self.data not in ("auto", "a9a", "synthetic"):
+            raise ConfigError(f"--data {self.data}: must be auto, a9a or synthetic")
+        at_hand = any(entry.source.name == "a9a" and entry.location for entry in entries())
+        if self.data == "a9a" or (self.data == "auto" and at_hand):
+            return "a9a", *read_samples("a9a"), read_samples("a9a", test=True)
+        found = [_drawn(4000, self.seed, part) for part in ("train", "test")]
+        return "synthetic data", *found[0], found[1]
+
+    def _happens(self, iterations: int, victims: list[int], crowd: Crowd) -> None:
+        """What is to happen at an iterate: those that come do so between those that are killed."""
+        turn, rest = divmod(iterations, _EVERY)
+        if rest or not turn:
+            return
+        if turn % 2 and turn // 2 < self.kill:
+            crowd.kill(victims[turn // 2])
+        elif not turn % 2 and turn // 2 <= self.join:
+            crowd.add()
+
+    def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
+        away = abs(summary["objective"] / summary["uncoded_objective"] - 1)
+        vanished = _vanished(events)
+        if self.json:
+            found: dict[str, Json] = {**summary, "vanished": list(vanished), "folder": str(folder.path)}
+            print(json.dumps(found))
+            return
+        print_table(
+            ("what", "how much"),
+            [
+                (
+                    "data",
+                    f"{summary['data']}, {summary['samples']:,} samples, {summary['features']} features",
+                ),
+                ("iterates", f"{summary['iterations']}"),
+                ("objective", f"{summary['objective']:.10g}"),
+                ("the same without a code", f"{summary['uncoded_objective']:.10g} ({away:.0e} away)"),
+                ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
+                ("encoding", encoding_words(summary)),
+                ("vanished", "; ".join(vanished) or "nobody"),
+                ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
+                ("duration", duration_words(summary["duration_s"])),
+            ],
+        )
+        Console(file=sys.stdout).print(f"picture    {folder.picture}", soft_wrap=True, highlight=False)
+
+
+def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:
+    """Samples of two classes that overlap."""
+    random, features = generator(seed, "coded demo", part), 40
+    direction = torch.randn(features, generator=generator(seed, "coded demo"), dtype=torch.float64)
+    spread = torch.logspace(0, -3, features, dtype=torch.float64)
+    samples = torch.randn(count, features, generator=random, dtype=torch.float64) * spread
+    noise = 0.5 * torch.randn(count, generator=random, dtype=torch.float64)
+    return samples, torch.sign(samples @ (direction / spread) + noise)
+
+
+def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
+    """What one process makes of all data."""
+    problem = Problem(
+        HeldProducts(samples), learner.objective(2), learner.targets((labels > 0).to(torch.int64), 2)
+    )
+    training = solve(learner.minimiser(2), problem, max_iterations=_MAX_ITERATIONS)
+    found: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
+    return found
+
+
+def _vanished(events: list[Event]) -> list[str]:
+    """Who, when, and with what."""
+    brought, found = {}, []
+    for event in events:
+        if event["event"] == "came":
+            brought[event["rank"]] = event["partition"]
+        elif event["event"] == "gone":
+            what = brought.get(event["rank"]) or "room alone"
+            found.append(f"rank {event['rank']} ({what}) after {float(str(event['t'])):.1f} s")
+    return found

@@ -1,0 +1,164 @@
+"""``farflung coded device``: takes part in a run with data, or with room alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.filesize import decimal
+
+from farflung.cli.coded.reach import ReachOptions
+from farflung.cli.options import spoken
+from farflung.cli.progress import stderr_console
+from farflung.cli.tables import print_table
+from farflung.coded.attendance import take_part
+from farflung.coded.blocks import Holding
+from farflung.coded.device import Device
+from farflung.coded.meeting import Address
+from farflung.coded.parts import Part, read_samples
+from farflung.devices import DeviceProfile, device_profile
+from farflung.errors import ConfigError
+from farflung.runs.stopping import on_stop
+from farflung.runtime import WallRuntime
+from farflung.types import Json
+
+__all__ = ["Attend"]
+
+
+@spoken
+@dataclass(frozen=True, kw_only=True)
+class Attend(ReachOptions):
+    """Take part in a run, with data or with room for coded blocks alone.
+
+    Ctrl-C asks to leave: the device stays until others hold what it alone has. A second one ends it at once. When the
+    coordinator is gone the device keeps what it holds and waits for it to come again.
+    """
+
+    address: tyro.conf.Positional[str]
+    """HOST:PORT of the coordinator, which prints it."""
+    data: str | None = None
+    """What to bring: a9a, covtype, or FILE.npz with arrays x and y; when not given, room alone."""
+    part: str | None = None
+    """I/K: of the rows, part I of K; all when not given."""
+    seed: int | None = None
+    """Shuffles the rows by this seed before they are parted, the same on all devices; in order when not given."""
+    name: str | None = None
+    """What to call the data, unlike those of the others; when not given, the data set and the part of it, or this
+    machine and the file."""
+    patience: float = 600.0
+    """Seconds to wait for a coordinator that is not there or silent."""
+    pace: str | None = None
+    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the summary as JSON on stdout and nothing else."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show no progress."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if not 0 < self.patience < math.inf:
+            raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
+        address, reach, holding = Address.of(self.address), self.reach, self._holding()
+        seat = _Seat(self._tell)
+        with on_stop(seat.ask):
+            reason = take_part(
+                address, holding, reach, patience_s=self.patience, pace=self._pace(holding), met=seat.take
+            )
+        if reason:
+            raise ConfigError(f"the coordinator at {address} has sent this device away: {reason}")
+        self._say(holding, seat)
+        return 0
+
+    def _holding(self) -> Holding:
+        if self.data is None:
+            for option in ("part", "seed", "name"):
+                if getattr(self, option) is not None:
+                    raise ConfigError(f"--{option} is of data: give --data too")
+            return Holding()
+        if self.seed is not None and self.part is None:
+            raise ConfigError("--seed shuffles the rows before they are parted: give --part too")
+        part = None if self.part is None else Part.parse(self.part, self.seed)
+        return Holding(self.name or self._name(part), *read_samples(self.data, part))
+
+    def _name(self, part: Part | None) -> str:
+        assert self.data is not None
+        file = self.data.endswith(".npz")
+        where = f"{platform.node()}:{Path(self.data).name}" if file and part is None else Path(self.data).stem
+        return where if part is None else f"{where} {part}"
+
+    def _pace(self, holding: Holding) -> DeviceProfile | None:
+        """Of a product with one vector, per row: a multiplication and an addition for each feature."""
+        if self.pace is None:
+            return None
+        if holding.data is None:
+            raise ConfigError(f"--pace {self.pace}: give --data too, which says how long a row is")
+        return device_profile(self.pace, forward_flops=2.0 * holding.data.shape[1])
+
+    def _tell(self, words: str) -> None:
+        if not (self.quiet or self.json):
+            stderr_console().print(words, soft_wrap=True, markup=False)
+
+    def _say(self, holding: Holding, seat: _Seat) -> None:
+        summary = seat.summary()
+        if self.json:
+            print(json.dumps({**summary, "held_nbytes": holding.nbytes}))
+            return
+        lines = [("rank", ", ".join(map(str, seat.ranks))), ("rounds answered", f"{summary['rounds']:,}")]
+        lines += [(f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(seat.sent.items())]
+        print_table(("what", "how much"), [*lines, ("held", decimal(holding.nbytes))])
+
+
+class _Seat:
+    """The device as it has met coordinators, one after the other.
+
+    Args:
+      tell: says something to whoever watches.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._met: list[Device] = []
+        self._asked = False
+
+    def take(self, device: Device, runtime: WallRuntime) -> None:
+        """A coordinator is met."""
+        del runtime
+        self._met.append(device)
+        self._tell(f"in, as rank {device.rank}")
+        if self._asked:
+            device.leave()
+
+    def ask(self) -> None:
+        """The first time, and where there is a coordinator, to leave; else at once."""
+        if self._asked or not self._met:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._met[-1].leave()
+        self._tell("leaves when others hold what it alone has; again: at once")
+
+    @property
+    def ranks(self) -> list[int]:
+        """That it had."""
+        return [device.rank for device in self._met]
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Payload bytes, by kind of message."""
+        return sum((Counter(device.sent) for device in self._met), Counter())
+
+    def summary(self) -> dict[str, Json]:
+        """What it has done."""
+        return {
+            "ranks": list(self.ranks),
+            "rounds": sum(device.rounds for device in self._met),
+            "refused": sum(device.refused for device in self._met),
+            "bytes_sent": dict(self.sent),
+            "left": self._asked,
+        }

@@ -1,0 +1,75 @@
+"""A device in a real process: it takes part, and where the coordinator is lost it comes back with what it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from farflung.coded.blocks import Holding
+from farflung.coded.device import Device
+from farflung.coded.meeting import Address, Reach, admitted, attending
+from farflung.devices import DeviceProfile
+from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
+from farflung.runtime import WallRuntime
+
+__all__ = ["take_part"]
+
+_RETRY_S = 0.5
+"""How long a device that has lost its coordinator waits before it looks for another."""
+
+
+def take_part(
+    address: Address,
+    holding: Holding,
+    reach: Reach,
+    *,
+    patience_s: float = 600.0,
+    join_s: float = 30.0,
+    pace: DeviceProfile | None = None,
+    seed: int = 0,
+    met: Callable[[Device, WallRuntime], object] = lambda device, runtime: None,
+) -> str:
+    """Takes part in the run that is met at an address, until its coordinator ends it.
+
+    A coordinator that is lost may come again there: the device waits for it, and brings the blocks that it has made.
+
+    Args:
+      address: of the coordinator.
+      holding: what the device brings.
+      reach: how the other devices reach it.
+      patience_s: how long to wait for a coordinator that is not there or silent, in seconds.
+      join_s: how long greetings may take, in seconds.
+      pace: of a slower device that is to be kept.
+      seed: of its stragglers.
+      met: is given the device and its world each time that a coordinator is met; see
+        :meth:`farflung.coded.device.Device.leave`.
+
+    Returns:
+      Why it ends; empty: training is over.
+
+    Raises:
+      DeadlinePassed: no coordinator is met.
+      ConfigError: see :func:`farflung.coded.meeting.attending`.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            left_s = max(0.0, until - time.monotonic())
+            with attending(address, reach, patience_s=left_s, join_s=join_s, pace=pace, seed=seed) as runtime:
+                device = Device(
+                    runtime,
+                    holding,
+                    admit=partial(admitted, runtime, join_s=join_s),
+                    opened=lambda: runtime.aside(lambda: None),
+                    patience_s=patience_s,
+                )
+                met(device, runtime)
+                try:
+                    return runtime.drive(device.run())
+                finally:
+                    until = time.monotonic() + patience_s
+        except (PeerLost, PeerFailed, DeadlinePassed):
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_RETRY_S)

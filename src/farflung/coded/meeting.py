@@ -1,0 +1,268 @@
+"""Where coordinator and devices of real processes find each other: a store at the coordinator's address.
+
+A device takes a seat there, a rank that nobody else gets. Whoever has one is admitted when it has published its
+address, at any time. A coordinator that comes again makes a new store, and devices that have lost theirs take a seat in
+that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from farflung.comm.interface import route_to
+from farflung.comm.keys import Keys
+from farflung.devices import DeviceProfile
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost
+from farflung.runtime import WallRuntime
+from farflung.tasks import Pending
+
+__all__ = ["Address", "Reach", "admitted", "attending", "coordinating"]
+
+SEATS = 256
+"""How many devices may come in the course of a run, those that come again counted again."""
+_RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
+_LOOK_S = 0.1
+"""How often the coordinator looks who has come."""
+_RETRY_S = 0.5
+"""How long a device waits before it tries again to reach a coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a coordinator is met.
+
+    Args:
+      host: its name or address.
+      port: 0: any that is free, for the coordinator itself.
+    """
+
+    host: str
+    port: int
+
+    @staticmethod
+    def of(text: str) -> Address:
+        """From ``HOST:PORT``.
+
+        Raises:
+          ConfigError: it is something else.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"{text!r}: an address is HOST:PORT, such as 192.168.1.5:29500")
+        return Address(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How this process is reached by the others.
+
+    Args:
+      interface: the address or network interface to listen on; ``None``: the one on the way to the coordinator, and for
+        that the one that it is met at.
+      port: to listen at, or a range of them; ``None``: any that is free.
+      advertise: see :class:`farflung.runtime.WallRuntime`.
+      keys: what to prove this machine with where whoever reaches the store is not to be trusted.
+      encrypt: on loopback too.
+    """
+
+    interface: str | None = None
+    port: str | None = None
+    advertise: str | None = None
+    keys: Keys | None = None
+    encrypt: bool = False
+
+
+@contextmanager
+def coordinating(
+    address: Address, run: str, reach: Reach, *, join_s: float = 30.0
+) -> Iterator[tuple[WallRuntime, Address]]:
+    """Rank 0 of a run, and where it is met; devices that come are admitted.
+
+    Args:
+      address: to be met at.
+      run: its name.
+      reach: how devices reach it.
+      join_s: how long a device may take from its seat to its greeting, in seconds.
+
+    Raises:
+      ConfigError: the address cannot be used.
+    """
+    try:
+        store = dist.TCPStore(address.host, address.port, is_master=True, wait_for_workers=False)
+    except (dist.DistNetworkError, RuntimeError) as error:
+        raise ConfigError(
+            f"{address}: cannot be listened at ({str(error).splitlines()[0]}): choose another address of this machine, "
+            "or another port"
+        ) from None
+    store.set(_RUN, run)
+    store.add(_TAKEN, 0)
+    runtime = _runtime(0, run, store, reach, address, join_s, members=[0])
+    ended = threading.Event()
+    porter = threading.Thread(
+        target=partial(_let_in, runtime, store, ended, join_s), name="farflung-porter", daemon=True
+    )
+    porter.start()
+    try:
+        yield runtime, Address(address.host, store.port)
+    except BaseException as error:
+        ended.set()
+        porter.join()
+        runtime.close(error)
+        raise
+    ended.set()
+    porter.join()
+    runtime.close()
+
+
+@contextmanager
+def attending(
+    address: Address,
+    reach: Reach,
+    *,
+    patience_s: float,
+    join_s: float = 30.0,
+    pace: DeviceProfile | None = None,
+    seed: int = 0,
+) -> Iterator[WallRuntime]:
+    """A device's seat in the run whose coordinator is met at an address.
+
+    Args:
+      address: of it.
+      reach: how the others reach this device.
+      patience_s: how long to try, in seconds.
+      join_s: how long the coordinator may take to greet, in seconds.
+      pace: of a slower device that is to be kept.
+      seed: of its stragglers.
+
+    Raises:
+      DeadlinePassed: nobody is met there.
+      ConfigError: no seat is left.
+    """
+    store = _reached(address, patience_s)
+    run = store.get(_RUN).decode(errors="replace")
+    rank = store.add(_TAKEN, 1)
+    if rank >= SEATS:
+        raise ConfigError(
+            f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
+        )
+    runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
+    try:
+        _wait(store, _open(rank), join_s)
+        runtime.admit(0, join_s=join_s).wait()
+        yield runtime
+    except BaseException as error:
+        runtime.close(error)
+        raise
+    runtime.close()
+
+
+def admitted(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]:
+    """Lets a device in of which the coordinator has told: it has been there, so where its address is gone, it is too.
+
+    Args:
+      runtime: that of a device.
+      rank: of the other.
+      join_s: how long it may take to greet, in seconds.
+
+    Returns:
+      Fails with :class:`PeerLost` where it is gone.
+    """
+    met: Pending[None] = Pending()
+
+    def look(there: Pending[bool]) -> None:
+        if there.error is None and there.result():
+            runtime.admit(rank, join_s=join_s).on_done(end)
+        else:
+            met.fail(PeerLost(rank, "it has left the run"))
+
+    def end(greeted: Pending[None]) -> None:
+        if greeted.error is None:
+            met.set(None)
+        else:
+            met.fail(greeted.error)
+
+    runtime.aside(lambda: runtime.has_come(rank)).on_done(look)
+    return met
+
+
+def _runtime(
+    rank: int, run: str, store: dist.Store, reach: Reach, address: Address, join_s: float, **more: Any
+) -> WallRuntime:
+    return WallRuntime(
+        rank,
+        SEATS,
+        store,
+        settings={"coded run": run},
+        join_s=join_s,
+        interface=reach.interface or route_to(address.host),
+        port=reach.port,
+        advertise=reach.advertise,
+        encrypt=reach.encrypt,
+        keys=reach.keys,
+        whole=False,
+        **more,
+    )
+
+
+def _reached(address: Address, patience_s: float) -> dist.Store:
+    """The store of a coordinator that is there and has said what it runs."""
+    begin, seen = time.monotonic(), "nothing answers there"
+    while (left_s := begin + patience_s - time.monotonic()) > 0:
+        try:
+            store = dist.TCPStore(
+                address.host,
+                address.port,
+                is_master=False,
+                timeout=timedelta(seconds=max(0.1, min(left_s, 5.0))),
+            )
+            store.wait([_RUN], timedelta(seconds=max(0.1, min(left_s, 5.0))))
+            return store
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+            seen = str(error).splitlines()[0]
+        time.sleep(min(_RETRY_S, max(0.0, left_s)))
+    raise DeadlinePassed(0, f"a coordinator at {address} ({seen})", patience_s)
+
+
+def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, join_s: float) -> None:
+    """Admits each device that has published its address, as long as the run goes on."""
+    awaited: set[int] = set()
+    taken = 0
+    while not ended.wait(_LOOK_S):
+        try:
+            newest = min(store.add(_TAKEN, 0), SEATS - 1)
+            awaited.update(range(taken + 1, newest + 1))
+            taken = newest
+            come = [rank for rank in sorted(awaited) if runtime.has_come(rank)]
+        except RuntimeError:  # the store has ended
+            return
+        for rank in come:
+            awaited.discard(rank)
+            runtime.admit(rank, join_s=join_s)
+        if come:
+            runtime.aside(lambda: None).wait()  # until then they would knock at a door that is not open yet
+            for rank in come:
+                store.set(_open(rank), "")
+
+
+def _open(rank: int) -> str:
+    """Says that a device may greet."""
+    return f"farflung/coded/open/{rank}"
+
+
+def _wait(store: dist.Store, key: str, join_s: float) -> None:
+    try:
+        store.wait([key], timedelta(seconds=join_s))
+    except (dist.DistStoreError, RuntimeError) as error:
+        raise DeadlinePassed(0, f"its coordinator to let it in ({type(error).__name__})", join_s) from None

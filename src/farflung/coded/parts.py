@@ -1,0 +1,114 @@
+"""Where a device's own samples come from: a data set's share, or a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.coded.local import partitioned
+from farflung.data import TensorDataset, a9a, covtype
+from farflung.errors import ConfigError, DataError, UnknownName
+from farflung.files import reading
+from farflung.seeding import generator
+
+__all__ = ["Part", "read_samples"]
+
+_SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
+    "a9a": a9a.load,
+    "covtype": covtype.load,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several parts of the rows that there are, as equal as they can be.
+
+    Args:
+      number: which, from 1 on.
+      of: how many there are.
+      seed: by which rows are shuffled before; ``None``: they stay in order.
+    """
+
+    number: int
+    of: int
+    seed: int | None = None
+
+    @staticmethod
+    def parse(text: str, seed: int | None = None) -> Part:
+        """From ``I/K``.
+
+        Raises:
+          ConfigError: it is something else, or there is no such part.
+        """
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if found is None:
+            raise ConfigError(f"part {text!r}: write it as I/K, such as 1/4")
+        part = Part(int(found[1]), int(found[2]), seed)
+        if not 1 <= part.number <= part.of:
+            raise ConfigError(f"part {text}: of {part.of} parts there are 1 to {part.of}")
+        return part
+
+    def rows(self, count: int) -> Tensor:
+        """Which of so many rows.
+
+        Raises:
+          ConfigError: there are more parts than rows.
+        """
+        if count < self.of:
+            raise ConfigError(f"part {self}: there are {count} rows")
+        order = torch.arange(count)
+        if self.seed is not None:
+            order = torch.randperm(count, generator=generator(self.seed, "coded", "parts"))
+        return order[partitioned(count, self.of)[self.number - 1]]
+
+    def __str__(self) -> str:
+        shuffled = "" if self.seed is None else f" of seed {self.seed}"
+        return f"{self.number}/{self.of}{shuffled}"
+
+
+def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
+    """Features and labels, float64.
+
+    Args:
+      data: ``a9a``, ``covtype``, or the path of a file that ends in ``.npz``, with arrays ``x`` of shape (samples,
+        features) and ``y`` of shape (samples,).
+      part: which rows; ``None``: all.
+      test: the test set, of a data set that has one.
+
+    Raises:
+      UnknownName: no such data set.
+      DataError: it is not at hand, or not what it should be.
+    """
+    if data.endswith(".npz"):
+        samples, labels = _read(Path(data))
+        if part is not None:
+            rows = part.rows(len(samples))
+            samples, labels = samples[rows], labels[rows]
+        return samples, labels
+    if data not in _SETS:
+        raise UnknownName("data", data, [*_SETS, "a file ending in .npz"])
+    found = _SETS[data]()[test]
+    rows = torch.arange(len(found)) if part is None else part.rows(len(found))
+    batch = found.take(rows, train=False)
+    return batch.inputs.to(torch.float64), batch.targets.to(torch.float64)
+
+
+def _read(path: Path) -> tuple[Tensor, Tensor]:
+    with reading(path, "not a file of arrays", DataError), np.load(path, allow_pickle=False) as arrays:
+        if absent := {"x", "y"} - set(arrays.files):
+            raise DataError(f"{path}: it has no array {sorted(absent)[0]!r}; arrays x and y are due")
+        x, y = arrays["x"], arrays["y"]
+    if x.ndim != 2 or y.shape != x.shape[:1] or not x.size:
+        raise DataError(
+            f"{path}: x of shape {list(x.shape)} and y of {list(y.shape)}: (samples, features) and (samples,) are due"
+        )
+    for name, array in (("x", x), ("y", y)):
+        if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+            raise DataError(f"{path}: {name} holds something else than finite numbers")
+    return torch.from_numpy(x.astype(np.float64)), torch.from_numpy(y.astype(np.float64))

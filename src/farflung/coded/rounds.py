@@ -1,0 +1,187 @@
+"""One product of the whole data: what is sent to whom, which answers have come, and what follows from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from farflung.coded.blocks import piece_of
+from farflung.coded.decoder import Decoder
+from farflung.coded.messages import Malformed, Multiply
+from farflung.coded.plan import Plans
+from farflung.coded.roster import Block, Kind
+from farflung.types import Payload
+
+__all__ = ["Round"]
+
+
+@dataclass(slots=True)
+class Round:
+    """A product under way, cut in pieces that are decoded each by itself.
+
+    Args:
+      number: of the round.
+      kind: of the blocks that are multiplied.
+      unknowns: partitions, or column blocks, whose products the answers are combined of.
+      heights: rows of the product of each.
+      outputs: columns of the operand.
+      operand: what is multiplied by.
+      partitions: whose residuals lie in it; none where it is weights.
+      pieces: how many.
+      plans: by which pieces are decoded, shared between rounds.
+      max_condition: of a set of answers that is decoded.
+      due: of a round that is made again, the blocks by which each piece was decoded.
+    """
+
+    number: int
+    kind: Kind
+    unknowns: Sequence[int]
+    heights: Sequence[int]
+    outputs: int
+    operand: Tensor
+    partitions: tuple[int, ...]
+    pieces: int
+    plans: Plans[int]
+    max_condition: float
+    due: Sequence[frozenset[int]] | None = None
+    asked: dict[int, set[int]] = field(default_factory=dict)
+    """Blocks that each device was asked to multiply."""
+    owed: Counter[int] = field(default_factory=Counter)
+    """Pieces that each of them has not answered."""
+    answered: set[int] = field(default_factory=set)
+    """Devices of which a piece has come since somebody looked."""
+    late: int = 0
+    """Answers for pieces that were decoded before."""
+    _blocks: dict[int, Block] = field(default_factory=dict)
+    _rows: dict[int, Tensor] = field(default_factory=dict)
+    _decoders: list[Decoder[int]] = field(default_factory=list)
+    _answers: list[dict[int, Tensor]] = field(default_factory=list)
+    _used: dict[int, list[int]] = field(default_factory=dict)
+    _product: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pieces = max(1, min(self.pieces, max(self.heights)))
+        self._decoders = [
+            Decoder[int](len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
+        ]
+        self._answers = [{} for _ in range(self.pieces)]
+        self._product = [torch.empty(height, self.outputs, dtype=torch.float64) for height in self.heights]
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def tasks(self, blocks: Sequence[Block], since: int) -> dict[int, Multiply]:
+        """What devices are to be asked, by rank: for all of these blocks that nobody was asked for yet.
+
+        Each device begins with another piece, so that all pieces are decoded at about the same time, and what slow
+        devices have done counts.
+        """
+        found: dict[int, list[Block]] = {}
+        for block in blocks:
+            if block.holder is not None and block.number not in self.asked.get(block.holder, ()):
+                found.setdefault(block.holder, []).append(block)
+        tasks, devices = {}, len(self.asked.keys() | found.keys())
+        for rank, mine in sorted(found.items()):
+            first = len(self.asked) * self.pieces // devices % self.pieces
+            self.asked.setdefault(rank, set()).update(block.number for block in mine)
+            self.owed[rank] += self.pieces * len(mine)
+            for block in mine:
+                self._blocks[block.number] = block
+                row = [block.coefficients.get(one, 0.0) for one in self.unknowns]
+                self._rows[block.number] = torch.tensor(row, dtype=torch.float64)
+            tasks[rank] = Multiply(
+                self.number,
+                since,
+                tuple(block.number for block in mine),
+                self.partitions,
+                max(self.heights),
+                self.pieces,
+                first,
+                self.operand,
+            )
+        return tasks
+
+    def lose(self, rank: int) -> None:
+        """A device is gone; should one of its rank come, it has been asked for nothing yet."""
+        self.asked.pop(rank, None)
+        self.owed.pop(rank, None)
+
+    def silent(self) -> set[int]:
+        """Devices that owe pieces, and have sent none since this was asked before."""
+        silent = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
+        self.answered.clear()
+        return silent
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def serves(self, block: Block) -> bool:
+        """Whether answers of a block can be of use: it has nothing in it but what is solved for."""
+        return set(self.unknowns).issuperset(block.coefficients)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces are decoded."""
+        return len(self._used) == self.pieces
+
+    @property
+    def used(self) -> list[list[int]]:
+        """The blocks by which each piece was decoded."""
+        return [self._used[piece] for piece in range(self.pieces)]
+
+    def take(self, rank: int, payload: Payload) -> None:
+        """An answer has come.
+
+        Raises:
+          Malformed: it is none of this round's.
+        """
+        number, piece, product = self._read(rank, payload)
+        self.answered.add(rank)
+        self.owed[rank] -= 1
+        if piece in self._used or number in self._answers[piece]:
+            self.late += 1
+            return
+        if self.due is not None and number not in self.due[piece]:
+            return
+        self._answers[piece][number] = product
+        decoder = self._decoders[piece]
+        decoder.add(number, self._rows[number])
+        if decoder.rank == len(self.unknowns) and decoder.complete:
+            self._decode(piece, decoder)
+
+    def _decode(self, piece: int, decoder: Decoder[int]) -> None:
+        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        decoded = decoder.plan().apply(self._answers[piece])
+        for product, part in zip(self._product, decoded, strict=True):
+            rows = min(end, len(product)) - begin
+            if rows > 0:
+                product[begin : begin + rows] = part[:rows]
+        self._used[piece] = sorted(decoder.who)
+        self._answers[piece].clear()
+
+    @property
+    def products(self) -> list[Tensor]:
+        """Of each unknown."""
+        return self._product
+
+    def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:
+        parts = list(payload.tensors())
+        if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
+            raise Malformed("no answer")
+        number, piece = parts[0].tolist()
+        product = parts[1]
+        if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
+            raise Malformed("an answer that nobody has asked for")
+        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        held = self._blocks[number].coefficients
+        height = max(rows for one, rows in zip(self.unknowns, self.heights, strict=True) if one in held)
+        rows = max(0, min(end, height) - begin)
+        fits = product.dtype == torch.float64 and product.dim() == 2 and product.shape[1] == self.outputs
+        if not fits or product.shape[0] != rows or not bool(torch.isfinite(product).all()):
+            raise Malformed("no product of the size that was asked for")
+        if rows < end - begin:
+            product = pad(product, (0, 0, 0, end - begin - rows))
+        return number, piece, product

@@ -1,0 +1,241 @@
+"""A picture of coded training: who was there, how many could have vanished, and how far the objective was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from farflung.errors import DataError
+from farflung.report.pictures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LIGHT_BLUE,
+    ROUND,
+    VERMILLION,
+    YELLOW,
+    picture,
+)
+from farflung.telemetry import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["coded_picture"]
+
+STATES = {"joins": LIGHT_BLUE, "encodes": YELLOW, "takes part": BLUE, "silent": GREY}
+"""What a device does, and its colour."""
+MOST_NAMED = 30
+"""With more devices than this some go without their rank."""
+KINDS = {"rows": (BLUE, "-"), "columns": (GREEN, "--")}
+
+
+@dataclass(slots=True)
+class _Device:
+    """One device's time.
+
+    Args:
+      spans: from, to, and what it did.
+      end: when it went, if it did.
+    """
+
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+    end: float | None = None
+    asked: bool = False
+    since: float = 0.0
+    state: str = "joins"
+    silent: bool = False
+    joined: bool = False
+    making: set[int] = field(default_factory=set)
+
+    def becomes(self, t: float, *, gone: bool = False) -> None:
+        """Ends a span where something else begins."""
+        state = "takes part" if self.joined else "joins"
+        state = "silent" if self.silent else "encodes" if self.making else state
+        if gone or state != self.state:
+            if t > self.since:
+                self.spans.append((self.since, t, self.state))
+            self.since, self.state = t, state
+        if gone:
+            self.end = t
+
+
+@dataclass(slots=True)
+class _Course:
+    """A run over time, sessions one after the other."""
+
+    devices: list[tuple[int, _Device]] = field(default_factory=list)
+    redundancy: list[tuple[float, list[float]]] = field(default_factory=list)
+    objectives: list[tuple[float, float]] = field(default_factory=list)
+    begins: list[float] = field(default_factory=list)
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    end: float = 0.0
+
+
+def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated: bool = False) -> None:
+    """Draws devices, redundancy and objective of a coded run over time, as a PNG.
+
+    Args:
+      events: as the coordinator has told them, in order.
+      path: the picture; its folder is made, and it appears whole or not at all.
+      title: stands above the picture.
+      simulated: marks the picture, and its axis of time, as simulated.
+
+    Raises:
+      DataError: there is nothing to draw, or an event is damaged.
+      MissingExtra: matplotlib is not installed.
+    """
+    course = _course(events)
+    if not course.devices:
+        raise DataError(f"no picture for {path}: no device has come")
+    high = min(9.0, max(1.6, 0.28 * len(course.devices)))
+    with picture(path, (12, 6.4 + high), title, simulated=simulated) as figure:
+        devices, redundancy, objective = figure.subplots(3, 1, sharex=True, height_ratios=[high, 1.4, 2.4])
+        _draw_devices(devices, course)
+        _draw_redundancy(redundancy, course)
+        _draw_objective(objective, course)
+        for axes in (devices, redundancy, objective):
+            for begin in course.begins[1:]:
+                axes.axvline(begin, color=INK, linestyle=":", linewidth=1)
+        objective.set_xlabel("simulated time (s)" if simulated else "time (s)")
+        objective.set_xlim(0, course.end * 1.02 or 1.0)
+
+
+# --- from events to figures -------------------------------------------------------------------------------------
+
+
+def _course(events: Iterable[Event]) -> _Course:
+    course, there, before, paused = _Course(), dict[int, _Device](), 0.0, None
+    for event in events:
+        kind = event.get("event")
+        if kind == "begins":
+            for device in there.values():
+                device.becomes(course.end, gone=True)
+                device.asked = True  # nobody knows how it went
+            there, before, paused = {}, course.end, None
+            course.begins.append(before)
+        t = course.end = before + _number(event, "t")
+        if kind == "iterate":
+            course.objectives.append((t, _number(event, "objective")))
+        elif kind == "paused":
+            paused = t
+        elif kind == "goes_on" and paused is not None:
+            course.pauses.append((paused, t))
+            paused = None
+        _take(course, there, event, t)
+        levels = event.get("redundancy")
+        if isinstance(levels, list):
+            course.redundancy.append((t, [_level(one) for one in levels]))
+    for device in there.values():
+        device.becomes(course.end, gone=True)
+        device.end = None
+    if paused is not None:
+        course.pauses.append((paused, course.end))
+    return course
+
+
+def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) -> None:
+    kind = event.get("event")
+    if kind in ("encoded", "iterate"):
+        for device in there.values():
+            device.joined |= not device.making
+            device.becomes(t)
+        return
+    if "rank" not in event:
+        return
+    rank = int(_number(event, "rank"))
+    if kind == "came":
+        there[rank] = _Device(since=t)
+        course.devices.append((rank, there[rank]))
+    if rank not in there:
+        return
+    device = there[rank]
+    if kind == "ordered":
+        device.making.add(int(_number(event, "block")))
+    elif kind in ("built", "failed"):
+        device.making.discard(int(_number(event, "block")))
+    elif kind in ("silent", "heard"):
+        device.silent = kind == "silent"
+    elif kind == "leaving":
+        device.asked = True
+    device.becomes(t, gone=kind == "gone")
+    if kind == "gone":
+        del there[rank]
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"no number {name} in an event ({event.get('event')}); the events are damaged")
+    return value
+
+
+def _level(value: object) -> float:
+    if not isinstance(value, int):
+        raise DataError("a redundancy that is no number; the events are damaged")
+    return value
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------
+
+
+def _draw_devices(axes: Axes, course: _Course) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    for y, (_, device) in enumerate(course.devices):
+        for begin, end, state in device.spans:
+            axes.barh(y, end - begin, left=begin, height=0.7, color=STATES[state])
+        if device.end is not None and not device.asked:
+            axes.plot([device.end], [y], color=VERMILLION, marker="X", markersize=8, linestyle="")
+    seen = {state for _, device in course.devices for _, _, state in device.spans}
+    handles: list[Patch | Line2D] = [Patch(color=STATES[one], label=one) for one in STATES if one in seen]
+    if any(device.end is not None and not device.asked for _, device in course.devices):
+        handles.append(Line2D([], [], color=VERMILLION, marker="X", linestyle="", label="vanishes"))
+    every = math.ceil(len(course.devices) / MOST_NAMED)
+    axes.set_yticks(range(0, len(course.devices), every), [str(rank) for rank, _ in course.devices[::every]])
+    axes.set_ylim(len(course.devices) - 0.4, -0.6)
+    axes.set(title="Devices", ylabel="rank")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), fontsize=9)
+
+
+def _draw_redundancy(axes: Axes, course: _Course) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title="How many devices may vanish", ylabel="devices")
+    for place, (kind, (colour, line)) in enumerate(KINDS.items()):
+        points = [(t, levels[place]) for t, levels in course.redundancy if len(levels) > place]
+        if points:
+            points.append((course.end, points[-1][1]))
+            axes.step(
+                *zip(*points, strict=True), where="post", color=colour, linestyle=line, linewidth=2,
+                label=f"{kind}",
+            )  # fmt: skip
+    for begin, end in course.pauses:
+        axes.axvspan(begin, end, color=VERMILLION, alpha=0.15, linewidth=0)
+    if course.redundancy:
+        axes.legend(title="products by", loc="best", fontsize=9)
+    axes.axhline(0, color=VERMILLION, linewidth=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=-1.2)
+
+
+def _draw_objective(axes: Axes, course: _Course) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title="Objective above that of the last iterate", ylabel="relative difference")
+    if len(course.objectives) < 2:
+        axes.text(0.5, 0.5, "fewer than two iterates", transform=axes.transAxes, ha="center", color="#777777")
+        return
+    last = course.objectives[-1][1]
+    away = [(t, abs(value - last) / (abs(last) or 1.0)) for t, value in course.objectives]
+    shown = [(t, far) for t, far in away if far > 0]
+    axes.plot(*zip(*shown, strict=True), color=BLUE, linewidth=1.4, marker="o", markersize=3)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=ROUND))

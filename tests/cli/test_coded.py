@@ -1,0 +1,432 @@
+"""farflung coded: what cannot work is said in a line or two, and a run is made by processes of the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farflung.cli.main import main
+from farflung.coded.held import HeldProducts
+from farflung.coded.learner import Learner
+from farflung.coded.linear_model import LinearModel
+from farflung.coded.problem import Problem
+from farflung.coded.solvers import solve
+from farflung.comm.keys import make_keys
+from farflung.tasks import Task
+from tests.forks import Fork, farflung
+
+PARTITIONS = 3
+
+
+def samples(number: int, features: int = 12) -> tuple[Any, Any]:
+    """One partition's features and labels, whose columns are of unlike sizes, so that it takes some iterates."""
+    random = np.random.default_rng(number)
+    x = random.standard_normal((150 + number, features)) * np.logspace(0, -2, features)
+    y = np.sign(x @ np.logspace(0, 2, features) + random.standard_normal(len(x)))
+    return x, y
+
+
+def written(folder: Path, number: int = 0, **arrays: Any) -> str:
+    x, y = samples(number)
+    path = folder / f"part-{number}.npz"
+    np.savez(path, **{"x": x, "y": y, **arrays})
+    return str(path)
+
+
+def says(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
+    """What a command says that ends with a code, in a line or two."""
+    assert main(["coded", *args]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("farflung: ")
+    assert len(err.splitlines()) <= 2
+    return err
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--devices", "4"], "--partitions: give how many partitions training begins with"),
+        (["--partitions", "4"], "--devices: give how many devices training begins with"),
+        (["--partitions", "0", "--devices", "2"], "partitions = 0: must be 1 or more"),
+        (["--partitions", "4", "--devices", "2"], "devices = 2: each partition is brought by a device"),
+        (["--patience", "0"], "patience_s = 0.0: must be a number above 0"),
+        (["--redundancy", "-1"], "redundancy = -1: must be 0 or more"),
+        (["--transposed", "rows"], "transposed = 'rows': must be 'columns' or 'repair'"),
+        (["--on-loss", "cry"], "on_loss = 'cry': must be 'wait' or 'go_on'"),
+        (["--code", "raptor"], "unknown code 'raptor'; known: mds, replication, rlnc, uncoded"),
+        (["--model", "forest"], "unknown model 'forest'; known: logistic, svc"),
+        (["--model", "svc", "--loss", "log"], "unknown loss 'log'; known: hinge, squared_hinge"),
+        (["--loss", "hinge"], "loss = 'hinge': it is the svc's"),
+        (["--C", "0"], "objective: C 0.0 must be a number above 0"),
+        (
+            ["--model", "svc", "--loss", "hinge", "--solver", "lbfgs"],
+            "solver = 'lbfgs': it gets stuck where a loss has kinks; use bundle or gd",
+        ),
+        (["--solver", "bundle"], "solver = 'bundle': it is for the hinge; use lbfgs or gd"),
+        (["--solver", "newton"], "unknown solver 'newton'; known: bundle, gd, lbfgs"),
+        (["--tolerance", "-1"], "lbfgs: tol -1.0 must be a number of at least 0"),
+        (["--max-iterations", "0"], "--max-iterations 0: must be 1 or more"),
+        (["--at", "here"], "'here': an address is HOST:PORT"),
+        (["--keys", "absent"], "--keys absent: no such folder; make it with: farflung keys absent"),
+        (["--test", "mnist"], "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+        (["--folder", "/dev/null"], "/dev/null: a file: a run is kept in a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_coordinator_that_cannot_work(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not {"--partitions", "--devices"} & {*args}:
+        args = ["--partitions", "2", "--devices", "3", *args]
+    assert said in says(capsys, 2, "coordinator", "--quiet", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--data", "mnist"], "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+        (["--data", "absent.npz"], "absent.npz: cannot be read (No such file or directory)"),
+        (["--data", "text.npz"], "text.npz: not a file of arrays"),
+        (["--data", "bare.npz"], "bare.npz: it has no array 'y'; arrays x and y are due"),
+        (["--data", "long.npz"], "long.npz: x of shape [150, 12] and y of [7]: (samples, features) and"),
+        (["--data", "words.npz"], "words.npz: y holds something else than finite numbers"),
+        (["--data", "holes.npz"], "holes.npz: x holds something else than finite numbers"),
+        (["--data", "good.npz", "--part", "4/3"], "part 4/3: of 3 parts there are 1 to 3"),
+        (["--data", "good.npz", "--part", "0/3"], "part 0/3: of 3 parts there are 1 to 3"),
+        (["--data", "good.npz", "--part", "third"], "part 'third': write it as I/K, such as 1/4"),
+        (["--data", "good.npz", "--part", "1/500"], "part 1/500: there are 150 rows"),
+        (
+            ["--data", "good.npz", "--seed", "3"],
+            "--seed shuffles the rows before they are parted: give --part",
+        ),
+        (["--part", "1/3"], "--part is of data: give --data too"),
+        (["--name", "mine"], "--name is of data: give --data too"),
+        (
+            ["--pace", "raspberry-pi-4"],
+            "--pace raspberry-pi-4: give --data too, which says how long a row is",
+        ),
+        (["--data", "good.npz", "--pace", "nowhere"], "unknown device 'nowhere'"),
+        (["--patience", "0"], "--patience 0.0: must be a number of seconds above 0"),
+        (["--keys", "absent"], "--keys absent: no such folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_device_that_cannot_work(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    x, y = samples(0)
+    np.savez("good.npz", x=x, y=y)
+    np.savez("bare.npz", x=x)
+    np.savez("long.npz", x=x, y=y[:7])
+    np.savez("words.npz", x=x, y=y.astype(str))
+    np.savez("holes.npz", x=np.where(x > 1, np.nan, x), y=y)
+    Path("text.npz").write_text("x, y")
+    assert said in says(capsys, 2, "device", "127.0.0.1:1", "--quiet", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--room", "-1"], "--room -1: must be 0 or more"),
+        (["--kill", "9"], "--kill 9: there are 8 devices"),
+        (["--data", "mnist"], "--data mnist: must be auto, a9a or synthetic"),
+        (["--partitions", "0"], "partitions = 0: must be 1 or more"),
+    ],
+)
+def test_a_demonstration_that_cannot_work(
+    capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    assert said in says(capsys, 2, "demo", *args)
+
+
+def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'there': an address is HOST:PORT" in says(capsys, 2, "device", "there")
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}"
+        args = ["--partitions", "1", "--devices", "1", "--at", at, "--folder", str(tmp_path / "run")]
+        assert f"{at}: cannot be listened at" in says(capsys, 2, "coordinator", "--quiet", *args)
+
+
+def test_nobody_comes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["--partitions", "2", "--devices", "3", "--patience", "0.3", "--folder", str(tmp_path)]
+    said = says(capsys, 1, "coordinator", "--quiet", *args)
+    assert "nobody came for 0.3 s: 0 of 3 devices and 0 of 2 partitions have come" in said
+
+
+def test_nobody_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}"
+    assert f"a coordinator at {at}" in says(capsys, 1, "device", at, "--patience", "0.3", "--quiet")
+
+
+def test_a_folder_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = [
+        "coordinator",
+        "--quiet",
+        "--devices",
+        "2",
+        "--patience",
+        "0.1",
+        "--folder",
+        str(tmp_path / "run"),
+    ]
+    says(capsys, 1, *args, "--partitions", "1")
+    said = says(capsys, 2, *args, "--partitions", "2")
+    assert "holds another run: its partitions is 1, not 2: choose another --folder" in said
+    (tmp_path / "run" / "config.json").write_text('{"workload": "synthetic/quadratic"}')
+    assert "holds a run of another kind" in says(capsys, 2, *args, "--partitions", "1")
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def coordinator(folder: Path, *args: str) -> Iterator[tuple[Fork, str]]:
+    """The command, and where it is met."""
+    whole = ["--devices", str(PARTITIONS + 1), "--folder", str(folder), *args]
+    if "--partitions" not in args:
+        whole += ["--partitions", str(PARTITIONS)]
+    with farflung("coded", "coordinator", *whole, "--json") as process:
+        begun = process.stderr.readline()
+        assert "farflung coded device" in begun, begun + process.stderr.read()
+        yield process, begun.split("coded device ")[1].split()[0]
+
+
+def ended(processes: Sequence[Fork]) -> list[dict[str, Any]]:
+    """What processes of the command have printed, once they have ended well."""
+    said = [process.finished() for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return [json.loads(out) for out, _ in said]
+
+
+def minimum(parts: Sequence[int], **learner: Any) -> float:
+    """What is minimised, by one process with all data."""
+    both = [samples(part) for part in parts]
+    x, y = (torch.from_numpy(np.concatenate([one[place] for one in both])) for place in (0, 1))
+    learns = Learner(**learner)
+    problem = Problem(HeldProducts(x), learns.objective(2), learns.targets((y > 0).long(), 2))
+    training = solve(learns.minimiser(2), problem, max_iterations=1000)
+    found: float = Task(training, lambda resume: resume(), at_once=True).result().objective
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "learner"),
+    [
+        (["--code", "mds"], {}),
+        (["--model", "svc", "--transposed", "repair", "--C", "0.5"], {"model": "svc", "C": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_run(tmp_path: Path, args: list[str], learner: dict[str, Any]) -> None:
+    folder, test = tmp_path / "run", written(tmp_path, 9)
+    data = [written(tmp_path, part) for part in range(PARTITIONS)]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(folder, "--test", test, *args))
+        devices = [
+            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
+            for more in [*(["--data", path] for path in data), []]
+        ]
+        out, err = process.finished()
+        assert process.returncode == 0, err
+        told = ended(devices)
+    summary = json.loads(out)
+    assert not any("refused" in line for line in err), "nobody greets before the door is open"
+    assert summary["converged"]
+    assert summary["objective"] == pytest.approx(minimum(range(PARTITIONS), **learner), rel=1e-8)
+    assert summary["samples"] == sum(len(samples(part)[1]) for part in range(PARTITIONS))
+    assert json.loads((folder / "summary.json").read_text()).items() <= summary.items()
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+    model = LinearModel.load(folder / "model.safetensors")
+    x, y = map(torch.from_numpy, samples(9))
+    assert summary["test_accuracy"] == model.accuracy(x, y) > 0.7
+    assert sorted(rank for one in told for rank in one["ranks"]) == [1, 2, 3, 4]
+    fetched = sum(one["bytes_sent"].get("encoding", 0) for one in told)
+    assert sum(summary["encoding_nbytes"].values()) == fetched > 0
+    rows, columns = summary["encoding_nbytes"].values()
+    assert summary["mds_encoding_nbytes"] >= fetched
+    assert (summary["mds_encoding_nbytes"] == fetched) == ("mds" in args)
+    assert rows > 0
+    assert (columns > 0) == ("repair" not in args)
+
+
+def test_a_run_with_keys_has_no_room_for_others(tmp_path: Path) -> None:
+    keys = {name: tmp_path / name for name in ("friend", "stranger")}
+    for name, folder in keys.items():
+        make_keys(folder, name)
+    data = [written(tmp_path, part) for part in range(2)]
+    with ExitStack() as stack:
+        mine = ["--keys", str(keys["friend"]), "--json"]
+        args = ["--partitions", "2", "--devices", "2", *mine[:2]]
+        process, at = stack.enter_context(coordinator(tmp_path / "run", *args))
+        stranger = stack.enter_context(
+            farflung("coded", "device", at, "--keys", str(keys["stranger"]), "--data", data[0], "--quiet")
+        )
+        stranger.finished()
+        assert stranger.returncode == 2
+        friends = [stack.enter_context(farflung("coded", "device", at, "--data", one, *mine)) for one in data]
+        (summary,) = ended([process])
+        ended(friends)
+    assert summary["devices_came"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x, y: (x[:, :5], y), "has 5 features, and those that are there have 12"),
+        (lambda x, y: (x, y), "is there already: give each device another one"),
+    ],
+    ids=["width", "name"],
+)
+def test_a_device_that_does_not_fit_is_sent_away(
+    tmp_path: Path, change: Callable[[Any, Any], tuple[Any, Any]], said: str
+) -> None:
+    fits = written(tmp_path)
+    x, y = change(*samples(0))
+    unfit = written(tmp_path, 1, x=x, y=y)
+    named = [] if "features" in said else ["--name", "the data"]
+    with ExitStack() as stack:
+        _, at = stack.enter_context(coordinator(tmp_path / "run"))
+        first = stack.enter_context(farflung("coded", "device", at, "--data", fits, *named))
+        assert "in, as rank" in first.stderr.readline()
+        process = stack.enter_context(farflung("coded", "device", at, "--data", unfit, *named, "--quiet"))
+        out, err = process.finished()
+    assert (process.returncode, out) == (2, "")
+    assert said in err[-1]
+
+
+def test_labels_of_one_class_end_the_run(tmp_path: Path) -> None:
+    data = [written(tmp_path, part, y=np.ones(len(samples(part)[1]))) for part in range(2)]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(
+            coordinator(tmp_path / "run", "--partitions", "2", "--devices", "2")
+        )
+        devices = [
+            stack.enter_context(farflung("coded", "device", at, "--data", one, "--quiet")) for one in data
+        ]
+        said = [one.finished()[1][-1] for one in (process, *devices)]
+    assert [one.returncode for one in (process, *devices)] == [2, 2, 2]
+    assert all("all samples have the label 1: there is nothing to tell apart" in one for one in said)
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    data = [written(tmp_path, part) for part in range(PARTITIONS)]
+    slow = ["--solver", "gd", "--tolerance", "1e-9", "--max-iterations", "100000"]
+    devices = [*(["--data", path] for path in data), []]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(folder, *slow))
+        crowd = [stack.enter_context(farflung("coded", "device", at, *more, "--json")) for more in devices]
+        while not (folder / "state.safetensors").exists():
+            assert process.wait(0.01) is None
+        process.send_signal(signal.SIGINT)
+        first = json.loads(process.finished()[0])
+        assert process.returncode == 130
+        ended(crowd)
+    assert first["interrupted"]
+    assert not first["converged"]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(
+            coordinator(folder, *slow[:2], "--max-iterations", str(first["iterations"] + 5), *slow[2:4])
+        )
+        crowd = [stack.enter_context(farflung("coded", "device", at, *more, "--json")) for more in devices]
+        (second,) = ended([process])
+        ended(crowd)
+    assert second["iterations"] == first["iterations"] + 5
+    assert second["objective"] < first["objective"]
+    assert second["devices_came"] == 2 * (PARTITIONS + 1)
+
+
+def test_a_coordinator_that_is_killed_comes_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    data = [written(tmp_path, part) for part in range(PARTITIONS)]
+    slow = ["--solver", "gd", "--tolerance", "1e-6", "--max-iterations", "100000"]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(folder, *slow))
+        crowd = [
+            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
+            for more in [*(["--data", path] for path in data), []]
+        ]
+        while not (folder / "state.safetensors").exists():
+            assert process.wait(0.01) is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        again, _ = stack.enter_context(coordinator(folder, *slow, "--at", at))
+        (summary,) = ended([again])
+        told = ended(crowd)
+    assert summary["converged"]
+    assert all(len(one["ranks"]) == 2 for one in told)
+
+
+def test_before_training_a_device_leaves_at_once(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(tmp_path / "run"))
+        device = stack.enter_context(farflung("coded", "device", at, "--data", written(tmp_path)))
+        assert "in, as rank 1" in device.stderr.readline()
+        device.send_signal(signal.SIGTERM)
+        device.finished()
+        assert device.returncode == 0
+        process.send_signal(signal.SIGINT)
+        assert process.finished()[0] == ""
+        assert process.returncode == 130
+
+
+def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    data = [written(tmp_path, part) for part in range(PARTITIONS)]
+    slow = ["--solver", "gd", "--tolerance", "1e-12", "--max-iterations", "100000"]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(folder, *slow))
+        crowd = [
+            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
+            for more in [*(["--data", path] for path in data), []]
+        ]
+        while not (folder / "state.safetensors").exists():
+            assert process.wait(0.01) is None
+        crowd[0].send_signal(signal.SIGTERM)
+        (left,) = ended(crowd[:1])
+        assert process.returncode is None
+        process.send_signal(signal.SIGINT)
+        summary = json.loads(process.finished()[0])
+    assert left["left"]
+    assert len(summary["partitions"]) == PARTITIONS
+
+
+def test_the_demonstration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["--data", "synthetic", "--partitions", "3", "--room", "1", "--kill", "1", "--folder", "run"]
+    assert main(["coded", "demo", *args, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["objective"] == pytest.approx(summary["uncoded_objective"], rel=1e-8)
+    assert len(summary["vanished"]) == 1
+    assert summary["mds_encoding_nbytes"] > sum(summary["encoding_nbytes"].values())
+    assert (tmp_path / "run" / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,41 @@
+"""Generator matrices: the raw rows, then the coded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from farflung.coded import MDS, RLNC, Code, Replication, Uncoded
+
+CODE_ROWS: dict[str, Code] = {
+    "mds": MDS(),
+    "mds cauchy": MDS("cauchy"),
+    "mds vandermonde": MDS("vandermonde"),
+    "replication": Replication(),
+    "rlnc": RLNC(),
+    "rlnc binary": RLNC("binary"),
+    "rlnc masked": RLNC("masked"),
+    "uncoded": Uncoded(),
+}
+
+
+def raw(partition: int, partitions: int) -> Tensor:
+    return torch.eye(partitions, dtype=torch.float64)[partition]
+
+
+def row_of(*coefficients: float) -> Tensor:
+    return torch.tensor(coefficients, dtype=torch.float64)
+
+
+def coded_rows(code: Code, blocks: int, partitions: int, seed: int) -> Tensor:
+    """The first so many, or as many as there are."""
+    most = code.most(partitions)
+    rows = [
+        code.row(index, partitions, seed) for index in range(blocks if most is None else min(blocks, most))
+    ]
+    return torch.stack(rows) if rows else torch.zeros(0, partitions, dtype=torch.float64)
+
+
+def generator_matrix(code: Code, blocks: int, partitions: int, seed: int) -> Tensor:
+    """(partitions + coded blocks, partitions)."""
+    return torch.cat([torch.eye(partitions, dtype=torch.float64), coded_rows(code, blocks, partitions, seed)])

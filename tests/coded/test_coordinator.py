@@ -1,0 +1,253 @@
+"""Coordinator and devices: exact products while devices come, go, fall silent and are lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator
+from farflung.errors import RunLost
+from farflung.faults import FaultPlan
+from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
+
+EXACT = 1e-9
+PLAN = FaultPlan()
+
+
+@pytest.mark.parametrize("code", ["rlnc", "rlnc(law='binary')", "rlnc(law='masked')", "mds", "replication"])
+@pytest.mark.parametrize("options", [{}, {"pieces": 1}, {"transposed": "repair"}], ids=str)
+def test_both_products_are_exact(code: str, options: dict[str, Any]) -> None:
+    seen = Run(settings={"code": code, **options})(products_agree())
+    assert seen.found < EXACT
+    assert not seen.coordinator.counters.refused
+
+
+# --- who gets what ----------------------------------------------------------------------------------------------------
+
+
+def encoding(code: str, partitions: int, devices: int, **settings: Any) -> Any:
+    run = Run(
+        partitions,
+        devices,
+        settings={"code": code, "redundancy": 0, **settings},
+        data=lambda number: part(number, features=partitions, rows=partitions),
+    )
+    return run, run(products_agree(1, run.data))
+
+
+def test_an_mds_device_fetches_every_partition() -> None:
+    _, seen = encoding("mds", 6, 9, transposed="repair")
+    assert seen.total("encoding") == (9 - 6) * 6 * (6 * 6 * 8)
+
+
+def test_an_rlnc_device_fetches_and_holds_what_it_drew_alone() -> None:
+    run, seen = encoding("rlnc", 8, 12, transposed="repair")
+    blocks = [block for block in seen.coordinator.roster.of("rows") if block.raw is None]
+    assert len(blocks) == 4
+    for block in blocks:
+        assert block.holder is not None
+        drawn = {source + 1 for source in block.coefficients}
+        gave = {pair for pair in seen.sent["encoding"] if pair[1] == block.holder}
+        assert gave == {(rank, block.holder) for rank in drawn}
+        assert run.holdings[block.holder].nbytes == 8 * 8 * 8
+    assert seen.total("encoding") == 4 * 4 * 8 * 8 * 8, "balanced masks: half of the partitions each"
+
+
+@pytest.mark.parametrize("code", ["mds", "rlnc"])
+def test_columns_cost_the_same_under_every_code(code: str) -> None:
+    _, rows = encoding(code, 8, 12, transposed="repair")
+    _, both = encoding(code, 8, 12)
+    partition = 8 * 8 * 8
+    assert both.total("encoding") - rows.total("encoding") == ((8 - 1) + (12 - 8)) * partition
+
+
+def test_the_coordinator_gets_no_features() -> None:
+    seen = Run()(products_agree())
+    assert not any(0 in pair for pair in seen.sent["encoding"])
+    assert set(seen.sent) == {"encoding", "members", "operands", "answers"}
+    kinds = {kind for kind, pairs in seen.sent.items() if any(to == 0 for _, to in pairs)}
+    assert kinds == {"members", "answers"}, "labels, in greetings, and products"
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        PLAN.crash(2, at_s=0.3),
+        PLAN.crash(5, at_s=0.3),
+        PLAN.crash(2, at_s=0.3).crash(3, at_s=0.6),
+        PLAN.crash(1, at_s=0.3).crash(5, at_s=0.5).crash(2, at_s=0.7),
+        PLAN.hang(2, at_s=0.3, for_s=10),
+        PLAN.cut(3, at_s=0.3, for_s=5),
+        PLAN.slow(1, factor=1000, at_s=0.1),
+    ],
+    ids=lambda plan: "; ".join(map(str, plan.faults)),
+)
+@pytest.mark.parametrize("transposed", ["columns", "repair"])
+def test_products_stay_exact_after_losses(faults: FaultPlan, transposed: str) -> None:
+    seen = Run(faults=faults, settings={"transposed": transposed})(products_agree(20))
+    assert seen.found < EXACT
+    assert len(seen.notes.of("gone")) == sum(fault.kind == "crash" for fault in faults.faults)
+
+
+def test_lost_blocks_are_made_up_for() -> None:
+    seen = Run(faults=PLAN.crash(2, at_s=0.3))(products_agree(20))
+    (gone,) = seen.notes.of("gone")
+    assert isinstance(gone["redundancy"], list)
+    assert min(gone["redundancy"]) == 0
+    assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
+
+
+def test_a_device_that_hangs_is_silent_until_it_is_heard_again() -> None:
+    faults = PLAN.hang(1, at_s=0.3, for_s=4).hang(2, at_s=0.3, for_s=4).hang(5, at_s=0.3, for_s=4)
+    seen = Run(faults=faults, settings={"least_s": 0.5, "redundancy": 0})(products_agree(20))
+    assert seen.found < EXACT
+    assert {event["rank"] for event in seen.notes.of("silent")} == {1, 2, 5}
+    assert {event["rank"] for event in seen.notes.of("heard")} == {1, 2, 5}
+    (paused,) = seen.notes.of("paused")
+    assert "silent: rank 1, 2, 5" in str(paused["missing"])
+    assert seen.notes.of("goes_on")
+
+
+def test_training_pauses_until_a_lost_partition_comes_back() -> None:
+    faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
+    faults = faults.join(1, at_s=20.0).join(2, at_s=21.0)
+    seen = Run(faults=faults, settings={"redundancy": 0})(products_agree(20))
+    assert seen.found < EXACT
+    (paused,) = seen.notes.of("paused")
+    assert "lost with their devices" in str(paused["missing"])
+    assert seen.ended_s > 20
+
+
+def test_patience_ends_and_names_what_is_missing() -> None:
+    faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
+    with pytest.raises(
+        RunLost, match=r"nobody came for 7 s: 3 devices are heard of; lost with their devices: part "
+    ):
+        Run(faults=faults, settings={"redundancy": 0, "patience_s": 7.0})(products_agree(20))
+
+
+def test_training_goes_on_without_what_is_lost_where_it_may() -> None:
+    faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
+    seen = Run(faults=faults, settings={"redundancy": 0, "on_loss": "go_on"})(products_agree(20))
+    assert seen.found < EXACT
+    lost = {event["partition"] for event in seen.notes.of("lost")}
+    assert lost
+    assert {one.name for one in seen.coordinator.roster.active} == {f"part {n}" for n in range(4)} - lost
+
+
+def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
+    faults = PLAN.crash(2, at_s=0.05)
+    run = Run(4, 4, faults=faults, settings={"coded": 1, "redundancy": 0, "patience_s": 3.0})
+    with pytest.raises(RunLost, match="lost with their devices: part 1"):
+        run(products_agree())
+    assert [event["partition"] for event in run.notes.of("lost")] == ["part 1"]
+
+
+def test_too_few_devices_are_named() -> None:
+    with pytest.raises(RunLost, match="6 of 7 devices and 4 of 4 partitions have come"):
+        Run(4, 7, faults=PLAN.crash(7, at_s=0.0), settings={"patience_s": 5.0})(products_agree())
+
+
+# --- coming and leaving -----------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_data_makes_up_for_a_loss() -> None:
+    faults = PLAN.crash(2, at_s=0.3).crash(5, at_s=0.3).join(7, at_s=1.0)
+    seen = Run(later=[None], faults=faults)(products_agree(40))
+    assert seen.found < EXACT
+    for kind in ("rows", "columns"):
+        assert any(block.holder == 7 for block in seen.coordinator.roster.there(kind))
+
+
+@pytest.mark.parametrize("transposed", ["columns", "repair"])
+def test_new_data_are_taken_in(transposed: str) -> None:
+    run = Run(later=[9], faults=PLAN.join(7, at_s=0.2), settings={"transposed": transposed})
+    seen = run(products_agree(20))
+    assert seen.found < EXACT
+    roster = seen.coordinator.roster
+    assert [one.name for one in roster.active] == [*(f"part {n}" for n in range(4)), "part 9"]
+    assert any(4 in block.coefficients for block in roster.there("rows") if block.raw is None)
+
+
+def test_a_device_that_leaves_hands_its_data_over_first() -> None:
+    run = Run()
+
+    async def body(coordinator: Coordinator) -> float:
+        before: Any = await products_agree(3)(coordinator)
+        run.attending[2].leave()
+        after: Any = await products_agree(10)(coordinator)
+        return max(before, after)
+
+    seen = run(body)
+    assert seen.found < EXACT
+    assert 2 not in seen.coordinator.roster.members
+    holders = {block.holder for block in seen.coordinator.roster.there("rows") if block.raw == 1}
+    assert holders
+    assert holders.isdisjoint({2, None})
+
+
+def test_a_coordinator_comes_again_with_what_it_kept_and_what_devices_hold() -> None:
+    first = Run()
+    before = first(products_agree(3))
+    again = Run(holdings=first.holdings, notes=Notes())
+    again.notes.kept = first.notes.kept
+    seen = again(products_agree(3))
+    assert seen.found < EXACT
+    assert "encoding" not in seen.sent, "nothing is made anew"
+    assert seen.coordinator.roster.tree()["blocks"] == before.coordinator.roster.tree()["blocks"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transposed": "repair"}, {"redundancy": 0}, {"redundancy": 2}], ids=str
+)
+def test_a_coordinator_comes_again_to_devices_that_have_kept_nothing(options: dict[str, Any]) -> None:
+    first = Run(settings=options)
+    first(products_agree(3))
+    again = Run(settings=options)
+    again.notes.kept = first.notes.kept
+    seen = again(products_agree(3))
+    assert seen.found < EXACT
+    if not options:
+        assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_partitions_of_unlike_width_are_turned_away_by_name() -> None:
+    faults = PLAN.join(7, at_s=0.2)
+    run = Run(later=[9], faults=faults, data=lambda number: part(number, FEATURES + (number == 9)))
+    seen = run(products_agree(20, run.data))
+    assert seen.found < EXACT
+    (turned,) = seen.notes.of("turned_away")
+    assert "partition 'part 9' has 11 features, and those that are there have 10" in str(turned["why"])
+
+
+def test_a_partition_is_there_once() -> None:
+    seen = Run(later=[2], faults=PLAN.join(7, at_s=0.2))(products_agree(20))
+    (turned,) = seen.notes.of("turned_away")
+    assert "'part 2' is there already" in str(turned["why"])
+
+
+def test_labels_are_those_of_before() -> None:
+    run = Run(faults=PLAN.crash(2, at_s=0.3).join(2, at_s=1.0), holdings=_Forgetful())
+
+    def data(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        features, labels = part(number)
+        return features, -labels if run.notes.of("gone") else labels
+
+    run.data = data
+    seen = run(products_agree(40))
+    (turned,) = seen.notes.of("turned_away")
+    assert "was there with other labels" in str(turned["why"])
+
+
+class _Forgetful(dict[int, Holding]):
+    def __contains__(self, rank: object) -> bool:
+        return False

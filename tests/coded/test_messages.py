@@ -1,0 +1,408 @@
+"""Messages of coded training: what is packed is unpacked, and what is no message harms nobody who hears it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import resource
+import threading
+import typing
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.coded import tags
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator
+from farflung.coded.device import Device
+from farflung.coded.meeting import Address, Reach, attending, coordinating
+from farflung.coded.messages import (
+    Built,
+    Columns,
+    End,
+    Failed,
+    Fetch,
+    Malformed,
+    Message,
+    Multiply,
+    Part,
+    Rows,
+    Source,
+    Welcome,
+    packed,
+    unpacked,
+)
+from farflung.coded.settings import Settings
+from farflung.comm import view
+from farflung.errors import FarflungError, PeerLost
+from farflung.network import Link
+from farflung.runtime import VirtualWorld
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime
+from tests.coded_mutations import (
+    COMMANDS,
+    FEATURES,
+    FETCHES,
+    OTHERS,
+    REPORTS,
+    WORK,
+    damaged,
+    kept_for_later,
+    tensors_of,
+)
+from tests.coded_runs import part
+from tests.helpers import PATIENCE_S, in_threads, same_bits, tag
+
+COUNT = 10_000
+MANY = 50_000
+"""Rounds; a run has some hundreds."""
+EXACT = 1e-9
+KINDS: tuple[type[Message], ...] = typing.get_args(Message)
+ALL: Sequence[Message] = (*COMMANDS, *WORK, *REPORTS, *FETCHES, *OTHERS)
+
+
+def in_range(message: Message) -> bool:
+    """Whether it can be a message at all; some are there for what they ask for."""
+    try:
+        unpacked(packed(message), KINDS)
+    except Malformed:
+        return False
+    return True
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+def same(one: Message, other: Message) -> bool:
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)]
+    return type(one) is type(other) and all(
+        same_bits(a, b) if isinstance(a, Tensor) else (type(a), a) == (type(b), b) for a, b in pairs
+    )
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert {type(message) for message in ALL} == set(KINDS)
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
+def test_what_is_packed_is_unpacked(message: Message) -> None:
+    if in_range(message):
+        assert same(unpacked(packed(message), KINDS), message)
+    assert not unpacks(packed(message), [kind for kind in KINDS if kind is not type(message)])
+
+
+def unpacks(payload: Payload, kinds: Sequence[type[Message]] = KINDS) -> bool:
+    """Whether it is a message; then it is the same when it is packed again."""
+    try:
+        message = unpacked(payload, kinds)
+    except Malformed:
+        return False
+    assert same(unpacked(packed(message), KINDS), message)
+    return True
+
+
+def of_text(text: bytes, *tensors: Tensor) -> Payload:
+    return Payload((torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8), *tensors))
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_no_message(text: bytes) -> None:
+    assert not unpacks(of_text(text))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.sampled_from(ALL), st.data())
+def test_fields_of_other_kinds_are_refused_or_read(message: Message, data: st.DataObject) -> None:
+    body, tensors = tensors_of(packed(message))
+    for name in data.draw(st.sets(st.sampled_from(sorted(body)), max_size=3)):
+        body[name] = data.draw(JSON)
+    if data.draw(st.booleans()):
+        tensors = data.draw(st.lists(st.sampled_from([torch.ones(2, 2), torch.ones(3).double()]), max_size=2))
+    unpacks(of_text(json.dumps(body).encode(), *tensors))
+
+
+@given(st.integers(0, 1 << 32))
+def test_damaged_messages_are_refused_or_read(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20):
+        unpacks(damaged(draw, ALL))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"":"source","rank":1}',
+        b'{"":"probe","round":1' + b"0" * 400 + b"}",
+        b'{"":"probe","round":1.0}',
+        b'{"":"probe","round":true}',
+        b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1e999],"bounds":[]}',
+        b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1' + b"0" * 400 + b'],"bounds":[]}',
+        b'{"":"end","reason":"\\ud800"}',
+        b'{"":"end","reason":"\\u001b[2J"}',
+        b'{"":"end","reason":"' + b"x" * 5000 + b'"}',
+        b'{"":"drop","blocks":[' + b"0," * 5000 + b"0]}",
+        b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_json_allows_and_no_message_has(text: bytes) -> None:
+    assert not unpacks(of_text(text))
+
+
+# --- a hostile device -------------------------------------------------------------------------------------------------
+
+DEVICES, PARTITIONS = 5, 3
+HOSTILE = DEVICES + 1
+LAST = 12_345
+"""A round that nothing else speaks of."""
+BULK = torch.zeros(1 << 14)
+BEGIN, THROUGH = tag(1), tag(2)
+NOTHING = Payload(())
+
+
+async def coordinate(runtime: Runtime) -> tuple[float, Coordinator]:
+    """Multiplies until the hostile device has said all that it has to say; the largest error, and the coordinator."""
+    settings = Settings(
+        partitions=PARTITIONS, devices=DEVICES + 1, least_s=PATIENCE_S / 10, patience_s=PATIENCE_S
+    )
+    coordinator = Coordinator(runtime, settings)
+    await coordinator.gather()
+    whole = torch.cat([part(int(one.name.removeprefix("part ")))[0] for one in coordinator.settle()])
+    runtime.comm.send(NOTHING, hostile_of(coordinator), BEGIN)
+    through = runtime.launch(hears_the_end(runtime))
+    random_, worst, rounds = torch.Generator().manual_seed(0), 0.0, 0
+    while not through.done or rounds < 5:
+        weights = torch.randn(FEATURES, 2, generator=random_, dtype=torch.float64)
+        residuals = torch.randn(len(whole), 2, generator=random_, dtype=torch.float64)
+        found = await coordinator.times(weights), await coordinator.transposed_times(residuals)
+        for product, due in zip(found, (whole @ weights, whole.T @ residuals), strict=True):
+            worst = max(worst, float((product - due).abs().max() / due.abs().max()))
+        rounds += 1
+        assert rounds < MANY, "the hostile device has not come to its end"
+    await coordinator.end()
+    return worst, coordinator
+
+
+async def hears_the_end(runtime: Runtime) -> None:
+    await runtime.comm.recv_any(THROUGH, deadline_s=math.inf)
+
+
+def hostile_of(coordinator: Coordinator) -> int:
+    """The one that could make no block."""
+    (rank,) = [rank for rank, member in coordinator.roster.members.items() if member.unable]
+    return rank
+
+
+async def speaks(runtime: Runtime, seed: int) -> dict[str, int]:
+    """Says what nobody should: to the coordinator and to all devices, on all tags that they listen to."""
+    comm, draw = runtime.comm, random.Random(seed)
+    await comm.recv(0, BEGIN, deadline_s=math.inf)
+    others = [rank for rank in range(1, HOSTILE + 1) if rank != comm.rank]
+    for rank in others:
+        while (await outcome(comm.send(damaged(draw, FETCHES), rank, tags.ASK))) is not None:
+            await runtime.sleep_until(runtime.now() + 0.02)
+    said = dict.fromkeys(("report", "answer", "ask", "command", "operand"), 0)
+    for turn in range(COUNT):
+        what = draw.choice(list(said))
+        said[what] += 1
+        rank = draw.choice(others)
+        if what == "report":
+            left = comm.send(damaged(draw, REPORTS), 0, tags.REPORT)
+        elif what == "answer":
+            where, payload = kept_for_later(draw, 200)
+            left = comm.send(payload, 0, where)
+        elif what == "ask":
+            left = comm.send(damaged(draw, FETCHES), rank, tags.ASK)
+        else:
+            tag_, messages = (tags.COMMAND, COMMANDS) if what == "command" else (tags.OPERAND, WORK)
+            left = comm.send(Payload((damaged(draw, messages), BULK)), rank, tag_)
+        if turn % 50 == 0:
+            assert await outcome(left) is None
+            await runtime.sleep_until(runtime.now() + 0.001)
+    await comm.send(NOTHING, 0, THROUGH)
+    return said
+
+
+async def outcome(left: Pending[None]) -> FarflungError | None:
+    try:
+        await left
+    except PeerLost as error:
+        return error
+    return None
+
+
+def holding(place: int) -> Holding:
+    return Holding(f"part {place}", *part(place)) if place < PARTITIONS else Holding()
+
+
+def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], said: dict[str, int]) -> None:
+    print(said, coordinator.counters, [device.refused for device in devices])
+    assert worst < EXACT
+    assert sum(said.values()) == COUNT
+    # Beside what is refused there is what speaks of nothing, such as a block of another device.
+    assert coordinator.counters.refused > said["report"] // 2
+    assert sum(device.refused for device in devices) > said["ask"] // 2
+    assert len(coordinator.roster.members) >= DEVICES
+    assert {one.name for one in coordinator.roster.partitions} == {
+        f"part {place}" for place in range(PARTITIONS)
+    }
+
+
+def test_a_hostile_device_in_virtual_time() -> None:
+    world = VirtualWorld(HOSTILE + 1, Link(0.001, 1e9), whole=False)
+    devices: list[Device] = []
+    said: list[dict[str, int]] = []
+
+    async def attend(runtime: Runtime) -> None:
+        devices.append(Device(runtime, holding(runtime.comm.rank - 1)))
+        await devices[-1].run()
+
+    async def be_hostile(runtime: Runtime) -> None:
+        runtime.launch(Device(runtime, Holding(), room_nbytes=0).run())
+        said.append(await speaks(runtime, 1))
+
+    first, *others, last = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, Any]] = [
+        coordinate(first),
+        *map(attend, others),
+        be_hostile(last),
+    ]
+    worst, coordinator = world.run(bodies)[0]
+    check(worst, coordinator, devices, said[0])
+
+
+def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "KEPT_NBYTES", KEPT_NBYTES := 1 << 22)
+    met: list[Address] = []
+    there = threading.Event()
+    devices: list[Device] = []
+    dropped: list[int] = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def coordinates() -> tuple[float, Coordinator]:
+        with coordinating(Address("127.0.0.1", 0), "run", Reach()) as (runtime, at):
+            met.append(at)
+            there.set()
+            return runtime.drive(coordinate(runtime))
+
+    def attends(body: Callable[[Any], Any]) -> Any:
+        assert there.wait(PATIENCE_S)
+        with attending(met[0], Reach(), patience_s=PATIENCE_S) as runtime:
+            return body(runtime)
+
+    def device(runtime: Any, holding: Holding, **options: Any) -> Device:
+        return Device(
+            runtime,
+            holding,
+            admit=runtime.admit,
+            opened=lambda: runtime.aside(lambda: None),
+            patience_s=PATIENCE_S,
+            **options,
+        )
+
+    def honest(place: int, runtime: Any) -> None:
+        devices.append(device(runtime, holding(place)))
+        runtime.drive(devices[-1].run())
+        mailbox = runtime.view.mailbox
+        dropped.append(mailbox.dropped)
+        assert mailbox.kept_nbytes <= (DEVICES + 2) * KEPT_NBYTES
+
+    def hostile(runtime: Any) -> dict[str, int]:
+        speaking = runtime.launch(speaks(runtime, 1))
+        runtime.drive(device(runtime, Holding(), room_nbytes=0).run())
+        return typing.cast("dict[str, int]", speaking.wait())
+
+    found = in_threads(
+        coordinates,
+        *(partial(attends, partial(honest, place)) for place in range(DEVICES)),
+        partial(attends, hostile),
+    )
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    (worst, coordinator), *_, said = typing.cast(Any, found)
+    check(worst, coordinator, devices, said)
+    assert sum(dropped) > COUNT // 10, "commands of who is not the coordinator are kept up to a bound"
+    grown_nbytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown_nbytes < 1 << 28
+
+
+# --- a coordinator that says anything -----------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
+    """What would end it, or make it wait for who is not there, is left out: that is sensible to say."""
+    data, labels = part(0)
+    brought, world = Holding("part 0", data, labels), VirtualWorld(2, Link(0.001, 1e9), whole=False)
+    devices: list[Device] = []
+
+    async def told(runtime: Runtime) -> Tensor:
+        comm, draw = runtime.comm, random.Random(3)
+        await comm.recv(1, tags.REPORT)
+        for turn in range(COUNT):
+            at_work = draw.random() < 0.5
+            payload = damaged(draw, WORK if at_work else COMMANDS)
+            if b"end" not in b"".join(tensor.numpy().tobytes() for tensor in payload.tensors()):
+                comm.send(payload, 1, tags.OPERAND if at_work else tags.COMMAND)
+            if turn % 50 == 0:
+                await runtime.sleep_until(runtime.now() + 0.001)
+        comm.send(packed(Welcome("again", 7, "rlnc", 0)), 1, tags.COMMAND)
+        comm.send(packed(Rows(70, len(data), FEATURES, -1, (), (Source(1, 7, 2.0),))), 1, tags.COMMAND)
+        parts = (Part(0, len(data), raw=True, sources=(Source(1, 7, 1.0),)),)
+        comm.send(packed(Columns(71, (1.0, 1.0), (0, 5, FEATURES), parts)), 1, tags.COMMAND)
+        made: set[int] = set()
+        while not made >= {70, 71}:
+            try:
+                report = unpacked(await comm.recv(1, tags.REPORT), (Built, Failed))
+            except Malformed:
+                continue
+            if isinstance(report, Built):
+                made.add(report.block)
+        weights = torch.ones(FEATURES, 1, dtype=torch.float64)
+        comm.send(packed(Multiply(LAST, LAST, (70,), (), len(data), 1, 0, weights)), 1, tags.OPERAND)
+        _, product = (await comm.recv(1, tags.answers(LAST))).tensors()
+        comm.send(packed(End()), 1, tags.OPERAND)
+        return product
+
+    async def attend(runtime: Runtime) -> None:
+        devices.append(Device(runtime, brought, room_nbytes=1 << 20, fetch_s=0.001))
+        await devices[0].run()
+
+    bodies: list[Coroutine[Pending[Any], None, Any]] = [told(world.runtimes[0]), attend(world.runtimes[1])]
+    product = world.run(bodies)[0]
+    assert torch.allclose(product, 2 * data @ torch.ones(FEATURES, 1, dtype=torch.float64))
+    assert devices[0].refused > COUNT // 2
+    assert brought.nbytes <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Fetch(1, 0, 0, 1 << 20),
+        Fetch(1, 0, 0, 1 << 40),
+        Fetch(1, 0, 5, 4),
+        Fetch(1, 0, 0, 5, 0),
+        Fetch(1, 0, 0, 5, -1, (1.0,), (0, 9)),
+        Fetch(1, 0, 0, 5, -1, (1.0, 1.0), (0, 11, 10)),
+        Fetch(1, 9, 0, 5),
+    ],
+    ids=str,
+)
+def test_no_more_is_given_than_there_is_and_than_is_given_at_once(request_: Fetch) -> None:
+    brought = Holding("part 0", *part(0))
+    brought.settle("run", 0)
+    with pytest.raises(Malformed):
+        brought.give(request_)

@@ -1,0 +1,151 @@
+"""The contract of objectives, over a table of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.coded import (
+    OBJECTIVES,
+    HeldProducts,
+    Hinge,
+    Logistic,
+    Multinomial,
+    Objective,
+    Problem,
+    SquaredHinge,
+)
+from farflung.errors import ConfigError
+from farflung.seeding import generator
+from tests.coded.problems import run
+
+TABLE: dict[str, Objective] = {
+    "hinge": Hinge(C=0.3),
+    "logistic": Logistic(C=0.3),
+    "multinomial": Multinomial(C=0.3, classes=3),
+    "squared_hinge": SquaredHinge(C=0.3),
+}
+
+
+def drawn(name: str, samples: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Margins and targets of three outputs."""
+    random = generator(0, name, samples)
+    margins = spread * torch.randn(samples, 3, generator=random, dtype=torch.float64)
+    if name == "multinomial":
+        return margins, torch.randint(3, (samples,), generator=random)
+    return margins, torch.randint(2, (samples, 3), generator=random).mul(2).sub(1).to(torch.float64)
+
+
+def from_its_definition(name: str, margins: Tensor, targets: Tensor) -> Tensor:
+    if name == "multinomial":
+        return torch.nn.functional.cross_entropy(margins, targets, reduction="sum")
+    right = margins * targets
+    if name == "logistic":
+        return torch.logaddexp(torch.zeros_like(right), -right).sum()
+    return (torch.relu(1 - right) ** (2 if name == "squared_hinge" else 1)).sum()
+
+
+def test_the_table_is_whole() -> None:
+    assert {name: type(made) for name, made in TABLE.items()} == OBJECTIVES
+
+
+@pytest.mark.parametrize("samples", [1, 20, 10_000])
+@pytest.mark.parametrize("name", TABLE)
+def test_loss_and_derivative(name: str, samples: int) -> None:
+    margins, targets = drawn(name, samples)
+    before = margins.clone(), targets.clone()
+    total, slopes = TABLE[name].loss(margins, targets)
+    assert torch.equal(margins, before[0])
+    assert torch.equal(targets, before[1])
+    assert TABLE[name].outputs(targets) == slopes.shape[1] == 3
+    free = margins.requires_grad_()
+    expected = 0.3 * from_its_definition(name, free, targets)
+    (gradient,) = torch.autograd.grad(expected, free)
+    assert total == pytest.approx(float(expected.detach()), rel=1e-12)
+    torch.testing.assert_close(slopes, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_large_margins_are_finite(name: str) -> None:
+    margins, targets = drawn(name, 50, spread=1e4)
+    total, slopes = TABLE[name].loss(margins, targets)
+    assert total == pytest.approx(0.3 * float(from_its_definition(name, margins, targets)), rel=1e-12)
+    assert bool(slopes.isfinite().all())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_curvature_bounds_the_second_derivative(name: str) -> None:
+    curvature = TABLE[name].curvature
+    if curvature is None:
+        assert name == "hinge"
+        return
+    margins, targets = drawn(name, 500, spread=1.0)
+    way = torch.randn(margins.shape, generator=generator(1), dtype=torch.float64)
+    slopes, further = (TABLE[name].loss(at, targets)[1] for at in (margins, margins + 1e-4 * way))
+    bends = ((further - slopes) * way).sum(dim=1) / 1e-4
+    assert bool((bends <= 0.3 * curvature * (way * way).sum(dim=1) * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("fit_intercept", [True, False])
+def test_gradient_of_the_whole_objective(name: str, fit_intercept: bool) -> None:
+    options: dict[str, Any] = {"classes": 3} if name == "multinomial" else {}
+    if name.endswith("hinge"):
+        options["intercept_scaling"] = 2.5
+    objective = OBJECTIVES[name](C=0.3, fit_intercept=fit_intercept, **options)
+    _, targets = drawn(name, 40)
+    matrix = torch.randn(40, 5, generator=generator(2), dtype=torch.float64)
+    problem = Problem(HeldProducts(matrix), objective, targets)
+    assert problem.shape == (5 + fit_intercept, 3)
+    weights = torch.randn(problem.shape, generator=generator(3), dtype=torch.float64).requires_grad_()
+    features, intercepts = problem.split(weights)
+    if fit_intercept:
+        torch.testing.assert_close(intercepts, weights[5] * options.get("intercept_scaling", 1.0))
+    penalised = weights if name.endswith("hinge") else features
+    loss = from_its_definition(name, matrix @ features + intercepts, targets)
+    whole = 0.5 * (penalised**2).sum() + 0.3 * loss
+    (gradient,) = torch.autograd.grad(whole, weights)
+    found = weights.detach()
+    lost, slopes = objective.loss(run(problem.margins(found)), targets)
+    penalty, shrinking = problem.penalty(found)
+    assert lost + penalty == pytest.approx(float(whole.detach()), rel=1e-12)
+    torch.testing.assert_close(run(problem.transposed(slopes)) + shrinking, gradient)
+
+
+@given(width=st.floats(1e-9, 10), seed=st.integers(0, 1000))
+def test_planes_of_the_hinge_are_below_it(width: float, seed: int) -> None:
+    hinge, random = Hinge(C=0.3), generator(seed)
+    margins = 2 * torch.randn(30, 1, generator=random, dtype=torch.float64)
+    targets = torch.where(torch.rand(30, 1, generator=random) < 0.5, 1.0, -1.0).to(torch.float64)
+    offset, slopes = hinge.plane(margins, targets, width)
+    elsewhere = 2 * torch.randn(30, 1, generator=random, dtype=torch.float64)
+    assert offset + float((slopes * elsewhere).sum()) <= hinge.loss(elsewhere, targets)[0] + 1e-12
+    beyond = (1 + width / 4) * targets  # where it is least close
+    offset, slopes = hinge.plane(beyond, targets, width)
+    assert offset + float((slopes * beyond).sum()) == pytest.approx(-0.3 * 30 * width / 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Logistic, {"C": 0}, "C 0 must be a number above 0"),
+        (Hinge, {"C": float("nan")}, "C nan must be"),
+        (SquaredHinge, {"intercept_scaling": -1.0}, "intercept_scaling -1.0 must be"),
+        (Multinomial, {"classes": 1}, "classes 1 must be at least 2"),
+        (Multinomial, {"classes": 3, "C": "1"}, "C '1' must be"),
+        (Hinge, {"fit_intercept": 1}, "fit_intercept 1 must be True or False"),
+    ],
+)
+def test_settings_out_of_range(kind: type[Any], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)
+
+
+def test_products_are_of_a_matrix() -> None:
+    with pytest.raises(ConfigError, match="expected a matrix, found 1 dimensions"):
+        HeldProducts(torch.zeros(3))

@@ -1,0 +1,79 @@
+"""How many rows may vanish: against taking away every set of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farflung.coded import MDS, RLNC, Replication, any_one_may_vanish, rank, redundancy, would_decode
+from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
+
+
+def by_enumeration(rows: list[Tensor], partitions: int) -> int:
+    for vanished in range(len(rows) + 1):
+        for left in itertools.combinations(rows, len(rows) - vanished):
+            if not would_decode(left, partitions):
+                return vanished - 1
+    raise AssertionError
+
+
+def alive(name: str, partitions: int, extra: int, seed: int, gone: set[int]) -> list[Tensor]:
+    matrix = generator_matrix(CODE_ROWS[name], extra, partitions, seed)
+    return [row for place, row in enumerate(matrix) if place not in gone]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(set(CODE_ROWS) - {"mds cauchy", "mds vandermonde"})),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.integers(0, 2**62),
+    st.sets(st.integers(0, 9), max_size=3),
+)
+def test_it_is_what_taking_away_every_set_says(
+    name: str, partitions: int, extra: int, seed: int, gone: set[int]
+) -> None:
+    rows = alive(name, partitions, extra, seed, gone)
+    expected = by_enumeration(rows, partitions)
+    assert redundancy(rows, partitions) == expected
+    assert redundancy(rows, partitions, enough=1) == min(expected, 1)
+    assert any_one_may_vanish(rows, partitions) == (expected >= 1)
+    assert redundancy(rows, partitions, most_sets=len(rows)) in {expected, min(expected, 1)}
+
+
+def test_of_known_codes() -> None:
+    assert redundancy([*generator_matrix(MDS(), 4, 16, 1)], 16) == 4
+    assert redundancy([*generator_matrix(RLNC(), 4, 16, 1)], 16) == 2, "each partition is in two coded blocks"
+    assert redundancy([*generator_matrix(Replication(), 16, 8, 1)], 8) == 2
+    assert redundancy([*generator_matrix(Replication(), 4, 8, 1)], 8) == 0
+    assert redundancy([*generator_matrix(MDS(), 0, 8, 1)], 8) == 0
+
+
+def test_parallel_coded_rows_are_worth_one() -> None:
+    """Without both raw rows and the last one, what is left is of rank 1, though it has both partitions."""
+    rows = [raw(0, 2), raw(1, 2), row_of(1, 1), row_of(2, 2), row_of(1, 2)]
+    assert redundancy(rows, 2) == 2
+
+
+def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound() -> None:
+    rows = [*generator_matrix(MDS(), 10, 40, 1)]
+    assert redundancy(rows, 40) == 3
+    assert redundancy(rows, 40, most_sets=2000) == 2
+
+
+def test_rank_counts_what_is_independent() -> None:
+    assert rank([], 3) == 0
+    assert rank([raw(0, 3), raw(0, 3), row_of(1, 1, 0), row_of(1, -1, 0)], 3) == 2
+    assert would_decode([*torch.eye(3, dtype=torch.float64)], 3)
+    assert not would_decode([row_of(1, 1, 0), row_of(1, 1 + 1e-8, 0), raw(2, 3)], 3)
+
+
+@pytest.mark.parametrize("rows", [[], [raw(0, 2)], [raw(0, 2), raw(0, 2), raw(0, 2)]])
+def test_what_is_lost_has_no_redundancy(rows: list[Tensor]) -> None:
+    assert redundancy(rows, 2) == -1
+    assert not any_one_may_vanish(rows, 2)

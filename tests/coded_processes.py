@@ -1,0 +1,202 @@
+"""Devices of coded training that are processes, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.coded.attendance import take_part
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator
+from farflung.coded.device import Device
+from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.roster import Roster
+from farflung.coded.settings import Settings
+from farflung.runtime import WallRuntime
+from farflung.types import Json
+from tests.coded_runs import Notes, part
+from tests.forks import Fork
+from tests.helpers import PATIENCE_S
+
+__all__ = ["Crowd", "Told", "descend", "free_port", "run_on_loopback", "trained"]
+
+FEATURES = 20
+ITERATIONS = 40
+RATE = 4.0
+
+
+def partition(number: int) -> tuple[Tensor, Tensor]:
+    """Features and labels of 0 or 1 of one partition; unlike numbers of rows."""
+    features, _ = part(number, FEATURES, 60 + 7 * number)
+    random = torch.Generator().manual_seed(99)
+    truth = torch.randn(FEATURES, 1, generator=random, dtype=torch.float64)
+    return features, (features @ truth > 0).to(torch.float64)[:, 0]
+
+
+async def descend(
+    times: Callable[[Tensor], Any],
+    transposed: Callable[[Tensor], Any],
+    labels: Tensor,
+    at: Callable[[int], None],
+) -> Tensor:
+    """Gradient descent on the logistic loss; ``at`` is called before each iterate."""
+    weights = torch.zeros(FEATURES, 1, dtype=torch.float64)
+    for iterate in range(ITERATIONS):
+        at(iterate)
+        residuals = torch.sigmoid(await times(weights)) - labels[:, None]
+        weights = weights - RATE / len(labels) * await transposed(residuals)
+    return weights
+
+
+def trained(partitions: int) -> Tensor:
+    """The weights that come out where nothing goes wrong, on one machine."""
+    parts = [partition(number) for number in range(partitions)]
+    whole, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    weights = torch.zeros(FEATURES, 1, dtype=torch.float64)
+    for _ in range(ITERATIONS):
+        residuals = torch.sigmoid(whole @ weights) - labels[:, None]
+        weights = weights - RATE / len(labels) * (whole.T @ residuals)
+    return weights
+
+
+# --- devices ----------------------------------------------------------------------------------------------------
+
+
+def attend(host: str, port: int, number: int | None, folder: str, interface: str | None = None) -> int:
+    """What runs in the process of a device: says which process a rank is, and at the end what it has left."""
+    torch.set_num_threads(1)
+    holding = Holding() if number is None else Holding(f"part {number}", *partition(number))
+    met: list[tuple[Device, WallRuntime]] = []
+
+    def note(device: Device, runtime: WallRuntime) -> None:
+        met.append((device, runtime))
+        Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
+
+    reason = take_part(Address(host, port), holding, Reach(interface), patience_s=PATIENCE_S, met=note)
+    device, runtime = met[-1]
+    kept = runtime.view.mailbox.kept_nbytes
+    left = {"reason": reason, "refused": device.refused, "kept_nbytes": kept, "meetings": len(met)}
+    Path(folder, f"left-{os.getpid()}").write_text(json.dumps(left))
+    return 0
+
+
+@dataclass
+class Crowd:
+    """Processes of devices, and which ranks they are.
+
+    Args:
+      address: of the coordinator.
+      folder: where devices leave what they say.
+      start: starts the process of a device, from what it calls.
+    """
+
+    address: Address
+    folder: Path
+    start: Callable[..., Fork] = Fork
+    forks: list[Fork] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)
+    """Processes."""
+
+    def join(self, number: int | None, **options: Any) -> Fork:
+        """One more device, with a partition or without."""
+        call = partial(attend, self.address.host, self.address.port, number, str(self.folder), **options)
+        fork = self.start(call, log=self.folder / f"log-{len(self.forks)}")
+        self.forks.append(fork)
+        return fork
+
+    def pid(self, rank: int) -> int:
+        """Of the device of a rank that is there."""
+        (found,) = self.folder.glob(f"rank-{rank}-*")
+        return int(found.name.rpartition("-")[2])
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Kills a device, stops it or lets it go on."""
+        pid = self.pid(rank)
+        if number is signal.SIGKILL:
+            self.killed.add(pid)
+        os.kill(pid, number)
+
+    def left(self) -> list[dict[str, Any]]:
+        """What each device that has not been killed has left, once all have ended."""
+        found = []
+        for fork in self.forks:
+            code = fork.wait(PATIENCE_S)
+            if fork.pid in self.killed:
+                assert code == -signal.SIGKILL
+            else:
+                assert code == 0, (code, [log.read_text() for log in self.folder.glob("log-*")])
+                found.append(json.loads((self.folder / f"left-{fork.pid}").read_text()))
+        return found
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for fork in self.forks:
+            if fork.returncode is None:
+                os.kill(fork.pid, signal.SIGKILL)
+            fork.__exit__()
+
+
+# --- what is left ------------------------------------------------------------------------------------------------
+
+
+def rank_of(roster: Roster, kind: str, without: set[int]) -> int:
+    """The rank of the blocks of a kind that are made, and with none of these devices."""
+    if kind == "rows":
+        unknowns = [one.number for one in roster.partitions]
+    else:
+        unknowns = list(range(len(roster.bounds) - 1))
+    whole = {one.number for one in roster.partitions}
+    rows = [
+        [block.coefficients.get(one, 0.0) for one in unknowns]
+        for block in roster.blocks.values()
+        if block.kind == kind and block.ready and block.holder not in {None, *without}
+        if kind == "rows" or block.parts >= whole
+    ]
+    return int(np.linalg.matrix_rank(np.array(rows), tol=1e-6)) if rows else 0
+
+
+# --- the coordinator ----------------------------------------------------------------------------------------------
+
+
+class Told(Notes):
+    """A record that tells somebody of each event, when it happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listener: Callable[[str, dict[str, Json]], object] = lambda event, values: None
+
+    def tell(self, event: str, **values: Json) -> None:
+        super().tell(event, **values)
+        self.listener(event, values)
+
+
+@contextmanager
+def run_on_loopback(settings: Settings, notes: Any) -> Iterator[tuple[WallRuntime, Coordinator, Address]]:
+    """A coordinator of this process."""
+    with coordinating(Address("127.0.0.1", 0), "run", Reach()) as (runtime, at):
+        yield runtime, Coordinator(runtime, settings, run="run", record=notes), at
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def difference(found: Tensor, due: Tensor) -> float:
+    """Relative, of weights."""
+    return float((found - due).norm() / due.norm()) if math.isfinite(float(found.norm())) else math.inf

@@ -1,0 +1,81 @@
+"""a9a in LIBSVM's text, plain and packed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from farflung.data import a9a
+from farflung.data.catalog import CATALOG
+from farflung.data.source import Location
+from farflung.errors import DataError
+
+TRAIN = b"-1 3:1 11:1 123:1 \n+1 1:1\n-1 \n"
+TEST = b"+1 2:1 4:1\r\n1 5:1"
+PACKED: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
+
+
+def put(folder: Path, train: bytes = TRAIN, test: bytes = TEST, suffix: str = "") -> Location:
+    names = (f"a9a{suffix}", f"a9a.t{suffix}")
+    for name, text in zip(names, (train, test), strict=True):
+        (folder / name).write_bytes(PACKED[suffix](text))
+    return Location(folder, names, "folder")
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_rows_and_labels(tmp_path: Path, suffix: str) -> None:
+    found = put(tmp_path, suffix=suffix)
+    assert found.names in (*a9a.SOURCE.layouts, tuple(file.name for file in a9a.SOURCE.files))
+    train, test = a9a.read(found, counts=(3, 2), above=(1, 2))
+    batch = train.take(torch.arange(3), train=True)
+    assert batch.inputs.shape == (3, 123)
+    assert batch.inputs.dtype == torch.float32
+    assert batch.inputs.nonzero().tolist() == [[0, 2], [0, 10], [0, 122], [1, 0]]
+    assert batch.targets.tolist() == [-1, 1, -1]
+    assert train.labels is not None
+    assert train.labels.tolist() == [0, 1, 0]
+    assert test.take(torch.arange(2), train=False).inputs.nonzero().tolist() == [[0, 1], [0, 3], [1, 4]]
+    assert test.targets.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"-1 3:1\n0 4:1\n", r"a9a, line 2: expected a label of -1 or \+1, found '0'"),
+        (b"-1 3:1\n\n+1 4:1\n", r"a9a, line 2: expected a label of -1 or \+1, found ''"),
+        (b"-1 3:1\n+1 124:1\n", "a9a, line 2: expected column:1 with columns 1 to 123, found '124:1'"),
+        (b"-1 0:1\n", "a9a, line 1: expected column:1 .* found '0:1'"),
+        (b"-1 3:0.5\n", "a9a, line 1: expected column:1 .* found '3:0.5'"),
+        (b"-1 3:1 7", "a9a, line 1: expected column:1 .* found '7'"),
+        (b"-1 \xff:1\n", "a9a, line 1: expected column:1"),
+        (b"-1 3:1\n", "a9a: expected 3 rows, 1 of them labelled 1, found 1 and 0"),
+        (TRAIN.replace(b"-1", b"+1"), "expected 3 rows, 1 of them labelled 1, found 3 and 3"),
+    ],
+)
+def test_damaged_lines(tmp_path: Path, text: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        a9a.read(put(tmp_path, text), counts=(3, 2), above=(1, 2))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2"])
+def test_damaged_files(tmp_path: Path, suffix: str) -> None:
+    found = put(tmp_path, suffix=suffix)
+    path = found.path(found.names[1])
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"a9a\.t\..*truncated"):
+        a9a.read(found, counts=(3, 2), above=(1, 2))
+    path.write_bytes(b"something else")
+    with pytest.raises(DataError, match=r"a9a\.t\..*not a"):
+        a9a.read(found, counts=(3, 2), above=(1, 2))
+    path.unlink()
+    with pytest.raises(DataError, match=r"a9a\.t\..*No such file"):
+        a9a.read(found, counts=(3, 2), above=(1, 2))
+
+
+def test_the_catalog_has_it() -> None:
+    assert CATALOG["a9a"] is a9a.SOURCE
