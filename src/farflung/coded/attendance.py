@@ -8,7 +8,7 @@ from functools import partial
 
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address, Reach, admitted, attending
+from farflung.coded.meeting import Address, Reach, admitted, attending, opened
 from farflung.devices import DeviceProfile
 from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
 from farflung.runtime import WallRuntime
@@ -61,7 +61,7 @@ def take_part(
                     runtime,
                     holding,
                     admit=partial(admitted, runtime, join_s=join_s),
-                    opened=lambda: runtime.aside(lambda: None),
+                    opened=lambda: runtime.launch(opened(runtime)),
                     patience_s=patience_s,
                 )
                 met(device, runtime)

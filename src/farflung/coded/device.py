@@ -24,6 +24,7 @@ from farflung.coded.messages import (
     Failed,
     Hello,
     Leaving,
+    Lost,
     Malformed,
     Meet,
     Message,
@@ -39,7 +40,7 @@ from farflung.coded.messages import (
 )
 from farflung.coded.sending import sent
 from farflung.coded.work import Queue, Work
-from farflung.errors import ConfigError, FarflungError
+from farflung.errors import ConfigError, FarflungError, PeerLost
 from farflung.spec import build
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
@@ -47,7 +48,7 @@ from farflung.types import Cost, Payload, Runtime, Tag
 __all__ = ["Device"]
 
 COORDINATOR = 0
-_COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Rows, Columns, Drop, Probe)
+_COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
 _AT_ONCE = 2
 """Blocks that are made at a time; each takes memory beside itself."""
 
@@ -197,9 +198,13 @@ class Device:
         elif isinstance(message, Meet):
             if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
                 raise Malformed("a device that there cannot be")
+            if self._meeting(message.rank).error is not None:  # another was there under this rank
+                del self._met[message.rank]
             self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
             if message.first:
                 self._runtime.launch(self._says_ready(message.rank))
+        elif isinstance(message, Lost):
+            self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
         elif isinstance(message, (Rows, Columns)):
             self._orders.put(message)
         elif isinstance(message, Drop):
