@@ -22,6 +22,7 @@ from farflung.coded.messages import (
     Fetch,
     Hello,
     Leaving,
+    Lost,
     Meet,
     Message,
     Multiply,
@@ -43,6 +44,7 @@ _SOURCES = (Source(2, 1, 1.0), Source(3, 0, -0.5))
 COMMANDS: Sequence[Command] = (
     Welcome("run", 0, "rlnc", 0),
     Meet(3, first=True),
+    Lost(3),
     Rows(20, 30, FEATURES, -1, (), _SOURCES),
     Rows(21, 30, FEATURES, 2, _SOURCES),
     Rows(22, 1 << 20, 1 << 14, -1, (), _SOURCES),  # 128 GB

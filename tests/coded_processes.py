@@ -22,14 +22,17 @@ from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
+from farflung.coded.held import HeldProducts
 from farflung.coded.meeting import Address, Reach, coordinating
 from farflung.coded.roster import Roster
 from farflung.coded.settings import Settings
 from farflung.runtime import WallRuntime
+from farflung.tasks import Task
 from farflung.types import Json
 from tests.coded_runs import Notes, part
 from tests.forks import Fork
-from tests.helpers import PATIENCE_S
+from tests.helpers import PATIENCE_S, Driver
+from tests.lab.netns import enter
 
 __all__ = ["Crowd", "Told", "descend", "free_port", "run_on_loopback", "trained"]
 
@@ -50,12 +53,14 @@ async def descend(
     times: Callable[[Tensor], Any],
     transposed: Callable[[Tensor], Any],
     labels: Tensor,
-    at: Callable[[int], None],
+    at: Callable[[int, Tensor], object],
+    begin: int = 0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Gradient descent on the logistic loss; ``at`` is called before each iterate."""
-    weights = torch.zeros(FEATURES, 1, dtype=torch.float64)
-    for iterate in range(ITERATIONS):
-        at(iterate)
+    weights = torch.zeros(FEATURES, 1, dtype=torch.float64) if weights is None else weights
+    for iterate in range(begin, ITERATIONS):
+        at(iterate, weights)
         residuals = torch.sigmoid(await times(weights)) - labels[:, None]
         weights = weights - RATE / len(labels) * await transposed(residuals)
     return weights
@@ -65,32 +70,56 @@ def trained(partitions: int) -> Tensor:
     """The weights that come out where nothing goes wrong, on one machine."""
     parts = [partition(number) for number in range(partitions)]
     whole, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    weights = torch.zeros(FEATURES, 1, dtype=torch.float64)
-    for _ in range(ITERATIONS):
-        residuals = torch.sigmoid(whole @ weights) - labels[:, None]
-        weights = weights - RATE / len(labels) * (whole.T @ residuals)
-    return weights
+    products, driver = HeldProducts(whole), Driver()
+    found = Task(descend(products.times, products.transposed_times, labels, lambda *_: None), driver.schedule)
+    driver.run()
+    return found.result()
 
 
 # --- devices ----------------------------------------------------------------------------------------------------
 
 
-def attend(host: str, port: int, number: int | None, folder: str, interface: str | None = None) -> int:
+def attend(
+    host: str,
+    port: int,
+    number: int | None,
+    folder: str,
+    *,
+    namespace: str | None = None,
+    data: Callable[[int], tuple[Tensor, Tensor]] = partition,
+) -> int:
     """What runs in the process of a device: says which process a rank is, and at the end what it has left."""
     torch.set_num_threads(1)
-    holding = Holding() if number is None else Holding(f"part {number}", *partition(number))
-    met: list[tuple[Device, WallRuntime]] = []
+    if namespace is not None:
+        enter(namespace)
+    before_nbytes = memory_nbytes("VmRSS")
+    holding = Holding() if number is None else Holding(f"part {number}", *data(number))
+    met: list[Device] = []
 
-    def note(device: Device, runtime: WallRuntime) -> None:
-        met.append((device, runtime))
-        Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
+    def note(device: Device) -> None:
+        met.append(device)
+        Path(folder, f"rank-{device.runtime.comm.rank}-{os.getpid()}").touch()
 
-    reason = take_part(Address(host, port), holding, Reach(interface), patience_s=PATIENCE_S, met=note)
-    device, runtime = met[-1]
-    kept = runtime.view.mailbox.kept_nbytes
-    left = {"reason": reason, "refused": device.refused, "kept_nbytes": kept, "meetings": len(met)}
+    reason = take_part(Address(host, port), holding, Reach(), patience_s=2 * PATIENCE_S, met=note)
+    device = met[-1]
+    assert isinstance(device.runtime, WallRuntime)
+    kept = device.runtime.view.mailbox.kept_nbytes
+    left = {
+        "reason": reason,
+        "refused": device.refused,
+        "kept_nbytes": kept,
+        "meetings": len(met),
+        "blocks_nbytes": holding.nbytes,
+        "grown_nbytes": memory_nbytes("VmHWM") - before_nbytes,
+    }
     Path(folder, f"left-{os.getpid()}").write_text(json.dumps(left))
     return 0
+
+
+def memory_nbytes(name: str) -> int:
+    """Of this process: what is resident now (``VmRSS``), or was at most (``VmHWM``)."""
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status[name].split()[0])
 
 
 @dataclass
@@ -133,7 +162,7 @@ class Crowd:
         """What each device that has not been killed has left, once all have ended."""
         found = []
         for fork in self.forks:
-            code = fork.wait(PATIENCE_S)
+            code = fork.wait(2 * PATIENCE_S)
             if fork.pid in self.killed:
                 assert code == -signal.SIGKILL
             else:
@@ -184,9 +213,11 @@ class Told(Notes):
 
 
 @contextmanager
-def run_on_loopback(settings: Settings, notes: Any) -> Iterator[tuple[WallRuntime, Coordinator, Address]]:
+def run_on_loopback(
+    settings: Settings, notes: Any, host: str = "127.0.0.1"
+) -> Iterator[tuple[WallRuntime, Coordinator, Address]]:
     """A coordinator of this process."""
-    with coordinating(Address("127.0.0.1", 0), "run", Reach()) as (runtime, at):
+    with coordinating(Address(host, 0), "run", Reach()) as (runtime, at):
         yield runtime, Coordinator(runtime, settings, run="run", record=notes), at
 
 

@@ -47,7 +47,7 @@ POOLED = (
 APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
 """These share nothing and take long, so each of their tests runs wherever there is room, at the end."""
 
-UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_two_machines.py")
+UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_coded_cut.py", "tests/lab/test_two_machines.py")
 """These make network namespaces as the lab does and measure nothing, so they run with the others."""
 
 

@@ -11,6 +11,7 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.errors import RunLost
 from farflung.faults import FaultPlan
+from farflung.runtime.decisions import DecisionLog
 from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
 
 EXACT = 1e-9
@@ -251,3 +252,28 @@ def test_labels_are_those_of_before() -> None:
 class _Forgetful(dict[int, Holding]):
     def __contains__(self, rank: object) -> bool:
         return False
+
+
+# --- again ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_made_again_has_the_same_bits_whoever_is_slow() -> None:
+    """Which answers a product is decoded of depends on who was fast; it is a decision, so the log tells it."""
+
+    async def bits(coordinator: Coordinator) -> list[torch.Tensor]:
+        random, found = torch.Generator().manual_seed(0), list[torch.Tensor]()
+        coordinator.settle()
+        for _ in range(10):
+            weights = torch.randn(FEATURES, 2, generator=random, dtype=torch.float64)
+            found.append(await coordinator.times(weights))
+            found.append(await coordinator.transposed_times(found[-1]))
+        return found
+
+    first = DecisionLog()
+    due = Run(decisions=first)(bits).found
+    slow = PLAN.slow(1, factor=300, at_s=0.1).slow(4, factor=100, at_s=0.1)
+    other = Run(faults=slow)(bits).found
+    again = Run(faults=slow, decisions=DecisionLog(replay=first.entries))(bits).found
+    assert not all(map(torch.equal, other, due)), "who is slow makes a difference"
+    assert all(map(torch.equal, again, due))
+    assert {decision.name for decision in first.entries} == {"answers"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch
 from torch import Tensor
 
 from farflung.coded.coordinator import Coordinator
+from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.record import Record
 from farflung.coded.settings import Settings
+from farflung.replica import load_tree, save_tree
 from farflung.types import Json
 from tests.coded_processes import (
     ITERATIONS,
@@ -23,10 +28,12 @@ from tests.coded_processes import (
     Told,
     descend,
     difference,
+    free_port,
     rank_of,
     run_on_loopback,
     trained,
 )
+from tests.forks import Fork
 from tests.helpers import PATIENCE_S
 
 PARTITIONS, DEVICES = 8, 12
@@ -70,7 +77,8 @@ class Plan:
             if self._built == self._encoding:
                 self.kill("rows")
 
-    def at(self, iterate: int) -> None:
+    def at(self, iterate: int, weights: Tensor | None = None) -> None:
+        del weights
         for rank in self._stopped:
             self.crowd.signal(rank, signal.SIGCONT)
         self._stopped.clear()
@@ -140,7 +148,7 @@ def settings(**options: Any) -> Settings:
             "partitions": PARTITIONS,
             "devices": DEVICES,
             "redundancy": 2,
-            "patience_s": PATIENCE_S,
+            "patience_s": 2 * PATIENCE_S,
             "least_s": 0.3,
         }
         | options
@@ -150,6 +158,42 @@ def settings(**options: Any) -> Settings:
 @pytest.fixture(scope="module")
 def expected() -> Tensor:
     return trained(PARTITIONS)
+
+
+def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
+    """Three devices of 200 MB each: raw and coded rows, and columns."""
+    few = Settings(partitions=2, devices=3, coded=1, patience_s=2 * PATIENCE_S)
+    with run_on_loopback(few, Told()) as (runtime, coordinator, at):
+        crowd = Crowd(at, tmp_path)
+
+        async def body() -> float:
+            await coordinator.gather()
+            coordinator.settle()
+            total = 0.0
+            for _ in range(5):
+                product = await coordinator.times(torch.ones(coordinator.features, 2, dtype=torch.float64))
+                total += float((await coordinator.transposed_times(product)).sum())
+            await coordinator.end()
+            return total
+
+        try:
+            for number in (0, 1, None):
+                crowd.join(number, data=much)
+            runtime.drive(body())
+            left = crowd.left()
+        finally:
+            crowd.close()
+    for one in left:
+        print({name: f"{value / 2**20:.0f} MiB" for name, value in one.items() if name.endswith("nbytes")})
+        assert one["blocks_nbytes"] > 190e6
+        assert one["grown_nbytes"] < one["blocks_nbytes"] + (64 << 20)
+
+
+def much(number: int) -> tuple[Tensor, Tensor]:
+    """100 MB."""
+    random = torch.Generator().manual_seed(number)
+    features = torch.empty(12_500, 1000, dtype=torch.float64).uniform_(generator=random)
+    return features, torch.ones(12_500, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("seed", range(PLANS))
@@ -185,3 +229,82 @@ def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path,
         assert not coordinator.counters.refused
         for one in left:
             assert (one["reason"], one["refused"], one["kept_nbytes"], one["meetings"]) == ("", 0, 0, 1)
+
+
+def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
+    tmp_path: Path, expected: Tensor
+) -> None:
+    """Of two devices that were killed, nothing makes up for what both had; one comes again, as another process."""
+    notes = Told()
+    some = settings(redundancy=0, coded=1)
+    with run_on_loopback(some, notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:
+        ranks: dict[str, int] = {}
+
+        def hears(event: str, values: dict[str, Json]) -> None:
+            if event == "came":
+                ranks[str(values["partition"])] = int(str(values["rank"]))
+            if event == "paused":
+                crowd.join(3)
+
+        notes.listener = hears
+
+        def fails(iterate: int, weights: Tensor) -> None:
+            del weights
+            if iterate == 10:
+                for name in ("part 3", "part 5"):
+                    crowd.signal(ranks[name], signal.SIGKILL)
+
+        async def body() -> Tensor:
+            await coordinator.gather()
+            labels = torch.cat([one.labels for one in coordinator.settle()])
+            weights = await descend(coordinator.times, coordinator.transposed_times, labels, fails)
+            await coordinator.end()
+            return weights
+
+        assert difference(runtime.drive(body()), expected) < SAME
+        missing = [str(paused["missing"]) for paused in notes.of("paused")]
+        assert any("part 3" in text and "part 5" in text for text in missing)
+        assert notes.of("goes_on")
+        assert all(one["kept_nbytes"] == 0 for one in crowd.left())
+
+
+def test_a_coordinator_that_is_killed_comes_again_and_devices_come_back(
+    tmp_path: Path, expected: Tensor
+) -> None:
+    address = Address("127.0.0.1", free_port())
+    with crowd_of(address, tmp_path) as crowd:
+        result = tmp_path / "weights"
+        with Fork(partial(coordinate, address, str(tmp_path), 15, str(result))) as first:
+            assert first.wait(LIMIT_S) == -signal.SIGKILL
+        before = (tmp_path / "events.jsonl").read_text().count('"ordered"')
+        with Fork(partial(coordinate, address, str(tmp_path), -1, str(result))) as again:
+            assert again.wait(LIMIT_S) == 0, again.finished()
+        assert difference(load_tree(result)["weights"], expected) < SAME
+        assert (tmp_path / "events.jsonl").read_text().count('"ordered"') == before, "nothing is made anew"
+        for one in crowd.left():
+            assert (one["reason"], one["refused"], one["kept_nbytes"], one["meetings"]) == ("", 0, 0, 2)
+
+
+def coordinate(address: Address, folder: str, dies_at: int, result: str) -> int:
+    """What runs in the process of a coordinator that keeps its iterates, and may be killed at one of them."""
+    torch.set_num_threads(1)
+    record = Record(Path(folder))
+    with coordinating(address, "run", Reach()) as (runtime, _):
+        coordinator = Coordinator(runtime, settings(), run="run", record=record)
+        kept = record.state()
+        begin = (0, None) if kept is None else (kept["iterate"], kept["weights"])
+
+        def at(iterate: int, weights: Tensor) -> None:
+            record.keep_state({"iterate": iterate, "weights": weights})
+            if iterate == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        async def body() -> Tensor:
+            await coordinator.gather()
+            labels = torch.cat([one.labels for one in coordinator.settle()])
+            weights = await descend(coordinator.times, coordinator.transposed_times, labels, at, *begin)
+            await coordinator.end()
+            return weights
+
+        save_tree(Path(result), {"weights": runtime.drive(body())})
+    return 0

@@ -53,7 +53,7 @@ class Machine:
 
         def call() -> None:
             try:
-                _enter(self.name)
+                enter(self.name)
                 results.append(fn())
             except BaseException as error:
                 results.append(error)
@@ -201,7 +201,7 @@ def _lay(*ends: tuple[str, str, str]) -> None:
         ip("-n", name, "link", "set", cable, "up")
 
 
-def _enter(name: str) -> None:
+def enter(name: str) -> None:
     """From here on the calling thread is in the namespace of this name."""
     with Path("/run/netns", name).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -210,7 +210,7 @@ def _enter(name: str) -> None:
 
 
 def _there(name: str, *arguments: str) -> int:
-    _enter(name)
+    enter(name)
     return command(*arguments)
 
 

@@ -36,7 +36,7 @@ MAX_PIECES = 1 << 12
 _MAX_NBYTES = 1 << 31
 """Of a message."""
 _MAX_NAME = 200
-CHUNK_NBYTES = 1 << 22
+CHUNK_NBYTES = 1 << 20
 """What one device gives another at once; a block may be larger than the memory that is left beside it."""
 
 

@@ -25,7 +25,7 @@ from farflung.errors import ConfigError, DeadlinePassed, PeerLost
 from farflung.runtime import WallRuntime
 from farflung.tasks import Pending
 
-__all__ = ["Address", "Reach", "admitted", "attending", "coordinating"]
+__all__ = ["Address", "Reach", "admitted", "attending", "coordinating", "opened"]
 
 SEATS = 256
 """How many devices may come in the course of a run, those that come again counted again."""
@@ -195,6 +195,12 @@ def admitted(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]
 
     runtime.aside(lambda: runtime.has_come(rank)).on_done(look)
     return met
+
+
+async def opened(runtime: WallRuntime) -> None:
+    """Waits until all that :func:`admitted` was asked for so far may come."""
+    for _ in range(2):  # behind the look whether each is there, and behind what lets it in
+        await runtime.aside(lambda: None)
 
 
 def _runtime(

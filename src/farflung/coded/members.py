@@ -18,6 +18,7 @@ from farflung.coded.messages import (
     Failed,
     Hello,
     Leaving,
+    Lost,
     Malformed,
     Meet,
     Multiply,
@@ -273,6 +274,8 @@ class Members:
         self.roster.lose(rank)
         self._to_meet = {pair for pair in self._to_meet if rank not in pair}
         self.tell("gone", rank=rank)
+        for other in self.roster.members:
+            self.send(other, Lost(rank))
         changed = self.encoded and self._loses_partitions()
         self.mend()
         return changed

@@ -29,6 +29,7 @@ __all__ = [
     "Fetch",
     "Hello",
     "Leaving",
+    "Lost",
     "Malformed",
     "Meet",
     "Message",
@@ -118,6 +119,17 @@ class Meet:
 
     rank: int
     first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Another device is gone; who has not met it need not wait.
+
+    Args:
+      rank: of it.
+    """
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +317,7 @@ class Fetch:
     bounds: tuple[int, ...] = ()
 
 
-Command: TypeAlias = Welcome | Meet | Rows | Columns | Multiply | Drop | Probe | End
+Command: TypeAlias = Welcome | Meet | Lost | Rows | Columns | Multiply | Drop | Probe | End
 Report: TypeAlias = Hello | Ready | Built | Failed | Leaving | Probe
 Message: TypeAlias = Command | Report | Fetch
 
