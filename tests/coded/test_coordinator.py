@@ -99,8 +99,7 @@ def test_products_stay_exact_after_losses(faults: FaultPlan, transposed: str) ->
 def test_lost_blocks_are_made_up_for() -> None:
     seen = Run(faults=PLAN.crash(2, at_s=0.3))(products_agree(20))
     (gone,) = seen.notes.of("gone")
-    assert isinstance(gone["redundancy"], list)
-    assert min(gone["redundancy"]) == 0
+    assert gone["redundancy"] in ([0, 0], [0, 1], [1, 0])
     assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
 
 
@@ -183,7 +182,7 @@ def test_a_device_that_leaves_hands_its_data_over_first() -> None:
         before: Any = await products_agree(3)(coordinator)
         run.attending[2].leave()
         after: Any = await products_agree(10)(coordinator)
-        return max(before, after)
+        return float(max(before, after))
 
     seen = run(body)
     assert seen.found < EXACT

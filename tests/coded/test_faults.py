@@ -219,9 +219,6 @@ def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path,
         weights = runtime.drive(body())
         left = crowd.left()
         off = difference(weights, expected)
-        print(
-            f"plan {seed}: {'; '.join(plan.done)}: {off:.1e}, {gathered[0]:.1f} s and {runtime.now():.1f} s, {coordinator.counters}"
-        )
         assert off < SAME
         assert plan.done
         assert runtime.now() < LIMIT_S

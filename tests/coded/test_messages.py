@@ -150,7 +150,9 @@ def test_damaged_messages_are_refused_or_read(seed: int) -> None:
         b'{"":"probe","round":1.0}',
         b'{"":"probe","round":true}',
         b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1e999],"bounds":[]}',
-        b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1' + b"0" * 400 + b'],"bounds":[]}',
+        b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1'
+        + b"0" * 400
+        + b'],"bounds":[]}',
         b'{"":"end","reason":"\\ud800"}',
         b'{"":"end","reason":"\\u001b[2J"}',
         b'{"":"end","reason":"' + b"x" * 5000 + b'"}',
@@ -340,7 +342,7 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     assert grown_nbytes < 1 << 28
 
 
-# --- a coordinator that says anything -----------------------------------------------------------------------------------
+# --- a coordinator that says anything -------------------------------------------------------------------------------
 
 
 def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
