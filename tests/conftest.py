@@ -50,6 +50,9 @@ APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_r
 UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_coded_cut.py", "tests/lab/test_two_machines.py")
 """These make network namespaces as the lab does and measure nothing, so they run with the others."""
 
+CROWDED = ("tests/coded/test_faults.py",)
+"""These start a dozen processes each, and run where the lab's tests do, with nothing beside them."""
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -95,11 +98,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that mark nothing ``lab`` are not read where the lab is alone, unless they are named."""
+    """Files of which nothing runs where the lab is alone are not read there, unless they are named."""
     if config.getoption("lab") != "alone" or collection_path.suffix != ".py":
         return None
     named = {Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args}
-    return (collection_path not in named and "mark.lab" not in collection_path.read_text()) or None
+    crowded = collection_path.as_posix().endswith(CROWDED)
+    return (
+        not crowded and collection_path not in named and "mark.lab" not in collection_path.read_text()
+    ) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,8 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def runs(item: pytest.Item) -> bool:
         of_the_lab, is_slow = (item.get_closest_marker(mark) is not None for mark in ("lab", "slow"))
-        of_the_lab &= not item.nodeid.startswith(UNMEASURED)
-        return (which == "with" or of_the_lab == (which == "alone")) and (slow or not is_slow)
+        alone = item.nodeid.startswith(CROWDED) or (of_the_lab and not item.nodeid.startswith(UNMEASURED))
+        return (which == "with" or alone == (which == "alone")) and (slow or not is_slow)
 
     left_out = [item for item in items if not runs(item)]
     if left_out:

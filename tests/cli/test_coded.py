@@ -62,7 +62,7 @@ def says(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
         (["--devices", "4"], "--partitions: give how many partitions training begins with"),
         (["--partitions", "4"], "--devices: give how many devices training begins with"),
         (["--partitions", "0", "--devices", "2"], "partitions = 0: must be 1 or more"),
-        (["--partitions", "4", "--devices", "2"], "devices = 2: each partition is brought by a device"),
+        (["--partitions", "4", "--devices", "2"], "devices = 2: each of 4 partitions is brought by one"),
         (["--patience", "0"], "patience_s = 0.0: must be a number above 0"),
         (["--redundancy", "-1"], "redundancy = -1: must be 0 or more"),
         (["--transposed", "rows"], "transposed = 'rows': must be 'columns' or 'repair'"),
