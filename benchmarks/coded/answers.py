@@ -39,7 +39,7 @@ TABLE: dict[Literal["binary", "masked"], dict[int, list[float]]] = {
         6: [0.80, 0.94, 0.98, 0.99, 0.99, 1.00],
     },
 }
-"""Of methods/coded.md 1.5, simulated by 20,000 draws: with s missing raw answers and s + e coded ones, by s, for e from 0."""
+"""With s missing raw answers and s + e coded ones, by s, for e from 0; simulated elsewhere, 20,000 draws each."""
 
 
 def needed(code: Code, devices: int, partitions: int, draws: int) -> list[int | None]:

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.coded.world import Clock, parts_of, run
+from benchmarks.coded.world import parts_of, run
 from benchmarks.common import Measured
 from farflung.coded import GD, LBFGS, HeldProducts, Logistic, Problem, solve
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.settings import Settings
 from farflung.data import a9a
 from farflung.tasks import Pending, Task
+from farflung.types import Runtime
 
 __all__ = ["total_bytes"]
 
@@ -44,8 +45,8 @@ def total_bytes(quick: bool) -> Mapping[str, Measured]:
             partitions=PARTITIONS, devices=DEVICES, code=code, redundancy=0, pieces=1, least_s=60.0
         )
 
-        async def descend(coordinator: Coordinator, now: Clock) -> float:
-            del now
+        async def descend(coordinator: Coordinator, runtime: Runtime) -> float:
+            del runtime
             problem = Problem(coordinator, Logistic(), targets[:, None])
             state = await solve(GD(learning_rate=rate, tol=1e-15), problem, max_iterations=iterations)
             return state.objective

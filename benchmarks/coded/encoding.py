@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from benchmarks.coded.world import Clock, noise, run
+from benchmarks.coded.world import noise, run
 from benchmarks.common import Measured
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.settings import Settings
+from farflung.types import Runtime
 
 __all__ = ["SIZES", "both", "rows_alone", "sent"]
 
@@ -22,8 +23,8 @@ LAWS = {"balanced": "rlnc", "binary": "rlnc(law='binary')", "masked": "rlnc(law=
 Transposed = Literal["columns", "repair"]
 
 
-async def _nothing(coordinator: Coordinator, now: Clock) -> None:
-    del coordinator, now
+async def _nothing(coordinator: Coordinator, runtime: Runtime) -> None:
+    del coordinator, runtime
 
 
 def sent(code: str, devices: int, partitions: int, transposed: Transposed, seed: int = 0) -> Counter[str]:

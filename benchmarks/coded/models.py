@@ -95,16 +95,18 @@ def smooth(quick: bool) -> Mapping[str, Measured]:
 
 
 def hinge(quick: bool) -> Mapping[str, Measured]:
-    """The hinge at our default tolerance: against liblinear on a9a, and on covtype against ourselves at a tighter one."""
+    """The hinge at our default tolerance: against liblinear on a9a, on covtype against ourselves at a tighter one."""
     from sklearn.svm import LinearSVC
 
     from farflung.coded.estimators import CodedLinearSVC
 
     torch.set_num_threads(1)
-    errors, config = (
-        {},
-        {"C": 1.0, "tight_tol": HINGE_TOL, "liblinear_iterations": LIBLINEAR_HINGE_ITERATIONS},
-    )
+    errors: dict[str, float] = {}
+    config: dict[str, Any] = {
+        "C": 1.0,
+        "tight_tol": HINGE_TOL,
+        "liblinear_iterations": LIBLINEAR_HINGE_ITERATIONS,
+    }
     for name in ("a9a", "covtype"):
         rows, targets = samples(name, quick)
         mine = fitted(CodedLinearSVC(loss="hinge"), rows, targets, "hinge")

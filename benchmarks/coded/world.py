@@ -19,13 +19,13 @@ from farflung.devices import DeviceProfile
 from farflung.network import Link
 from farflung.runtime import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
+from farflung.types import Runtime
 
-__all__ = ["Body", "Clock", "Part", "Ran", "noise", "parts_of", "run"]
+__all__ = ["Body", "Part", "Ran", "noise", "parts_of", "run"]
 
 T = TypeVar("T")
 Part: TypeAlias = tuple[Tensor, Tensor]
-Clock: TypeAlias = Callable[[], float]
-Body: TypeAlias = Callable[[Coordinator, Clock], Awaitable[T]]
+Body: TypeAlias = Callable[[Coordinator, Runtime], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def run(
     Args:
       parts: of the first devices; the others bring nothing.
       settings: of the run.
-      body: is called with the coordinator and its clock, in seconds, once the devices are there and their data encoded.
+      body: is called with the coordinator and its world once the devices are there and their data encoded.
       device: what computing takes on each; nothing when not given.
       link: between any two; messages take no time when not given.
       seed: of the devices' stragglers.
@@ -80,7 +80,7 @@ def run(
         coordinator = Coordinator(runtime, settings)
         await coordinator.gather()
         coordinator.settle()
-        found.append(await body(coordinator, runtime.now))
+        found.append(await body(coordinator, runtime))
         await coordinator.end()
 
     async def attend(runtime: VirtualRuntime) -> None:
