@@ -68,7 +68,7 @@ def extra_answers(devices: int, partitions: int, quick: bool) -> Measured:
     means: dict[str, tuple[float, float]] = {}
     for law, text in [("mds", "mds")] if quick else [("mds", "mds"), *LAWS.items()]:
         code: Code = build("code", text, CODES)
-        found = needed(code, devices, partitions, draws if law != "mds" else draws // 10)
+        found = needed(code, devices, partitions, draws if law == "balanced" else draws // 4)
         counts = [devices - partitions if extra is None else extra for extra in found]
         means[law] = statistics.fmean(counts), statistics.stdev(counts) / len(counts) ** 0.5
         curve[law] = {
