@@ -12,6 +12,7 @@ from benchmarks.coded.world import noise, run
 from benchmarks.common import load_expected
 from farflung.coded import MDS, Replication
 from farflung.coded.settings import Settings
+from farflung.devices import DeviceProfile
 
 
 def test_every_expected_row_is_measured_by_one_group() -> None:
@@ -52,7 +53,7 @@ def test_times_are_compared_seed_by_seed() -> None:
 
 
 def test_an_iteration_takes_what_its_blocks_take_where_nothing_slows_devices() -> None:
-    device = rounds.DeviceProfile(forward_s=rounds.DEVICE.forward_s)
+    device = DeviceProfile(forward_s=rounds.DEVICE.forward_s)
     parts = noise(rounds.ROWS, rounds.FEATURES, rounds.DEVICES)
     ran = run(parts, rounds.UNCODED.settings(1), rounds.both_products(2), device=device)
     assert ran.found == pytest.approx([2 * rounds.DATA_S / rounds.DEVICES] * 2)
