@@ -1,0 +1,97 @@
+"""Coded runs in virtual time: a coordinator, devices of which the first ones bring a partition, and what they send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator
+from farflung.coded.device import Device
+from farflung.coded.local import partitioned
+from farflung.coded.settings import Settings
+from farflung.devices import DeviceProfile
+from farflung.network import Link
+from farflung.runtime import VirtualRuntime, VirtualWorld
+from farflung.tasks import Pending
+from farflung.types import Runtime
+
+__all__ = ["Body", "Part", "Ran", "noise", "parts_of", "run"]
+
+T = TypeVar("T")
+Part: TypeAlias = tuple[Tensor, Tensor]
+Body: TypeAlias = Callable[[Coordinator, Runtime], Awaitable[T]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran(Generic[T]):
+    """What a run has come to.
+
+    Args:
+      found: what its body returned.
+      sent: payload bytes that all have sent, by kind.
+    """
+
+    found: T
+    sent: Counter[str]
+
+
+def parts_of(features: Tensor, labels: Tensor, partitions: int) -> list[Part]:
+    """Consecutive rows for each partition, in numbers as equal as can be."""
+    return [(features[rows], labels[rows]) for rows in partitioned(len(features), partitions)]
+
+
+def noise(rows: int, features: int, partitions: int) -> list[Part]:
+    """Normal numbers, with labels of 1, for what does not depend on the data."""
+    data = torch.randn(rows, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return parts_of(data, torch.ones(rows, dtype=torch.float64), partitions)
+
+
+def run(
+    parts: Sequence[Part],
+    settings: Settings,
+    body: Body[T],
+    *,
+    device: DeviceProfile | None = None,
+    link: Link | None = None,
+    seed: int = 0,
+) -> Ran[T]:
+    """Runs in virtual time.
+
+    Args:
+      parts: of the first devices; the others bring nothing.
+      settings: of the run.
+      body: is called with the coordinator and its world once the devices are there and their data encoded.
+      device: what computing takes on each; nothing when not given.
+      link: between any two; messages take no time when not given.
+      seed: of the devices' stragglers.
+    """
+    world = VirtualWorld(
+        1 + settings.devices, link or Link(), device=device or DeviceProfile(), seed=seed, whole=False
+    )
+    found: list[T] = []
+
+    async def coordinate(runtime: VirtualRuntime) -> None:
+        coordinator = Coordinator(runtime, settings)
+        await coordinator.gather()
+        coordinator.settle()
+        found.append(await body(coordinator, runtime))
+        await coordinator.end()
+
+    async def attend(runtime: VirtualRuntime) -> None:
+        place = runtime.comm.rank - 1
+        holding = Holding(f"part {place}", *parts[place]) if place < len(parts) else Holding()
+        await Device(runtime, holding).run()
+
+    first, *others = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
+    world.run(bodies)
+    sent: Counter[str] = Counter()
+    for runtime in world.runtimes:
+        sent.update({kind: sum(counts) for kind, counts in runtime.comm.sent.to_json().items()})
+    return Ran(found[0], sent)
