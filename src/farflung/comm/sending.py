@@ -55,7 +55,7 @@ class Sending:
 
     def flush(self) -> list[bytes]:
         """Sends what there is room for now; returns the ids under which nobody is connected."""
-        return [to for to in tuple(self._full) if not self._drain(to)]
+        return [to for to in tuple(self._full) if to in self._full and not self._drain(to)]
 
     def withdraw(self, view: int) -> None:
         """Takes back what a view has queued; see :meth:`farflung.comm.outbox.Outbox.withdraw`."""
@@ -77,7 +77,10 @@ class Sending:
             outbox.close(error)
 
     def _drain(self, to: bytes) -> bool:
-        """Sends what a connection takes; false: there is none."""
+        """Sends what a connection takes; false: there is none.
+
+        Whoever is told that a message has left may close the connection, or put more.
+        """
         outbox = self._outboxes[to]
         while outbox:
             takes = self._takes(to)
@@ -87,7 +90,7 @@ class Sending:
             self._send(parcel)
             for left in through:
                 left.set(None)
-        del self._full[to]
+        self._full.pop(to, None)
         return True
 
     def _takes(self, to: bytes) -> bool | None:
