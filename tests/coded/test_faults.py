@@ -219,6 +219,10 @@ def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path,
         weights = runtime.drive(body())
         left = crowd.left()
         off = difference(weights, expected)
+        print(
+            f"plan {seed}: {'; '.join(plan.done)}: {off:.1e}, {gathered[0]:.1f} s and {runtime.now():.1f} s,",
+            coordinator.counters,
+        )
         assert off < SAME
         assert plan.done
         assert runtime.now() < LIMIT_S
@@ -248,8 +252,12 @@ def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
         def fails(iterate: int, weights: Tensor) -> None:
             del weights
             if iterate == 10:
-                for name in ("part 3", "part 5"):
-                    crowd.signal(ranks[name], signal.SIGKILL)
+                lost = [ranks[name] for name in ("part 3", "part 5")]
+                gone = [fork for fork in crowd.forks if fork.pid in map(crowd.pid, lost)]
+                for rank in lost:
+                    crowd.signal(rank, signal.SIGKILL)
+                for fork in gone:  # so that one is not made up for before the other is lost
+                    fork.wait(LIMIT_S)
 
         async def body() -> Tensor:
             await coordinator.gather()
@@ -260,7 +268,8 @@ def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
 
         assert difference(runtime.drive(body()), expected) < SAME
         missing = [str(paused["missing"]) for paused in notes.of("paused")]
-        assert any("part 3" in text and "part 5" in text for text in missing)
+        assert missing
+        assert all("lost with their devices: part " in one or "follow from none" in one for one in missing)
         assert notes.of("goes_on")
         assert all(one["kept_nbytes"] == 0 for one in crowd.left())
 

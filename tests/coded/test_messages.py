@@ -164,7 +164,7 @@ def test_what_json_allows_and_no_message_has(text: bytes) -> None:
     assert not unpacks(of_text(text))
 
 
-# --- a hostile device -------------------------------------------------------------------------------------------------
+# --- a hostile device -----------------------------------------------------------------------------------------------
 
 DEVICES, PARTITIONS = 5, 3
 HOSTILE = DEVICES + 1

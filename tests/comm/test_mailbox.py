@@ -98,6 +98,24 @@ def test_duplicates_are_kept_in_their_order() -> None:
     assert [received(mailbox.recv(0, tag(), None, 0.0)) for _ in range(4)] == [1, 2, 3, None]
 
 
+def test_of_each_sender_so_much_is_kept_and_one_message_always() -> None:
+    mailbox = Mailbox(kept_nbytes=3000)
+    for src in (1, 2):
+        for value in range(4):
+            mailbox.deliver(src, tag(value), numbered(value))
+    assert mailbox.dropped == 4, "each is counted with 1024 bytes more than it has"
+    assert mailbox.kept_nbytes == 4 * 1028
+    assert received(mailbox.recv(1, tag(0), None, 0.0)) == 0
+    mailbox.deliver(1, tag(4), numbered(4))
+    assert received(mailbox.recv(1, tag(4), None, 0.0)) == 4
+    mailbox.forget(tag(1).exchange)
+    assert mailbox.kept_nbytes == 1028
+    mailbox.advance(1)
+    assert mailbox.kept_nbytes == 0
+    mailbox.deliver(3, tag(5), Payload((torch.zeros(10_000),)), view=1)
+    assert mailbox.recv(3, tag(5), None, 0.0).done
+
+
 def test_two_waits_for_the_same_message_are_a_mistake() -> None:
     mailbox = Mailbox()
     mailbox.recv(0, tag(4, 5, 6), None, 0.0)

@@ -353,7 +353,6 @@ class WallRuntime:
         store = self._store
         if store is None:
             raise ConfigError("a replica that runs alone has no store where another could be found")
-        found = self.aside(lambda: self._peer(store, rank, self.now() + join_s))
         greeted: Pending[None] = Pending()
 
         def end(admitted: Pending[None]) -> None:
@@ -362,17 +361,24 @@ class WallRuntime:
             else:
                 greeted.fail(admitted.error)
 
-        def let_in(_: object) -> None:
+        def let_in(peer: Peer) -> None:
             try:
-                self.view.admit(found.result()).on_done(end)
+                self.view.admit(peer).on_done(end)
             except FarflungError as error:
                 greeted.fail(error)
                 return
-            begin = self.now()
             late = DeadlinePassed(rank, "its greeting", join_s)
-            self._thread.at(begin + join_s, lambda: self.view.dismiss(rank, late))
+            self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
 
-        found.on_done(let_in)
+        def find() -> None:
+            try:
+                peer = self._peer(store, rank, self.now() + join_s)
+            except BaseException as error:
+                self._thread.soon(partial(greeted.fail, error))
+            else:
+                self._thread.soon(partial(let_in, peer))  # the view is that thread's, whoever calls this
+
+        self._aside.submit(find)
         return greeted
 
     def has_come(self, rank: int) -> bool:
