@@ -26,6 +26,7 @@ from farflung.coded.parts import Part, read_samples
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import ConfigError
 from farflung.runs.stopping import on_stop
+from farflung.runtime import WallRuntime
 from farflung.types import Json
 
 __all__ = ["Attend"]
@@ -126,8 +127,9 @@ class _Seat:
         self._met: list[Device] = []
         self._asked = False
 
-    def take(self, device: Device) -> None:
+    def take(self, device: Device, runtime: WallRuntime) -> None:
         """A coordinator is met."""
+        del runtime
         self._met.append(device)
         self._tell(f"in, as rank {device.rank}")
         if self._asked:
