@@ -93,26 +93,37 @@ def attend(
     if namespace is not None:
         enter(namespace)
     before_nbytes = memory_nbytes("VmRSS")
-    holding = Holding() if number is None else Holding(f"part {number}", *data(number))
-    met: list[tuple[Device, WallRuntime]] = []
+    holding = _Watched() if number is None else _Watched(f"part {number}", *data(number))
+    met: list[Device] = []
 
-    def note(device: Device, runtime: WallRuntime) -> None:
-        met.append((device, runtime))
-        Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
+    def note(device: Device) -> None:
+        met.append(device)
+        Path(folder, f"rank-{device.runtime.comm.rank}-{os.getpid()}").touch()
 
     reason = take_part(Address(host, port), holding, Reach(), patience_s=2 * PATIENCE_S, met=note)
-    device, runtime = met[-1]
-    kept = runtime.view.mailbox.kept_nbytes
+    device = met[-1]
+    assert isinstance(device.runtime, WallRuntime)
+    kept = device.runtime.view.mailbox.kept_nbytes
     left = {
         "reason": reason,
         "refused": device.refused,
         "kept_nbytes": kept,
         "meetings": len(met),
-        "blocks_nbytes": holding.nbytes,
+        "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),
         "grown_nbytes": memory_nbytes("VmHWM") - before_nbytes,
     }
     Path(folder, f"left-{os.getpid()}").write_text(json.dumps(left))
     return 0
+
+
+class _Watched(Holding):
+    """Knows how much it had before it let something go."""
+
+    dropped_at_nbytes = 0
+
+    def drop(self, block: int) -> None:
+        self.dropped_at_nbytes = max(self.dropped_at_nbytes, self.nbytes)
+        super().drop(block)
 
 
 def memory_nbytes(name: str) -> int:
