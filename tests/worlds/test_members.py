@@ -194,6 +194,10 @@ async def host(runtime: Runtime, admit: Callable[[], object] = lambda: None) -> 
         seen.append(await comm.departure())
         when.append(runtime.now())
         seen.append(str(await error_of(never)))
+    # Hosts leave together: else one may hear of the other's leave before it hears of the newcomer's.
+    other = next(rank for rank in HOSTS if rank != comm.rank)
+    comm.send(numbered(0), other, tag(AFTER))
+    await comm.recv(other, tag(AFTER))
     return seen, when
 
 
