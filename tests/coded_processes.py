@@ -94,16 +94,15 @@ def attend(
         enter(namespace)
     before_nbytes = memory_nbytes("VmRSS")
     holding = _Watched() if number is None else _Watched(f"part {number}", *data(number))
-    met: list[Device] = []
+    met: list[tuple[Device, WallRuntime]] = []
 
-    def note(device: Device) -> None:
-        met.append(device)
-        Path(folder, f"rank-{device.runtime.comm.rank}-{os.getpid()}").touch()
+    def note(device: Device, runtime: WallRuntime) -> None:
+        met.append((device, runtime))
+        Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
 
     reason = take_part(Address(host, port), holding, Reach(), patience_s=2 * PATIENCE_S, met=note)
-    device = met[-1]
-    assert isinstance(device.runtime, WallRuntime)
-    kept = device.runtime.view.mailbox.kept_nbytes
+    device, runtime = met[-1]
+    kept = runtime.view.mailbox.kept_nbytes
     left = {
         "reason": reason,
         "refused": device.refused,

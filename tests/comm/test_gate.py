@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -10,9 +12,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 import zmq
+from zmq.utils import z85
 
 from farflung.comm import ZmqTransport, door
+from farflung.comm.gate import Gate
 from farflung.comm.keys import Keys
+from farflung.comm.peer import Peer
 from farflung.errors import ConfigError, ProtocolError
 from farflung.runtime import WallRuntime
 from tests.helpers import PATIENCE_S, Group
@@ -269,6 +274,35 @@ def test_noise_is_cut_off(what: str, members: Group) -> None:
     members.until(lambda: first.view.transport.turned_away == 1)
     members.meet().exchange(1)
     assert first.view.lost is None
+
+
+def asked(gate: Gate, question: zmq.Socket[bytes], *credentials: bytes) -> None:
+    """As ZeroMQ asks for each connection (RFC 27)."""
+    question.connect("inproc://zeromq.zap.01")
+    question.send_multipart([b"", b"1.0", b"1", b"farflung", b"127.0.0.1", b"", *credentials])
+    assert gate.questions.poll(int(PATIENCE_S * 1000))
+    gate.answer()
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "CURVE"])
+def test_who_knocks_before_it_is_admitted_is_let_in_then(mechanism: str) -> None:
+    key = Keys.fresh().public if mechanism == "CURVE" else None
+    knocks = Peer(2, None, secrets.token_bytes(16), key)
+    token = secrets.token_bytes(16)
+    proof = [z85.decode(key)] if key else [b"2", hmac.digest(token, knocks.token, "sha256").hex().encode()]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = Gate(context, token, Keys.fresh() if key else None, later=True)
+    with context.socket(zmq.DEALER) as early, context.socket(zmq.DEALER) as stranger, closing(gate):
+        asked(gate, early, mechanism.encode(), *proof)
+        for _ in range(255):
+            asked(gate, stranger, mechanism.encode(), *(bytes(32) for _ in proof))
+        gate.admit([Peer(1, None, secrets.token_bytes(16), Keys.fresh().public if key else None)])
+        assert not early.poll(0)
+        gate.admit([knocks])
+        assert early.poll(int(PATIENCE_S * 1000))
+        assert early.recv_multipart()[3] == b"200"
+        assert not stranger.poll(0)
+    context.term()
 
 
 @pytest.mark.parametrize("kind", [Group, Sealed])

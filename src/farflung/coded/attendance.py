@@ -11,6 +11,7 @@ from farflung.coded.device import Device
 from farflung.coded.meeting import Address, Reach, admitted, attending, opened
 from farflung.devices import DeviceProfile
 from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
+from farflung.runtime import WallRuntime
 
 __all__ = ["take_part"]
 
@@ -27,7 +28,7 @@ def take_part(
     join_s: float = 30.0,
     pace: DeviceProfile | None = None,
     seed: int = 0,
-    met: Callable[[Device], object] = lambda device: None,
+    met: Callable[[Device, WallRuntime], object] = lambda device, runtime: None,
 ) -> str:
     """Takes part in the run that is met at an address, until its coordinator ends it.
 
@@ -41,7 +42,8 @@ def take_part(
       join_s: how long greetings may take, in seconds.
       pace: of a slower device that is to be kept.
       seed: of its stragglers.
-      met: is given the device each time that a coordinator is met; see :meth:`farflung.coded.device.Device.leave`.
+      met: is given the device and its world each time that a coordinator is met; see
+        :meth:`farflung.coded.device.Device.leave`.
 
     Returns:
       Why it ends; empty: training is over.
@@ -62,7 +64,7 @@ def take_part(
                     opened=lambda: runtime.launch(opened(runtime)),
                     patience_s=patience_s,
                 )
-                met(device)
+                met(device, runtime)
                 try:
                     return runtime.drive(device.run())
                 finally:

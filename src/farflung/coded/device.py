@@ -81,9 +81,7 @@ class Device:
         """Messages that were not of their form, or spoke of what there is not."""
         self.rounds = 0
         """Rounds of which it has answered something."""
-        self.runtime = runtime
-        """The world that it takes part in."""
-        self._comm, self._holding = runtime.comm, holding
+        self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
         self._admit, self._opened = admit, opened
         self._met: dict[int, Pending[None]] = {}
         self._patience_s = patience_s
@@ -113,9 +111,9 @@ class Device:
           PeerLost: the coordinator is gone.
           DeadlinePassed: it is silent.
         """
-        giver = Giver(self.runtime, self._holding, self._refuse)
+        giver = Giver(self._runtime, self._holding, self._refuse)
         for service in (self._hear(), self._obey(), giver.run(), *(self._make() for _ in range(_AT_ONCE))):
-            self.runtime.launch(service)
+            self._runtime.launch(service)
         brought = self._holding.data
         rows, features = (0, 0) if brought is None else brought.shape
         labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
@@ -168,14 +166,14 @@ class Device:
         if not blocks:
             return
         self.rounds += 1
-        await self.runtime.compute(Cost("forward", 0), lambda: None)
+        await self._runtime.compute(Cost("forward", 0), lambda: None)
         for place in range(task.pieces):
             piece = (task.first + place) % task.pieces
             begin, end = piece_of(task.length, task.pieces, piece)
             for number, block in blocks.items():
                 if self._work.over(task.round):
                     return
-                product = await self.runtime.compute(
+                product = await self._runtime.compute(
                     Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
                 )
                 header = torch.tensor([number, piece])
@@ -204,7 +202,7 @@ class Device:
                 del self._met[message.rank]
             self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
             if message.first:
-                self.runtime.launch(self._says_ready(message.rank))
+                self._runtime.launch(self._says_ready(message.rank))
         elif isinstance(message, Lost):
             self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
         elif isinstance(message, (Rows, Columns)):
@@ -260,7 +258,7 @@ class Device:
         self._send(packed(report), tags.REPORT)
 
     def _send(self, payload: Payload, tag: Tag) -> None:
-        self.runtime.launch(sent(self._comm, payload, COORDINATOR, tag))
+        self._runtime.launch(sent(self._comm, payload, COORDINATOR, tag))
 
 
 def _one_line(text: str) -> str:

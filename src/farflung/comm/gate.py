@@ -8,6 +8,7 @@ by PLAIN that it knows what the run's store told the replicas alone. Either way 
 from __future__ import annotations
 
 import hmac
+from collections import deque
 from collections.abc import Iterable
 
 import zmq
@@ -19,7 +20,9 @@ from farflung.comm.peer import Peer
 __all__ = ["Gate"]
 
 _ZAP = "inproc://zeromq.zap.01"
-_ACCEPTED, _LATER, _DENIED = (b"200", b"accepted"), (b"300", b"not yet"), (b"400", b"not of this run")
+_ACCEPTED, _DENIED = (b"200", b"accepted"), (b"400", b"not of this run")
+_KEPT = 256
+"""Questions about who is not on the list yet; of more the oldest stay without an answer."""
 
 
 class Gate:
@@ -29,17 +32,20 @@ class Gate:
       context: of the socket to guard, and of no other.
       token: of the replica whose socket it is.
       keys: what it proves itself with where it encrypts; ``None``: it does not.
-      later: whether the list grows, so that who is not on it may knock again; otherwise it is told that it is not.
+      later: whether the list grows, so that who is not on it waits until it is; otherwise it is told that it is not.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, keys: Keys | None, *, later: bool = False
     ) -> None:
         self.keys = keys
-        self._refusal = _LATER if later else _DENIED
+        self._later = later
         self._token = token
         self._admitted: dict[int, tuple[str, bytes]] = {}
         """By rank: the name of who may come, and its password."""
+        self._early: deque[list[bytes]] = deque(maxlen=_KEPT)
+        """Questions about those who have knocked before they were on the list. ZeroMQ ends a handshake that takes too
+        long, and they knock again; after a refusal for now it would let them wait as long too."""
         self.questions = context.socket(zmq.ROUTER)
         """Readable when somebody waits for an answer; until :meth:`answer` is called the handshake waits too."""
         self.questions.bind(_ZAP)
@@ -64,9 +70,11 @@ class Gate:
         socket.setsockopt(zmq.PLAIN_PASSWORD, _password(self._token, peer.token))
 
     def admit(self, peers: Iterable[Peer]) -> None:
-        """Puts some on the list."""
+        """Puts some on the list, and answers those of them who wait for it."""
         for peer in peers:
             self._admitted[peer.rank] = self.name_of(peer), _password(peer.token, self._token)
+        for _ in range(len(self._early)):
+            self._answer(self._early.popleft())
 
     def dismiss(self, rank: int) -> None:
         """Takes one off the list; a connection that is there stays."""
@@ -89,13 +97,18 @@ class Gate:
         """Answers all questions there are."""
         while True:
             try:
-                route, empty, version, request, *details = self.questions.recv_multipart(zmq.NOBLOCK)
+                self._answer(self.questions.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            name = self._name(*details[3:])
-            code, text = self._refusal if name is None else _ACCEPTED
-            user = (name or "").encode()
-            self.questions.send_multipart([route, empty, version, request, code, text, user, b""])
+
+    def _answer(self, question: list[bytes]) -> None:
+        route, empty, version, request, *details = question
+        name = self._name(*details[3:])
+        if name is None and self._later:
+            self._early.append(question)
+            return
+        code, text = _DENIED if name is None else _ACCEPTED
+        self.questions.send_multipart([route, empty, version, request, code, text, (name or "").encode(), b""])
 
     def close(self) -> None:
         """Closes the gate: from here on nobody gets in."""
