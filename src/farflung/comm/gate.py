@@ -108,7 +108,9 @@ class Gate:
             self._early.append(question)
             return
         code, text = _DENIED if name is None else _ACCEPTED
-        self.questions.send_multipart([route, empty, version, request, code, text, (name or "").encode(), b""])
+        self.questions.send_multipart(
+            [route, empty, version, request, code, text, (name or "").encode(), b""]
+        )
 
     def close(self) -> None:
         """Closes the gate: from here on nobody gets in."""
