@@ -25,7 +25,7 @@ __all__ = ["TRAINED", "CannotTell", "Training", "Trainings"]
 
 TRAINED = [
     "src/farflung/**/*.py",
-    *(f"!src/farflung/{apart}/**/*.py" for apart in ("cli", "integrations", "lab", "report")),
+    *(f"!src/farflung/{apart}/**/*.py" for apart in ("cli", "coded", "integrations", "lab", "report")),
 ]
 """What a training may depend on besides its settings and its own script: all but what no training goes through."""
 
