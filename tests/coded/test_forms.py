@@ -40,13 +40,13 @@ def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver
     )
     notes = Told()
     with run_on_loopback(settings, notes) as (runtime, coordinator, at):
-        crowd = Crowd(at, folder)
+        crowd = Crowd(at, folder, data=part_of_cancer)
 
         def hears(event: str, values: dict[str, Json]) -> None:
             del values
             place = len(crowd.forks)
             if event == "came" and place < settings.devices:
-                crowd.join(place if place < PARTITIONS else None, data=part_of_cancer)
+                crowd.join(place if place < PARTITIONS else None)
 
         async def body() -> Trained:
             return await train(
@@ -59,7 +59,7 @@ def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver
 
         notes.listener = hears
         try:
-            crowd.join(0, data=part_of_cancer)
+            crowd.join(0)
             trained = runtime.drive(body())
             crowd.left()
         finally:
