@@ -47,7 +47,7 @@ def draw_curve(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
                 )
         axes.set(xlabel="encoding bytes over MDS", ylabel="mean answers beyond K", ylim=(-0.1, None))
         axes.set_title(f"N = {size[0]}, K = {size[1]}", loc="left")
-    every[0].legend(frameon=False, fontsize="small")
+    every[-1].legend(frameon=False, fontsize="small", loc="upper center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

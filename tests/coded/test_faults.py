@@ -35,7 +35,7 @@ from tests.helpers import PATIENCE_S
 
 LIMIT_S = 120.0
 SAME = 1e-6
-PLANS = 20
+PLANS = 8
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 

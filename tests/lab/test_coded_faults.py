@@ -28,7 +28,7 @@ from tests.helpers import PATIENCE_S
 from tests.lab.netns import Machine, around_a_switch, ip
 
 ROWS = 4_000
-PLANS = 8
+PLANS = 12
 MACHINES = DEVICES + 4
 """Those of devices that come later among them."""
 LIMIT_S = 120.0
