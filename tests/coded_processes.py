@@ -139,17 +139,20 @@ class Crowd:
       address: of the coordinator.
       folder: where devices leave what they say.
       start: starts the process of a device, from what it calls.
+      data: features and labels of a partition.
     """
 
     address: Address
     folder: Path
     start: Callable[..., Fork] = Fork
+    data: Callable[[int], tuple[Tensor, Tensor]] = partition
     forks: list[Fork] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
     """Processes."""
 
     def join(self, number: int | None, **options: Any) -> Fork:
         """One more device, with a partition or without."""
+        options = {"data": self.data, **options}
         call = partial(attend, self.address.host, self.address.port, number, str(self.folder), **options)
         fork = self.start(call, log=self.folder / f"log-{len(self.forks)}")
         self.forks.append(fork)

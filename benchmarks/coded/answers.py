@@ -16,7 +16,7 @@ from farflung.coded import CODES, RLNC, Code, Decoder
 from farflung.coded.span import TOLERANCE
 from farflung.spec import build
 
-__all__ = ["extra_answers", "full_rank", "laws_of_coefficients", "tables"]
+__all__ = ["beyond", "extra_answers", "full_rank", "laws_of_coefficients", "needed", "tables"]
 
 DRAWS = {20: 4_000, 50: 2_000}
 """By N."""
@@ -51,14 +51,19 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> list[int | 
         rows = torch.cat(
             [raw, torch.stack([code.row(index, partitions, seed) for index in range(devices - partitions)])]
         )
-        decoder, extra = Decoder[int](partitions), None
-        for place, who in enumerate(orders.permutation(devices).tolist(), 1):
-            decoder.add(who, rows[who])
-            if place >= partitions and decoder.complete:
-                extra = place - partitions
-                break
-        counts.append(extra)
+        counts.append(beyond(rows, orders))
     return counts
+
+
+def beyond(rows: Tensor, orders: np.random.Generator) -> int | None:
+    """Answers beyond K until all is decoded, in one random order; ``None`` where all rows, (N, K), do not."""
+    partitions = rows.shape[1]
+    decoder = Decoder[int](partitions)
+    for place, who in enumerate(orders.permutation(len(rows)).tolist(), 1):
+        decoder.add(who, rows[who])
+        if place >= partitions and decoder.complete:
+            return place - partitions
+    return None
 
 
 def extra_answers(devices: int, partitions: int, quick: bool) -> Measured:

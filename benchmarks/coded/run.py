@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.coded import answers, descent, encoding, lab, models, rounds
+from benchmarks.coded import answers, descent, encoding, lab, models, processor, rounds
 from benchmarks.common import Benchmark, Group, load_expected, main
 
 FOLDER = Path(__file__).parent
@@ -26,6 +26,7 @@ MODELS = [
         "plan",
     )
 ]
+DECODING = [*CODES, *(f"src/farflung/coded/{name}.py" for name in ("decoder", "plan", "span"))]
 RUNS = [
     f"src/farflung/coded/{name}.py"
     for name in (
@@ -69,6 +70,8 @@ BENCHMARK = Benchmark(
         Group(_one("in pieces, RLNC over uncoded"), rounds.in_pieces, "simulated", 3.0, RUNS),
         Group(_one("whole-block answers"), rounds.whole_blocks, "simulated", 3.0, RUNS),
         Group(_one("real processes"), lab.in_pieces, "measured", 4.0, RUNS),
+        Group(_one("of a decode"), processor.decode, "measured", 0.1, DECODING),
+        Group(_one("of the coordinator"), processor.iteration, "measured", 1.0, RUNS),
     ],
 )
 

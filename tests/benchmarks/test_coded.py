@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.coded import encoding, rounds
+from benchmarks.coded import curve, encoding, joins, processor, rounds
 from benchmarks.coded.answers import EXACT, full_rank, needed
 from benchmarks.coded.descent import PARTS
 from benchmarks.coded.run import BENCHMARK
@@ -77,3 +77,30 @@ def test_the_simulated_encoding_rows_are_ratios_of_bytes() -> None:
     assert small.ours == large.ours == 0.5
     assert small.simulated
     assert small.config["members_nbytes"]["rlnc"] > 0
+
+
+def test_the_curve_ends_at_mds_and_its_bytes_are_those_that_are_sent() -> None:
+    (mds,) = [point for point in curve.points() if (point.law, point.devices) == ("mds", 20)]
+    found = curve.measure(mds, 5)
+    assert found["encoding_bytes_over_mds"] == {"rows": 1.0, "rows and columns": 1.0}
+    assert found["extra_answers"] == found["not_decoded_by_all"] == 0
+    balanced = curve.measure(curve.Point(6, 4, "balanced", 0.5), 5)["encoding_bytes_over_mds"]
+    assert balanced == {"rows": 1 / 2, "rows and columns": (4 + 3 + 2) / (8 + 3 + 2)}
+
+
+def test_sparse_rows_are_never_zero_and_of_their_density() -> None:
+    rows = curve.Point(400, 10, "masked", 0.1).rows(0)[10:]
+    assert bool(rows.any(dim=1).all())
+    assert float((rows != 0).double().mean()) == pytest.approx(0.1 / (1 - 0.9**10), rel=0.1)
+
+
+def test_devices_that_join_fetch_half_of_the_partitions_once_all_are_covered() -> None:
+    nbytes, rows = joins.joined("rlnc", "repair", 0, 4, 3)
+    partition = 8 * encoding.ROWS_EACH * encoding.FEATURES_OF_K * 4
+    assert nbytes == [4 * partition, 2 * partition, 2 * partition]
+    assert [len(one) for one in rows] == [4, 5, 6, 7]
+
+
+def test_a_decode_takes_some_time() -> None:
+    (decode,) = processor.decode(quick=True).values()
+    assert 0 < decode.spread[0] <= decode.ours <= decode.spread[1]

@@ -165,6 +165,16 @@ def test_a_device_without_data_makes_up_for_a_loss() -> None:
         assert any(block.holder == 7 for block in seen.coordinator.roster.there(kind))
 
 
+def test_the_first_coded_block_gets_all_that_no_other_has() -> None:
+    """As one block, whatever its row was drawn to have."""
+    seen = Run(8, 8, later=[None], faults=PLAN.join(9, at_s=0.2), settings={"coded": 0, "redundancy": 0})(
+        products_agree(20)
+    )
+    assert seen.found < EXACT
+    (block,) = [one for one in seen.coordinator.roster.there("rows") if one.holder == 9]
+    assert block.coefficients.keys() == set(range(8))
+
+
 @pytest.mark.parametrize("transposed", ["columns", "repair"])
 def test_new_data_are_taken_in(transposed: str) -> None:
     run = Run(later=[9], faults=PLAN.join(7, at_s=0.2), settings={"transposed": transposed})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,113 +20,24 @@ from farflung.coded.record import Record
 from farflung.coded.settings import Settings
 from farflung.replica import load_tree, save_tree
 from farflung.types import Json
+from tests.coded_plans import DEVICES, PARTITIONS, Plan
 from tests.coded_processes import (
-    ITERATIONS,
     Crowd,
     Told,
     descend,
     difference,
     free_port,
-    rank_of,
     run_on_loopback,
     trained,
 )
 from tests.forks import Fork
 from tests.helpers import PATIENCE_S
 
-PARTITIONS, DEVICES = 8, 12
 LIMIT_S = 120.0
 SAME = 1e-6
-PLANS = 20
+PLANS = 8
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
-
-
-class Plan:
-    """What goes wrong in one run, drawn from a seed: when, and with whom, as far as enough is left.
-
-    A third of the plans begins while data are encoded; the others while products are made. Devices are killed, at times
-    in the midst of a product, or stopped for some products; others come, with what a lost one had or with nothing.
-    """
-
-    def __init__(self, seed: int, crowd: Crowd, notes: Told) -> None:
-        self.draw, self.crowd, self.notes = random.Random(seed), crowd, notes
-        self.done: list[str] = []
-        self.awaited = DEVICES
-        """Devices that were started and have not come yet."""
-        self._built, self._stopped = 0, list[int]()
-        self._partition: dict[int, str] = {}
-        self._gone: set[int] = set()
-        draw = self.draw
-        self._encoding = draw.randrange(1, 20) if seed % 3 == 0 else 0
-        self._moments = sorted(draw.sample(range(ITERATIONS - 5), draw.randint(2, 4)))
-        self._timers: list[threading.Timer] = []
-        notes.listener = self.hears
-
-    def watch(self, coordinator: Coordinator) -> None:
-        self.roster = coordinator.roster
-
-    def hears(self, event: str, values: dict[str, Json]) -> None:
-        if event == "came":
-            self._partition[int(str(values["rank"]))] = str(values["partition"])
-            self.awaited -= 1
-        if event == "built":
-            self._built += 1
-            if self._built == self._encoding:
-                self.kill("rows")
-
-    def at(self, iterate: int, weights: Tensor | None = None) -> None:
-        del weights
-        for rank in self._stopped:
-            self.crowd.signal(rank, signal.SIGCONT)
-        self._stopped.clear()
-        if iterate in self._moments:
-            what = self.draw.choice((self.kill, self.kill, self.stop))
-            what("rows", "columns")
-            if self.draw.random() < 0.6:
-                self.join()
-
-    def victims(self, *kinds: str) -> list[int]:
-        """As many devices as may be lost at once, up to three; nobody where that is none."""
-        there = [rank for rank in self.roster.members if rank not in self._gone]
-        self.draw.shuffle(there)
-        found: list[int] = []
-        for rank in there:
-            lost = {*self._gone, *found, rank}
-            if all(rank_of(self.roster, kind, lost) == PARTITIONS for kind in kinds):
-                found.append(rank)
-            if len(found) == 3:
-                break
-        return found[: self.draw.randint(1, 3)]
-
-    def kill(self, *kinds: str) -> None:
-        for rank in self.victims(*kinds):
-            self._gone.add(rank)
-            self.done.append(f"kill {rank}")
-            timer = threading.Timer(
-                self.draw.choice((0, 0.005, 0.02)), self.crowd.signal, (rank, signal.SIGKILL)
-            )
-            self._timers.append(timer)
-            timer.start()
-
-    def stop(self, *kinds: str) -> None:
-        for rank in self.victims(*kinds):
-            self.done.append(f"stop {rank}")
-            self._stopped.append(rank)
-            self.crowd.signal(rank, signal.SIGSTOP)
-
-    def join(self) -> None:
-        names = [self._partition.pop(rank, "") for rank in self._gone]
-        lost = sorted(name for name in names if name)
-        name = self.draw.choice([*lost, ""])
-        self.done.append(f"join with {name or 'nothing'}")
-        self.awaited += 1
-        self.crowd.join(int(name.removeprefix("part ")) if name else None)
-
-    def end(self) -> None:
-        for timer in self._timers:
-            timer.join()
-        self.at(-1)
 
 
 @contextmanager
@@ -164,7 +73,7 @@ def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
     """Three devices of 200 MB each: raw and coded rows, and columns."""
     few = Settings(partitions=2, devices=3, coded=1, patience_s=2 * PATIENCE_S)
     with run_on_loopback(few, Told()) as (runtime, coordinator, at):
-        crowd = Crowd(at, tmp_path)
+        crowd = Crowd(at, tmp_path, data=much)
 
         async def body() -> float:
             await coordinator.gather()
@@ -178,7 +87,7 @@ def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
 
         try:
             for number in (0, 1, None):
-                crowd.join(number, data=much)
+                crowd.join(number)
             runtime.drive(body())
             left = crowd.left()
         finally:
@@ -200,8 +109,7 @@ def much(number: int) -> tuple[Tensor, Tensor]:
 def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path, expected: Tensor) -> None:
     notes = Told()
     with run_on_loopback(settings(), notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:
-        plan = Plan(seed, crowd, notes)
-        plan.watch(coordinator)
+        plan = Plan(seed, crowd, notes, coordinator.roster)
 
         gathered: list[float] = []
 

@@ -133,6 +133,36 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
 
 
+@contextlib.contextmanager
+def around_a_switch(number: int) -> Iterator[tuple[Machine, list[Machine]]]:
+    """A machine with a switch in it, and others at the switch, all of which reach each other.
+
+    The switch's end of a machine's cable has the name of the machine's own end.
+    """
+    stem = f"ff{os.getpid()}"
+    switch = Machine(f"{stem}s", "10.78.0.1", "switch")
+    machines = [Machine(f"{stem}-{one}", f"10.78.0.{2 + one}", f"to-{one}") for one in range(number)]
+    try:
+        for machine in (switch, *machines):
+            ip("netns", "add", machine.name)
+            ip("-n", machine.name, "link", "set", "lo", "up")
+        ip("-n", switch.name, "link", "add", switch.cable, "type", "bridge")
+        ip("-n", switch.name, "address", "add", f"{switch.address}/24", "dev", switch.cable)
+        ip("-n", switch.name, "link", "set", switch.cable, "up")
+        for machine in machines:
+            here = ("link", "add", machine.cable, "netns", switch.name, "type", "veth")
+            ip(*here, "peer", "name", machine.cable, "netns", machine.name)
+            ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.cable)
+            ip("-n", switch.name, "link", "set", machine.cable, "master", switch.cable)
+            for name in (switch.name, machine.name):
+                ip("-n", name, "link", "set", machine.cable, "up")
+        yield switch, machines
+    finally:
+        for machine in (switch, *machines):
+            machine.end()
+            subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
+
+
 HOME, ROUTER = "192.168.1.2", "192.168.1.1"
 """Of each home's machine, and of its router on the inside: the same in all homes, as it often is."""
 _RULES = """

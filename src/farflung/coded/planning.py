@@ -138,30 +138,41 @@ class Planner:
             yield host, self._rows(roster, host, {partition.number: 1.0}, sources)
 
     def _extensions(self, roster: Roster) -> Iterator[tuple[int, Order]]:
-        """Coded blocks with a partition that no coded block has.
+        """Coded blocks with the partitions that no coded block has.
 
-        Each takes it up with the probability with which the code has partitions in its blocks; at least one does.
+        Each takes one up with the probability with which the code has partitions in its blocks; at least one does.
         """
         coded = [block for block in roster.of("rows") if block.raw is None]
+        extended = [block for block in coded if block.ready and block.holder in self._makers(roster)]
+        if not extended:
+            return
+        covered = set[int]().union(*[block.coefficients for block in coded])
+        more: dict[int, list[tuple[Block, float]]] = {block.number: [] for block in extended}
         for partition in roster.active:
             raw = roster.raw(partition)
-            extended = [block for block in coded if block.ready and block.holder in self._makers(roster)]
-            covered = any(partition.number in block.coefficients for block in coded)
-            if raw is None or covered or not extended:
+            if raw is None or partition.number in covered:
                 continue
             weights = {block.number: self._grown(block, partition.number) for block in extended}
             if not any(weights.values()):
                 weights[extended[0].number] = 1.0
-            for block in extended:
-                weight = weights[block.number]
+            for number, weight in weights.items():
                 if weight:
-                    rank = _holder(block)
-                    sources = (Source(rank, block.number, 1.0), Source(_holder(raw), raw.number, weight))
-                    order = self._rows(
-                        roster, rank, {**block.coefficients, partition.number: weight}, sources
-                    )
-                    roster.blocks[order.block].replaces = block.number
-                    yield rank, order
+                    more[number].append((raw, weight))
+        for block in extended:
+            added = more[block.number]
+            if added:
+                rank = _holder(block)
+                sources = [
+                    Source(rank, block.number, 1.0),
+                    *(Source(_holder(raw), raw.number, weight) for raw, weight in added),
+                ]
+                coefficients = {
+                    **block.coefficients,
+                    **{number: weight for raw, weight in added for number in raw.coefficients},
+                }
+                order = self._rows(roster, rank, coefficients, tuple(sources))
+                roster.blocks[order.block].replaces = block.number
+                yield rank, order
 
     def _for_newcomers(self, roster: Roster) -> Iterator[tuple[int, Order]]:
         """Coded blocks for devices that have come since, and bring nothing."""

@@ -1,0 +1,101 @@
+"""An estimator fits in one process what coordinator and devices train as processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.coded import GD, LBFGS, Bundle, Hinge, Logistic, Objective, Solver
+from farflung.coded.local import local_settings, partitioned
+from farflung.coded.training import Trained, train
+from farflung.types import Json
+from tests.coded.problems import cancer, signs
+from tests.coded_processes import Crowd, Told, run_on_loopback
+
+pytest.importorskip("sklearn")
+
+from farflung.coded.estimators import CodedLinearSVC, CodedLogisticRegression
+from farflung.coded.estimators.classifier import CodedClassifier
+
+PARTITIONS = 4
+EXACT = 1e-9
+
+
+def part_of_cancer(number: int) -> tuple[Tensor, Tensor]:
+    """What the device of a partition has: the rows that the estimator gives it."""
+    features, classes = cancer()
+    rows = partitioned(len(features), PARTITIONS)[number]
+    return features[rows].clone(), classes[rows].to(torch.float64)
+
+
+def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver[Any], folder: Path) -> Any:
+    """Weights and intercept, trained by processes that come one after the other."""
+    settings = local_settings(
+        estimator.devices, PARTITIONS, len(cancer()[0]), code=estimator.code, seed=estimator.seed
+    )
+    notes = Told()
+    with run_on_loopback(settings, notes) as (runtime, coordinator, at):
+        crowd = Crowd(at, folder, data=part_of_cancer)
+
+        def hears(event: str, values: dict[str, Json]) -> None:
+            del values
+            place = len(crowd.forks)
+            if event == "came" and place < settings.devices:
+                crowd.join(place if place < PARTITIONS else None)
+
+        async def body() -> Trained:
+            return await train(
+                coordinator,
+                objective,
+                solver,
+                lambda labels: signs(labels.to(torch.int64)),
+                max_iterations=estimator.max_iter,
+            )
+
+        notes.listener = hears
+        try:
+            crowd.join(0)
+            trained = runtime.drive(body())
+            crowd.left()
+        finally:
+            crowd.close()
+    return trained.iterate.weights[:, 0].numpy()
+
+
+MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver[Any]]] = {
+    "logistic": (CodedLogisticRegression, {}, Logistic(), LBFGS()),
+    "logistic, gd": (CodedLogisticRegression, {"solver": "gd", "max_iter": 50}, Logistic(), GD()),
+    "hinge": (CodedLinearSVC, {"loss": "hinge"}, Hinge(), Bundle()),
+}
+ERRORS = {"hinge": 1e-4}
+"""Where rounding decides which plane is cut, and so the path to the optimum."""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("logistic", "uncoded"),
+        ("hinge", "uncoded"),
+        ("logistic", "rlnc"),
+        ("logistic, gd", "rlnc"),
+        ("hinge", "rlnc"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_both_forms_give_the_same_coefficients(name: str, code: str, tmp_path: Path) -> None:
+    """To the bit where every answer is raw; by which blocks the others are decoded depends on who is fast."""
+    kind, options, objective, solver = MODELS[name]
+    devices = PARTITIONS if code == "uncoded" else PARTITIONS + 2
+    features, classes = (one.numpy() for one in cancer())
+    local = kind(devices=devices, partitions=PARTITIONS, code=code, **options).fit(features, classes)
+    found = distributed(local, objective, solver, tmp_path)
+    due = np.concatenate([local.coef_[0], local.intercept_])
+    if code == "uncoded":
+        np.testing.assert_array_equal(found, due)
+    else:
+        np.testing.assert_allclose(found, due, rtol=0, atol=ERRORS.get(name, EXACT) * np.abs(due).max())
