@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.coded import tags
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
@@ -26,6 +27,7 @@ from farflung.coded.held import HeldProducts
 from farflung.coded.meeting import Address, Reach, coordinating
 from farflung.coded.roster import Roster
 from farflung.coded.settings import Settings
+from farflung.comm.channel import in_words
 from farflung.runtime import WallRuntime
 from farflung.tasks import Task
 from farflung.types import Json
@@ -102,11 +104,12 @@ def attend(
 
     reason = take_part(Address(host, port), holding, Reach(), patience_s=2 * PATIENCE_S, met=note)
     device, runtime = met[-1]
-    kept = runtime.view.mailbox.kept_nbytes
+    # A command that came in one burst with the end is not carried out any more.
+    kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != tags.COMMAND]
     left = {
         "reason": reason,
         "refused": device.refused,
-        "kept_nbytes": kept,
+        "kept": kept,
         "meetings": len(met),
         "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),
         "grown_nbytes": memory_nbytes("VmHWM") - before_nbytes,
