@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -123,6 +124,13 @@ def test_who_does_not_come_is_named() -> None:
     with pytest.raises(DeadlinePassed, match=r"rank 1.*its address in the store"):
         runtime.admit(1, join_s=0.05).wait()
     runtime.close()
+
+
+def test_who_leaves_waits_for_nobody_to_come() -> None:
+    runtime = WallRuntime(0, 3, dist.HashStore(), whole=False, members=[0])
+    due = [runtime.admit(rank, join_s=math.inf) for rank in (1, 2)]
+    runtime.close()
+    assert all(isinstance(one.error, DeadlinePassed) for one in due)
 
 
 def test_who_is_alone_has_nobody_to_admit() -> None:

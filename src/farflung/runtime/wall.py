@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,8 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+_LOOK_S = 0.05
+"""How often it is looked whether somebody has published an address."""
 EXPANSION = 8
 """How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
 a 2-byte number."""
@@ -141,6 +144,7 @@ class WallRuntime:
             self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
+        self._closes = threading.Event()
         transport: Transport = ZmqTransport(
             rank,
             size,
@@ -332,6 +336,7 @@ class WallRuntime:
         if self._store is not None and not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
                 self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
+        self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
         self._thread.soon(lambda: self.view.farewell(error, relays_s=self._deadline_s))
@@ -371,8 +376,10 @@ class WallRuntime:
             self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
 
         def find() -> None:
+            since = self.now()
             try:
-                peer = self._peer(store, rank, self.now() + join_s)
+                self._look_for(rank, since + join_s)
+                peer = self._peer(store, rank, self.now(), since)
             except BaseException as error:
                 self._thread.soon(partial(greeted.fail, error))
             else:
@@ -385,18 +392,24 @@ class WallRuntime:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
         return self._store is not None and self._store.check([_place(rank)])
 
+    def _look_for(self, rank: int, until: float) -> None:
+        """Until a replica has published its address, or this one leaves, which ends no wait of a store's own."""
+        with suppress(dist.DistStoreError, RuntimeError):
+            while not self.has_come(rank) and self.now() < until and not self._closes.wait(_LOOK_S):
+                pass
+
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
-        return [self._peer(store, rank, join_s) for rank in sorted(members)]
+        return [self._peer(store, rank, join_s, self.now()) for rank in sorted(members)]
 
-    def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
-        """What a replica has published."""
-        key, begin = _place(rank), self.now()
+    def _peer(self, store: dist.Store, rank: int, until: float, since: float) -> Peer:
+        """What a replica has published, who is waited for since a time."""
+        key = _place(rank)
         try:
-            store.wait([key], timedelta(seconds=max(0.001, until - begin)))
+            store.wait([key], timedelta(seconds=max(0.001, until - self.now())))
         except (dist.DistStoreError, RuntimeError) as error:
             raise DeadlinePassed(
-                rank, f"its address in the store ({type(error).__name__})", self.now() - begin
+                rank, f"its address in the store ({type(error).__name__})", self.now() - since
             ) from None
         peer = Peer.from_json(store.get(key))
         if peer.rank != rank:
