@@ -397,7 +397,8 @@ class WallRuntime:
 
     def _comes(self, rank: int, until: float) -> bool:
         """Whether a replica publishes its address before a time, and before this one leaves: a wait of a store's own is
-        ended by nothing."""
+        ended by nothing.
+        """
         with suppress(dist.DistStoreError, RuntimeError):
             while not self.has_come(rank):
                 if self.now() >= until or self._closes.wait(_LOOK_S):
