@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from farflung.coded.training import Trained, train
 from farflung.types import Json
 from tests.coded.problems import cancer, signs
 from tests.coded_processes import Crowd, Told, run_on_loopback
+from tests.helpers import PATIENCE_S
 
 pytest.importorskip("sklearn")
 
@@ -35,8 +37,11 @@ def part_of_cancer(number: int) -> tuple[Tensor, Tensor]:
 
 def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver[Any], folder: Path) -> Any:
     """Weights and intercept, trained by processes that come one after the other."""
-    settings = local_settings(
-        estimator.devices, PARTITIONS, len(cancer()[0]), code=estimator.code, seed=estimator.seed
+    settings = replace(
+        local_settings(
+            estimator.devices, PARTITIONS, len(cancer()[0]), code=estimator.code, seed=estimator.seed
+        ),
+        least_s=PATIENCE_S,  # on a busy machine nobody counts as silent, whose blocks others would make
     )
     notes = Told()
     with run_on_loopback(settings, notes) as (runtime, coordinator, at):
