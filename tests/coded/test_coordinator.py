@@ -9,6 +9,7 @@ import torch
 
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
+from farflung.coded.messages import Fetch, Malformed
 from farflung.errors import RunLost
 from farflung.faults import FaultPlan
 from farflung.runtime.decisions import DecisionLog
@@ -147,6 +148,22 @@ def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
     with pytest.raises(RunLost, match="lost with their devices: part 1"):
         run(products_agree())
     assert [event["partition"] for event in run.notes.of("lost")] == ["part 1"]
+
+
+def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:
+    run = Run(holdings={2: _Withheld("part 1", *part(1))}, settings={"patience_s": 20.0, "least_s": 0.5})
+    with pytest.raises(RunLost, match="nobody came for 20 s: 6 devices are heard of; column blocks"):
+        run(products_agree())
+    failed = [event for event in run.notes.of("failed") if event["rank"] != 2]
+    assert {(event["blamed"], event["why"]) for event in failed} == {(2, "it has no such block")}
+    makers, looks, kinds = len({event["rank"] for event in failed}), 20.0 / (5 * 0.5), 2
+    assert makers > 1
+    assert 3 * makers < len(failed) <= kinds * makers * (3 + looks + 1)
+
+
+class _Withheld(Holding):
+    def give(self, request: Fetch) -> torch.Tensor:
+        raise Malformed("not to be had")
 
 
 def test_too_few_devices_are_named() -> None:

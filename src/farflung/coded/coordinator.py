@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.coded.deadlines import Learned
 from farflung.coded.inbox import Alarm, Answer, Back, Gone, Heard, Inbox
 from farflung.coded.members import REPORTS, Members
-from farflung.coded.messages import End, Malformed, Probe, unpacked
+from farflung.coded.messages import End, Failed, Malformed, Probe, unpacked
 from farflung.coded.plan import Plans
 from farflung.coded.record import Record
 from farflung.coded.roster import Kind, Partition, Roster
@@ -302,7 +302,7 @@ class Coordinator:
         self._watch(next(iter(rounds)).kind)
 
     def _handle(self, event: Heard | Answer | Gone | Back) -> bool:
-        """Whether it was of use."""
+        """Whether it was of use: a block that could not be made is ordered again, and may fail for ever."""
         if isinstance(event, Gone):
             self._gone.add(event.rank)
             for one in self._rounds.values():
@@ -319,7 +319,7 @@ class Coordinator:
             if isinstance(event, Heard):
                 report: Any = unpacked(event.payload, REPORTS)
                 self.members.hear(event.rank, report)
-                return not isinstance(report, Probe)
+                return not isinstance(report, (Probe, Failed))
             if event.round not in self._rounds:
                 self.counters.late += 1
                 return False

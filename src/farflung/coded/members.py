@@ -184,6 +184,7 @@ class Members:
             return
         if isinstance(report, Built):
             self.roster.built(block)
+            member.failures = 0
             if self._record is not None:
                 self._record.keep_roster(self.roster)
             nbytes = report.fetched_nbytes
@@ -198,9 +199,12 @@ class Members:
             self._replaced(block)
         else:
             self.roster.failed(block)
-            self.tell("failed", rank=rank, block=block.number, blamed=report.rank)
-            member.unable |= report.rank == rank
-            self.falls({report.rank} - {rank})
+            self.tell("failed", rank=rank, block=block.number, blamed=report.rank, why=report.detail)
+            if report.rank == rank:
+                member.unable = True
+            else:
+                member.failures += 1
+                self.falls({report.rank})
         self.mend()
 
     def _hello(self, rank: int, hello: Hello) -> None:
@@ -310,8 +314,13 @@ class Members:
 
     def look_after(self) -> None:
         """Devices that make blocks are asked for a sign of life; those that have given none since this was called
-        before count as silent.
+        before count as silent. Those that rest may try once more.
         """
+        resting = [member for member in self.roster.members.values() if member.rests]
+        for member in resting:
+            member.failures -= 1
+        if resting:
+            self.mend()
         makers = {block.holder for block in self.making() if block.holder is not None}
         silent = makers & self._probed
         self._probed = makers - silent

@@ -371,7 +371,8 @@ class Planner:
 
     def _makers(self, roster: Roster) -> list[int]:
         """Those that can be asked for another block."""
-        return [rank for rank in self._hosts(roster) if not roster.members[rank].unable]
+        members = roster.members
+        return [rank for rank in self._hosts(roster) if not (members[rank].unable or members[rank].rests)]
 
 
 def _holder(block: Block) -> int:

@@ -18,6 +18,9 @@ __all__ = ["Block", "Kind", "Member", "Partition", "Roster"]
 Kind = Literal["rows", "columns"]
 """Of blocks: for products with weights, or with residuals."""
 
+_TRIES = 3
+"""How many blocks in a row may fail before a device is asked for none for a while."""
+
 
 @dataclass(slots=True)
 class Partition:
@@ -84,6 +87,7 @@ class Member:
       leaving: whether it has asked to go.
       late: whether it came when training had begun.
       unable: whether it could not make a block for reasons of its own; it is asked for no other.
+      failures: how often in a row it could not make a block since another device gave it nothing.
     """
 
     rank: int
@@ -91,6 +95,12 @@ class Member:
     leaving: bool = False
     late: bool = False
     unable: bool = False
+    failures: int = 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether it has failed so often that it is asked for no block for a while."""
+        return self.failures >= _TRIES
 
 
 class Roster:
