@@ -93,14 +93,13 @@ ERRORS = {"hinge": 1e-4}
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_both_forms_give_the_same_coefficients(name: str, code: str, tmp_path: Path) -> None:
-    """To the bit where every answer is raw; by which blocks the others are decoded depends on who is fast."""
+    """But for rounding: where a message lies in memory changes the last bits of a product, and by which blocks a coded
+    answer is decoded depends on who is fast.
+    """
     kind, options, objective, solver = MODELS[name]
     devices = PARTITIONS if code == "uncoded" else PARTITIONS + 2
     features, classes = (one.numpy() for one in cancer())
     local = kind(devices=devices, partitions=PARTITIONS, code=code, **options).fit(features, classes)
     found = distributed(local, objective, solver, tmp_path)
     due = np.concatenate([local.coef_[0], local.intercept_])
-    if code == "uncoded":
-        np.testing.assert_array_equal(found, due)
-    else:
-        np.testing.assert_allclose(found, due, rtol=0, atol=ERRORS.get(name, EXACT) * np.abs(due).max())
+    np.testing.assert_allclose(found, due, rtol=0, atol=ERRORS.get(name, EXACT) * np.abs(due).max())

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from farflung.comm import Peer
+from farflung.comm.wire import Kind, encode
 from farflung.errors import (
     ConfigError,
     DataError,
@@ -85,6 +87,36 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
     assert members.transports[0]._monitor.poll(int(PATIENCE_S * 1000))
     members.transports[0]._look_for_losses()
     assert number_in(waited_for.result()) == 7
+    assert stayer.view.lost is None
+
+
+def test_a_farewell_that_has_overtaken_what_was_sent_before_waits_for_it(group: Callable[..., Group]) -> None:
+    members = group()
+    stayer = members.comms[0]
+    waited_for, late = stayer.recv(1, tag(5)), stayer.recv(1, tag(6))
+    said = torch.frombuffer(bytearray(b'{"behind": 2}'), dtype=torch.uint8)
+    members.raw(1, 0, *map(bytes, encode(Kind.FAREWELL, 0, tag(0), Payload((said,)))))
+    members.comms[1].send(numbered(7), 0, tag(5))
+    members.until(lambda: waited_for.done)
+    assert not late.done
+    members.comms[1].send(numbered(8), 0, tag(6))
+    members.until(lambda: late.done)
+    assert number_in(waited_for.result()) == 7
+    assert number_in(late.result()) == 8
+    never = stayer.recv(1, tag(9))
+    assert str(never.error) == "lost rank 1: it had left the run"
+
+
+def test_who_has_said_farewell_and_goes_has_left_although_something_is_missing(
+    group: Callable[..., Group],
+) -> None:
+    members = group()
+    stayer = members.comms[0]
+    waited_for = stayer.recv(1, tag(5))
+    members.views[1]._sent[0] += 1  # what never comes
+    members.leave(1)
+    members.until(lambda: waited_for.done)
+    assert str(waited_for.error) == "lost rank 1: it had left the run"
     assert stayer.view.lost is None
 
 

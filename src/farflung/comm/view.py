@@ -74,6 +74,8 @@ class View(Meeting):
         """Messages to each member."""
         self._heard: Counter[int] = Counter()
         """And from each."""
+        self._farewells: dict[int, int] = {}
+        """How many there are of each that has said farewell, until all of them have come."""
         self._blame = Blame(self.rank)
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
@@ -152,12 +154,16 @@ class View(Meeting):
                 self.mailbox.deliver(rank, message.tag, message.payload, message.view)
             except Full as error:
                 raise WireError(str(error)) from None
+            finally:
+                self._see_off(rank)
         else:
             self._control(rank, message)
 
     def closed(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
-        if rank not in self._left:
+        if rank in self._farewells:
+            self._leaves(rank)
+        elif rank not in self._left:
             self._lose(rank, PeerLost(rank, CLOSED))
         self._tell_lost(rank, CLOSED)
         for behind in self._routes.behind(rank):
@@ -189,7 +195,7 @@ class View(Meeting):
         if self._routes.comes_from(rank):
             self._greet(rank)
         if self._parting is not None:
-            self._say(self._parting[0], rank, self._parting[1], last=True)
+            self._part(rank, *self._parting)
         unlike = self._unlike(rank, body.get("settings"))
         if unlike is not None and rank in self._late:
             self._say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
@@ -213,8 +219,11 @@ class View(Meeting):
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
         if message.kind is Kind.FAREWELL:
-            self._left.add(rank)
-            self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+            behind = body.get("behind")
+            if not isinstance(behind, int):
+                raise WireError("a farewell that does not tell what was sent before")
+            self._farewells[rank] = behind
+            self._see_off(rank)
         elif message.kind is Kind.LOST:
             self._hear_lost(rank, body)
         elif message.kind is Kind.WAITING:
@@ -228,18 +237,33 @@ class View(Meeting):
             else:
                 self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
 
+    def _see_off(self, rank: int) -> None:
+        """Lets who has said farewell go, once all has come that it sent before: what is urgent comes another way."""
+        if rank in self._farewells and self._heard[rank] >= self._farewells[rank]:
+            self._leaves(rank)
+
+    def _leaves(self, rank: int) -> None:
+        del self._farewells[rank]
+        self._left.add(rank)
+        self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+
     def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
         """A relay says who is gone behind it."""
         rank = body.get("rank")
         if not isinstance(rank, int) or self._routes.relay(rank) != relay:
             raise WireError("a loss told by who does not relay")
-        if rank not in self._left and body.get("token") == self._routes.token(rank):
+        if rank in self._left or body.get("token") != self._routes.token(rank):
+            return
+        if rank in self._farewells:
+            self._leaves(rank)
+        else:
             why = f"rank {relay}, which relays its messages, says: {body.get('detail')}"
             self._lose(rank, PeerLost(rank, why))
 
     def _begin_anew(self, rank: int) -> None:
         self.relay.lost(rank)
         self._early.pop(rank, None)
+        self._farewells.pop(rank, None)
         self._heard[rank] = self._sent[rank] = 0
 
     def _greet(self, rank: int) -> None:
@@ -359,7 +383,7 @@ class View(Meeting):
         self._parting = (kind, body)
         for rank in others:
             if rank in self._greeted or self._routes.goes_to(rank):
-                self._say(kind, rank, body, last=True)
+                self._part(rank, kind, body)
         # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
         # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
         until = self._now() + PARTING_S
@@ -369,6 +393,9 @@ class View(Meeting):
             self.transport.poll(left_s)
         if error is None:
             self._go_on_relaying(relays_s)
+
+    def _part(self, rank: int, kind: Kind, body: Mapping[str, Json]) -> None:
+        self._say(kind, rank, {**body, "behind": self._sent[rank]}, last=True)
 
     def _go_on_relaying(self, patience_s: float) -> None:
         """Until nobody is left who needs it, or nothing has passed for some seconds."""
