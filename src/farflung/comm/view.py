@@ -161,14 +161,10 @@ class View(Meeting):
 
     def closed(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
-        if rank in self._farewells:
-            self._leaves(rank)
-        elif rank not in self._left:
-            self._lose(rank, PeerLost(rank, CLOSED))
+        self._is_gone(rank, CLOSED)
         self._tell_lost(rank, CLOSED)
         for behind in self._routes.behind(rank):
-            if behind not in self._left:
-                self._lose(behind, PeerLost(behind, f"rank {rank} is gone, which relayed its messages"))
+            self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
 
     def _tell_lost(self, rank: int, why: str) -> None:
         """Those who reach a member through this replica hear that it is gone, behind what it has sent them."""
@@ -247,18 +243,20 @@ class View(Meeting):
         self._left.add(rank)
         self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
 
+    def _is_gone(self, rank: int, why: str) -> None:
+        """Nothing comes from a member any more: it has left if it has said farewell, and is lost otherwise."""
+        if rank in self._farewells:
+            self._leaves(rank)
+        elif rank not in self._left:
+            self._lose(rank, PeerLost(rank, why))
+
     def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
         """A relay says who is gone behind it."""
         rank = body.get("rank")
         if not isinstance(rank, int) or self._routes.relay(rank) != relay:
             raise WireError("a loss told by who does not relay")
-        if rank in self._left or body.get("token") != self._routes.token(rank):
-            return
-        if rank in self._farewells:
-            self._leaves(rank)
-        else:
-            why = f"rank {relay}, which relays its messages, says: {body.get('detail')}"
-            self._lose(rank, PeerLost(rank, why))
+        if body.get("token") == self._routes.token(rank):
+            self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
     def _begin_anew(self, rank: int) -> None:
         self.relay.lost(rank)
