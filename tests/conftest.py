@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tests.pool import Pool
 
 os.environ["MPLBACKEND"] = "Agg"
-torch.set_num_threads(1)
 
 EXAMPLES = 50
 settings.register_profile("here", deadline=None, max_examples=EXAMPLES)
@@ -174,7 +173,11 @@ def pytest_configure() -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Before each: what a test file imports may set the threads of OpenMP, which torch shares (numba does), and sums
+    # of two threads have other bits than those of one.
+    torch.set_num_threads(1)
     for part, lacks in PARTS.items():
         if item.get_closest_marker(part) is not None and (reason := lacks()) is not None:
             _cannot_run(part, reason)

@@ -21,11 +21,27 @@ def test_part():
 """
 
 
+THREADS = """
+import torch
+
+torch.set_num_threads(2)  # as a library does that shares OpenMP with torch
+
+def test_one_thread():
+    assert torch.threads == 1
+    torch.set_num_threads(2)
+
+def test_one_thread_again():
+    assert torch.threads == 1
+"""
 TORCH = """
+threads = 8
+
 class cuda:
     is_available = lambda: False
 
-def set_num_threads(count): pass
+def set_num_threads(count):
+    global threads
+    threads = count
 """
 """All that is asked of torch; it takes seconds to import."""
 
@@ -50,6 +66,13 @@ def run(project: Path, *options: str, **env: str) -> subprocess.CompletedProcess
         text=True,
         check=False,
     )
+
+
+def test_every_test_has_one_thread_whatever_was_imported(project: Path) -> None:
+    (project / "test_probe.py").write_text(THREADS)
+    result = run(project)
+    assert result.returncode == 0, result.stdout
+    assert "2 passed" in result.stdout
 
 
 def test_an_absent_part_skips_its_tests(project: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.adacomm.links import COLLECTIVE, STEP_S, links, most_per_step
 from benchmarks.adacomm.pictures import draw
@@ -19,13 +18,6 @@ from benchmarks.adacomm.watched import Point, Watched
 from benchmarks.common import Simulated, main
 
 TINY = Watched(workload="synthetic/quadratic", steps=24, every=4, batch_size=4)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def curve(*losses: float, step_s: float = 5.0, block: int = 1) -> list[Point]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -233,14 +232,6 @@ TRIAL = Trial(workload="synthetic/quadratic", replicas=2, steps=40, batch_size=8
 RECIPES = [{"schedule": "synchronous"}, {"schedule": "delayed(delay=3, period=2)"}]
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("parts", RECIPES, ids=str)
 def test_a_digest_is_of_the_first_steps_of_the_whole_training(parts: dict[str, str]) -> None:
     trial = replace(TRIAL, parts=parts)
