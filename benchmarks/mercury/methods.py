@@ -21,6 +21,7 @@ __all__ = [
     "adacomm",
     "best_rate",
     "curves_of",
+    "for_as_many_samples",
     "grouped",
     "mercury",
     "mercury_at",
@@ -38,6 +39,8 @@ WITHIN = 0.5
 """Points below what uniform sampling comes to: its accuracy goes up and down by as much."""
 LOOSER = 1.05
 """Times its training loss."""
+LOOKS = 5
+"""Steps between two looks are a multiple of these."""
 ROUND = 20
 """Steps of a round of resharding."""
 PIECE_NBYTES = 4096
@@ -56,12 +59,12 @@ ALONE = {
 
 def uniform(application: str, **others: Any) -> Watched:
     """Synchronous SGD; its arithmetic is the same on all links."""
-    return Watched(application, steps=APPLICATIONS[application].steps, **others)
+    return Watched(application, **{"steps": APPLICATIONS[application].steps, **others})
 
 
-def grouped(application: str, more: str = "") -> str:
-    """Mercury's sampler: groups as large as there is time for."""
-    return f"grouped_importance(groups='bacc', chunk={CHUNK}, most={APPLICATIONS[application].most}{more})"
+def grouped(most: int, more: str = "") -> str:
+    """Mercury's sampler: groups as large as there is time for, up to a size."""
+    return f"grouped_importance(groups='bacc', chunk={CHUNK}, most={most}{more})"
 
 
 def resharded(samples: int, by: str = "importance") -> str:
@@ -72,7 +75,7 @@ def resharded(samples: int, by: str = "importance") -> str:
 def mercury(application: str, *, parts: dict[str, str] | None = None, **others: Any) -> Watched:
     """Mercury on some links, with other members of the recipe where these are given."""
     own = {
-        "sampler": grouped(application),
+        "sampler": grouped(APPLICATIONS[application].most),
         "sharing": resharded(APPLICATIONS[application].moved),
         **(parts or {}),
     }
@@ -94,9 +97,21 @@ def adacomm(application: str, mbps: float) -> Watched:
     return uniform(application, parts={"schedule": schedule}, mbps=mbps)
 
 
-def seeds_of(application: str) -> Sequence[int]:
-    """Three where the goal is ten per cent above what is published."""
-    return (0, 1, 2) if application == "cifar10" else (0,)
+def seeds_of(application: str, mbps: float = MBPS[0]) -> Sequence[int]:
+    """Three where the goal is ten per cent above what is published.
+
+    Args:
+      application: which.
+      mbps: of the links that it is trained on.
+    """
+    return (0, 1, 2) if application == "cifar10" and mbps == MBPS[0] else (0,)
+
+
+def for_as_many_samples(application: str, replicas: int) -> dict[str, Any]:
+    """Steps after which so many replicas have trained on as many samples as the usual ones, and how often to look."""
+    every = LOOKS * round(Watched.every * REPLICAS / replicas / LOOKS)
+    steps = every * round(APPLICATIONS[application].steps * REPLICAS / replicas / every)
+    return {"steps": steps, "every": every}
 
 
 def curves_of(ask: Ask, training: Watched, seeds: Sequence[int] = (0,)) -> Method:

@@ -19,6 +19,7 @@ from benchmarks.mercury.methods import (
     adacomm,
     best_rate,
     curves_of,
+    for_as_many_samples,
     grouped,
     mercury,
     mercury_at,
@@ -55,6 +56,8 @@ FIRST_STEPS = 300
 """Of such a training."""
 MOVED, MOVED_SEEDS = 100, (0, 1)
 """Samples that a replica gives away in a round without regard to importance: in all some four fifths of its share."""
+MOVED_MOST = 128
+"""Samples of a group there, at most: all that are compared have the same groups."""
 RANKED = (200, 500, 1000, 1500)
 SEQUENTIAL_MBPS = 200
 """Where groups fill the exchange, and none is cut off at the most; the paper does not say which bandwidth it is."""
@@ -187,14 +190,13 @@ def _mercury(ask: Ask, application: str, mbps: float, rate: float, seeds: Sequen
 
 def _main(application: str, mbps: float, name: str, ask: Ask) -> Mapping[str, Measured]:
     """Both at the published rate; in the configuration each at its own best, and other targets."""
-    seeds = seeds_of(application)
+    at, seeds = mercury_at(application, mbps), seeds_of(application)
     theirs = reference(ask, uniform(application), seeds)
     target, before = theirs.target, theirs.uniform.at(mbps)
-    ours = _mercury(ask, application, mbps, PUBLISHED_RATE, seeds)
+    ours = _mercury(ask, application, mbps, PUBLISHED_RATE, seeds_of(application, at))
     rate = best_rate(ask, uniform(application), RATES, target)
     best = curves_of(ask, uniform(application, learning_rate=rate), seeds).at(mbps)
-    at = mercury_at(application, mbps)
-    own = best_rate(ask, mercury(application, mbps=at), MERCURY_RATES, target)
+    own = best_rate(ask, mercury(application), MERCURY_RATES, target)
     own_best = _mercury(ask, application, mbps, own, seeds[:1])
     config = {
         **_setting(application, mbps),
@@ -217,8 +219,9 @@ def _main(application: str, mbps: float, name: str, ask: Ask) -> Mapping[str, Me
 
 
 def _devices(replicas: int, ask: Ask) -> Mapping[str, Measured]:
-    theirs = reference(ask, uniform("cifar10", replicas=replicas))
-    ours = curves_of(ask, mercury("cifar10", replicas=replicas))
+    many = {"replicas": replicas, **for_as_many_samples("cifar10", replicas)}
+    theirs = reference(ask, uniform("cifar10", **many))
+    ours = curves_of(ask, mercury("cifar10", **many))
     config = _setting("cifar10", SLOWEST, replicas)
     return {devices_row(replicas): _faster(theirs.uniform.at(SLOWEST), ours, theirs.target, config)}
 
@@ -283,9 +286,11 @@ def _group_wise(ask: Ask) -> Mapping[str, Measured]:
     """Both score once the exchange is there, as the paper's do, on small shares; until all-inclusive scoring ends."""
     usual = uniform("cifar10", mbps=FASTEST, samples=SHARE * REPLICAS, every=10)
     all_inclusive = replace(
-        usual, steps=FIRST_STEPS, parts={"sampler": "grouped_importance(groups=1, chosen=1)"}
+        usual, steps=FIRST_STEPS, parts={"sampler": "grouped_importance(groups=1, chosen=1, chunk=128)"}
     )
-    group_wise = replace(usual, steps=2 * FIRST_STEPS, parts={"sampler": "grouped_importance(groups=8)"})
+    group_wise = replace(
+        usual, steps=2 * FIRST_STEPS, parts={"sampler": "grouped_importance(groups=8, chunk=128)"}
+    )
     theirs = curves_of(ask, all_inclusive)
     target = Target("loss", at_the_end(theirs.curves[0], "loss"))
     ours = curves_of(ask, group_wise)
@@ -308,7 +313,9 @@ def _group_wise(ask: Ask) -> Mapping[str, Measured]:
 
 def _resharding(ask: Ask) -> Mapping[str, Measured]:
     """Accuracy at the end on shares of unlike classes, of the same two seeds."""
-    usual = mercury("cifar10", mbps=50, partition="dirichlet(alpha=0.5)")
+    usual = mercury(
+        "cifar10", mbps=50, partition="dirichlet(alpha=0.5)", parts={"sampler": grouped(MOVED_MOST)}
+    )
     sharings = {
         "none": "none",
         "importance-aware": resharded(MOVED // 2),
@@ -343,11 +350,14 @@ def _federated(alpha: float, ask: Ask) -> Mapping[str, Measured]:
     usual = uniform(
         "cifar10",
         replicas=FEDERATED,
+        **for_as_many_samples("cifar10", FEDERATED),
         partition=f"dirichlet(alpha={alpha:g})",
         parts={"schedule": "local_sgd(sync_every=5)"},
     )
     theirs = reference(ask, usual)
-    ours = curves_of(ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=8)"}))
+    ours = curves_of(
+        ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=8, chunk=128)"})
+    )
     figures = times_faster(theirs.uniform, ours, theirs.target, "steps")
     config = {
         **_setting("cifar10", SLOWEST, FEDERATED),
@@ -363,7 +373,8 @@ def _product(name: str, ask: Ask) -> Mapping[str, Measured]:
     """What saves bytes or waits, alone and with Mercury: gains in the times of both."""
     theirs = reference(ask, uniform("cifar10"), seeds_of("cifar10"))
     target, before = theirs.target, theirs.uniform.at(SLOWEST)
-    sampler = {"sampler": grouped("cifar10", ", share=1.0")} if name == "delayed" else {}
+    most = APPLICATIONS["cifar10"].most
+    sampler = {"sampler": grouped(most, ", share=1.0")} if name == "delayed" else {}
     alone = curves_of(ask, uniform("cifar10", parts=ALONE[name]))
     together = curves_of(ask, mercury("cifar10", parts={**ALONE[name], **sampler}))
     ours = _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,))

@@ -179,7 +179,7 @@ class Replica:
         self._exchanges.goes_with(self.optimizer)
         if isinstance(parts.sampler, Scores):
             self._scoring = Scoring(
-                self.runtime, parts.sampler, self.score, overlaps=not self._exchanges.at_once
+                self.runtime, parts.sampler, self.scorer, overlaps=not self._exchanges.at_once
             )
         self._ownership = ownership(
             parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
@@ -424,16 +424,19 @@ class Replica:
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, self.vote(float(loss.detach()), len(batch))
 
-    def score(self, ids: SampleIds) -> Tensor:
-        """What the sampler judges samples by, under the model as it is."""
+    def scorer(self) -> Callable[[SampleIds], Tensor]:
+        """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
         assert isinstance(self.parts.sampler, Scores)
-        RandomState(
-            derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank), self.device
-        ).install()
-        batch = self._source.prepare(self._source.rows(ids), train=False)
-        return scores_of(
-            self.workload, self.model, batch_on(batch, self.device), self.parts.sampler.scored_by
-        )
+        by = self.parts.sampler.scored_by
+        seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
+        random = RandomState(seed, self.device)
+
+        def score(ids: SampleIds) -> Tensor:
+            random.install()
+            batch = self._source.prepare(self._source.rows(ids), train=False)
+            return scores_of(self.workload, self.model, batch_on(batch, self.device), by)
+
+        return score
 
     def vote(self, loss: float, samples: int) -> Vote:
         """What to tell the others about a step on so many samples."""

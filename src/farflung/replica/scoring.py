@@ -24,13 +24,13 @@ class Scoring:
     Args:
       runtime: the world.
       sampler: says what is due, and keeps the scores.
-      score: of some samples, by the replica's model.
+      scorer: of a step: scores some samples by the replica's model.
       overlaps: whether exchanges go on beside computing.
     """
 
     runtime: Runtime
     sampler: Scores
-    score: Callable[[SampleIds], Tensor]
+    scorer: Callable[[], Callable[[SampleIds], Tensor]]
     overlaps: bool
 
     async def meanwhile(self, view: PoolView) -> Spare:
@@ -39,9 +39,9 @@ class Scoring:
         Returns:
           What that took; the rest of the step is not known yet.
         """
-        begin, count = self.runtime.now(), 0
+        begin, count, score = self.runtime.now(), 0, self.scorer()
         for ids in self.sampler.due(view, self.runtime.decide_own):
-            scores = await self.runtime.compute(Cost("score", len(ids)), lambda ids=ids: self.score(ids))  # type: ignore[misc]
+            scores = await self.runtime.compute(Cost("score", len(ids)), lambda ids=ids: score(ids))  # type: ignore[misc]
             self.sampler.scored(ids, scores, view.step)
             count += len(ids)
         return Spare(0.0, 0.0, self.runtime.now() - begin, count, self.overlaps)
@@ -69,7 +69,8 @@ def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) 
       ConfigError: a loss that is not one number per sample; for ``"gradient_bound"`` also a model whose output is no
         tensor with a row per sample, or a loss that does not depend on it.
     """
-    model.eval()
+    if model.training:  # to go through all modules for every chunk takes a small model as long as scoring it
+        model.eval()
     if by == "loss":
         with torch.no_grad():
             losses = _checked(workload, workload.loss(model, batch), batch)
