@@ -308,9 +308,20 @@ class ByTime(GroupedImportance):
         super().observe(spare)
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 3.0, 1.0)])
+@pytest.mark.parametrize(
+    ("speeds", "chunks"),
+    [
+        ((1.0, 1.0, 1.0), 1),
+        ((1.0, 3.0, 1.0), 1),
+        ((1.0, 3.0, 2.0), 2),
+        ((1.0, 1.7, 2.9), 2),
+        ((1.0, 2.0, 3.0), 2),
+    ],
+)
 @pytest.mark.parametrize("mbps", [5.0, 10.0, 50.0])
-def test_groups_by_time_end_within_a_chunk_of_the_aggregation(mbps: float, speeds: tuple[float, ...]) -> None:
+def test_groups_by_time_end_within_a_chunk_of_the_aggregation(
+    mbps: float, speeds: tuple[float, ...], chunks: int
+) -> None:
     forward_s = [times * 5e-4 for times in speeds]
     devices = [DeviceProfile(forward_s=each, optimizer_s=0.0) for each in forward_s]
     world = VirtualWorld(3, LinkModel(0.002, mbps * 1e6), device=devices)
@@ -320,21 +331,23 @@ def test_groups_by_time_end_within_a_chunk_of_the_aggregation(mbps: float, speed
             runtime,
             task,
             recipe("mercury").but(sharing="none", sampler=ByTime),
-            Training(13, BATCH, 0.05, seed=3),
+            Training(37, BATCH, 0.05, seed=3),
             shares=list(whole.chunk(3)),
         )
         for runtime in world.runtimes
     ]
     world.run([replica.run() for replica in replicas])
-    # Who is through within a chunk of its own time begins the next step by as much sooner or later than others, which
-    # their waits follow: where speeds are unlike, by a chunk of the slowest.
-    chunk_s = 4 * max(forward_s)
+    # In step 0, which the first choice goes by, all begin together, as they do not later on where they are unlike. Who
+    # is through within a chunk of its own time begins the next step by as much sooner or later than others, which their
+    # waits follow: by some chunks of the slowest, until after some choices nobody is later than the exchange.
+    first, settled = (1, 1) if len(set(speeds)) == 1 else (6, 26)
     most = 0
-    for replica in replicas:
+    for replica, own_s in zip(replicas, forward_s, strict=True):
         sampler = replica.parts.sampler
         assert isinstance(sampler, ByTime)
-        # In step 0, which the first choice goes by, all begin together, as they do not later on where they are unlike.
-        for spare in sampler.spares[1 if len(set(speeds)) == 1 else 6 :]:
+        for spare in sampler.spares[first:]:
             most = max(most, spare.scored)
-            assert abs(spare.wait_s - spare.scoring_s) <= chunk_s * (1 + 1e-9)
+            assert abs(spare.wait_s - spare.scoring_s) <= chunks * 4 * max(forward_s) * (1 + 1e-9)
+        for spare in sampler.spares[settled:]:
+            assert -1e-9 <= spare.wait_s - spare.scoring_s <= 4 * own_s * (1 + 1e-9)
     assert most > 4, "more than the least, or this shows nothing"

@@ -25,7 +25,8 @@ class Bacc:
 
     Where replicas take equal times, scoring ends within a chunk of the exchanges from the first choice on. Where they
     do not, each one's wait depends on when the others are through with scoring, and the number follows it from choice
-    to choice; so scoring may end some chunks sooner or later.
+    to choice: scoring may end some chunks sooner or later, until after some choices it ends within a chunk before the
+    exchanges, as each replica counts chunks.
 
     The number is a decision of the replica's own, so a replay needs no clock.
 
