@@ -356,7 +356,7 @@ def _federated(alpha: float, ask: Ask) -> Mapping[str, Measured]:
     )
     theirs = reference(ask, usual)
     ours = curves_of(
-        ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=8, chunk=128)"})
+        ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=16, chunk=128)"})
     )
     figures = times_faster(theirs.uniform, ours, theirs.target, "steps")
     config = {
