@@ -145,6 +145,22 @@ def _pictures(data: str, whole: str, parameters: int, flops: float, small: str, 
     )
 
 
+def _dense(batch_size: int) -> Application:
+    """A small model of no paper's, cheap enough to look where sampling helps."""
+    return Application(
+        "fashion-mnist",
+        "fashion-mnist/mlp",
+        203_530,
+        406_528,
+        "fashion-mnist/mlp",
+        None,
+        batch_size=batch_size,
+        steps=2000,
+        most=320,
+        moved=0,
+    )
+
+
 _QUADRATIC = "farflung.workloads.synthetic:Quadratic(dim=2000, samples=256)"
 APPLICATIONS = {
     "cifar10": _pictures("cifar10", "cifar10/resnet18", 11_173_962, 1_110_845_440, "cifar10/resnet8", 10),
@@ -188,6 +204,8 @@ APPLICATIONS = {
         most=512,
         moved=24,
     ),
+    "fashion": _dense(batch_size=32),
+    "fashion in small batches": _dense(batch_size=4),
     QUADRATIC: Application(
         QUADRATIC,
         _QUADRATIC,
@@ -201,6 +219,6 @@ APPLICATIONS = {
         moved=2,
     ),
 }
-"""The paper's, and one for quick runs. Operations are those of a forward pass as :func:`farflung.timing.forward_flops`
-counts them: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words. CIFAR-100 and SVHN have CIFAR-10's
-settings; their data were not at hand, so nothing was tried there."""
+"""The paper's, two to look around, and one for quick runs. Operations are those of a forward pass as
+:func:`farflung.timing.forward_flops` counts them: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
+CIFAR-100 and SVHN have CIFAR-10's settings; their data were not at hand, so nothing was tried there."""

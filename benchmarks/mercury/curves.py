@@ -97,6 +97,10 @@ class Method:
         """Where each seed reaches a target."""
         return [target.reached(points) for points in self.curves]
 
+    def mean_steps(self, target: Target) -> float:
+        """To a target, in the mean of the seeds; infinite where one never is there."""
+        return statistics.fmean(math.inf if point is None else point.steps for point in self.there(target))
+
     def at(self, mbps: float, *, sequential: bool = False) -> Method:
         """In the times of other links; see :func:`on_links`."""
         one = self.training

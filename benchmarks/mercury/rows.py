@@ -54,10 +54,17 @@ SHARE = 2048
 """Samples of each replica where all of them are scored in every step."""
 FIRST_STEPS = 300
 """Of such a training."""
-MOVED, MOVED_SEEDS = 100, (0, 1)
+MOVED = 100
 """Samples that a replica gives away in a round without regard to importance: in all some four fifths of its share."""
-MOVED_MOST = 128
-"""Samples of a group there, at most: all that are compared have the same groups."""
+FEW = 128
+"""Samples of a group at most, in rows that compare sharings, numbers of replicas or what is combined: on both sides."""
+LOOKS: dict[str, dict[str, Any]] = {
+    "batches of 128": {"application": "fashion"},
+    "batches of 16": {"application": "fashion in small batches"},
+    "batches of 128, classes down to a hundredth": {"application": "fashion", "tail": 0.01},
+}
+"""Where sampling is looked at besides, by what is unlike."""
+LOOK_RATES, LOOK_SEEDS = (0.004, 0.001), (0, 1)
 RANKED = (200, 500, 1000, 1500)
 SEQUENTIAL_MBPS = 200
 """Where groups fill the exchange, and none is cut off at the most; the paper does not say which bandwidth it is."""
@@ -129,6 +136,10 @@ def together_row(name: str) -> str:
     return f"mercury with {name}, cifar10 at 10 Mbit/s"
 
 
+def look_row(name: str) -> str:
+    return f"importance sampling, fashion-mnist/mlp, {name}"
+
+
 def drift_row(steps: int, share: float) -> str:
     return (
         f"samples that move less than {100 * share:g}% in rank, {steps} step{'s' if steps > 1 else ''} later"
@@ -161,9 +172,11 @@ def _setting(application: str, mbps: float, replicas: int = REPLICAS) -> dict[st
     }
 
 
-def _faster(theirs: Method, ours: Method, target: Target, config: Mapping[str, Any]) -> Measured:
+def _faster(
+    theirs: Method, ours: Method, target: Target, config: Mapping[str, Any], of: str = "seconds"
+) -> Measured:
     """Times faster in the mean of the seeds; 0 where one of ours never reaches the target."""
-    figures = times_faster(theirs, ours, target)
+    figures = times_faster(theirs, ours, target, of)
     found: dict[str, Any] = {
         "target": {"of": target.of, "value": target.value},
         "uniform": theirs.told(target),
@@ -175,7 +188,7 @@ def _faster(theirs: Method, ours: Method, target: Target, config: Mapping[str, A
     if 0.0 in figures:
         found["not reached"] = True
     ours_s = 0.0 if 0.0 in figures else statistics.fmean(figures)
-    return Measured(ours_s, (min(figures), max(figures)), {**config, **found}, simulated=True)
+    return Measured(ours_s, (min(figures), max(figures)), {**config, **found}, simulated=of == "seconds")
 
 
 # --- Mercury ----------------------------------------------------------------------------------------------------
@@ -221,7 +234,7 @@ def _main(application: str, mbps: float, name: str, ask: Ask) -> Mapping[str, Me
 def _devices(replicas: int, ask: Ask) -> Mapping[str, Measured]:
     many = {"replicas": replicas, **for_as_many_samples("cifar10", replicas)}
     theirs = reference(ask, uniform("cifar10", **many))
-    ours = curves_of(ask, mercury("cifar10", **many))
+    ours = curves_of(ask, mercury("cifar10", parts={"sampler": grouped(FEW)}, **many))
     config = _setting("cifar10", SLOWEST, replicas)
     return {devices_row(replicas): _faster(theirs.uniform.at(SLOWEST), ours, theirs.target, config)}
 
@@ -312,22 +325,17 @@ def _group_wise(ask: Ask) -> Mapping[str, Measured]:
 
 
 def _resharding(ask: Ask) -> Mapping[str, Measured]:
-    """Accuracy at the end on shares of unlike classes, of the same two seeds."""
-    usual = mercury(
-        "cifar10", mbps=50, partition="dirichlet(alpha=0.5)", parts={"sampler": grouped(MOVED_MOST)}
-    )
+    """Accuracy at the end on shares of unlike classes."""
+    usual = mercury("cifar10", mbps=50, partition="dirichlet(alpha=0.5)", parts={"sampler": grouped(FEW)})
     sharings = {
         "none": "none",
         "importance-aware": resharded(MOVED // 2),
         "agnostic": resharded(MOVED, "uniform"),
     }
     found = {
-        name: [
-            at_the_end(curve, "accuracy")
-            for curve in curves_of(
-                ask, replace(usual, parts={**usual.parts, "sharing": sharing}), MOVED_SEEDS
-            ).curves
-        ]
+        name: at_the_end(
+            curves_of(ask, replace(usual, parts={**usual.parts, "sharing": sharing})).curves[0], "accuracy"
+        )
         for name, sharing in sharings.items()
     }
     config = {
@@ -338,9 +346,8 @@ def _resharding(ask: Ask) -> Mapping[str, Measured]:
     }
 
     def points(other: str) -> Measured:
-        pairs = zip(found["importance-aware"], found[other], strict=True)
-        figures = [ours - theirs for ours, theirs in pairs]
-        return Measured(statistics.fmean(figures), (min(figures), max(figures)), config)
+        figure = found["importance-aware"] - found[other]
+        return Measured(figure, (figure, figure), config)
 
     return {AGNOSTIC: points("agnostic"), RESHARDED: points("none")}
 
@@ -358,26 +365,20 @@ def _federated(alpha: float, ask: Ask) -> Mapping[str, Measured]:
     ours = curves_of(
         ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=16, chunk=128)"})
     )
-    figures = times_faster(theirs.uniform, ours, theirs.target, "steps")
-    config = {
-        **_setting("cifar10", SLOWEST, FEDERATED),
-        "partition": usual.partition,
-        "target": {"of": "accuracy", "value": theirs.target.value},
-        "uniform": theirs.uniform.told(theirs.target),
-        "ours": ours.told(theirs.target),
-    }
-    return {federated_row(alpha): Measured(figures[0], (figures[0],) * 2, config)}
+    config = {**_setting("cifar10", SLOWEST, FEDERATED), "partition": usual.partition}
+    return {federated_row(alpha): _faster(theirs.uniform, ours, theirs.target, config, "steps")}
 
 
 def _product(name: str, ask: Ask) -> Mapping[str, Measured]:
     """What saves bytes or waits, alone and with Mercury: gains in the times of both."""
     theirs = reference(ask, uniform("cifar10"), seeds_of("cifar10"))
     target, before = theirs.target, theirs.uniform.at(SLOWEST)
-    most = APPLICATIONS["cifar10"].most
-    sampler = {"sampler": grouped(most, ", share=1.0")} if name == "delayed" else {}
     alone = curves_of(ask, uniform("cifar10", parts=ALONE[name]))
+    sampler = {"sampler": grouped(FEW)}
+    ours = curves_of(ask, mercury("cifar10", parts=sampler))
+    if name == "delayed":
+        sampler = {"sampler": grouped(FEW, ", share=1.0")}
     together = curves_of(ask, mercury("cifar10", parts={**ALONE[name], **sampler}))
-    ours = _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,))
     gains = [times_faster(before, one, target)[0] for one in (ours, alone)]
     product = {"mercury": gains[0], name: gains[1], "product": gains[0] * gains[1]}
     config = _setting("cifar10", SLOWEST)
@@ -385,6 +386,40 @@ def _product(name: str, ask: Ask) -> Mapping[str, Measured]:
         alone_row(name): _faster(before, alone, target, config),
         together_row(name): _faster(before, together, target, {**config, "gains_alone": product}),
     }
+
+
+def _look(name: str, ask: Ask) -> Mapping[str, Measured]:
+    """Steps, with uniform sampling at the published rate and both at their best; groups of ten batches of 32."""
+    what = LOOKS[name]
+    most = APPLICATIONS[what["application"]].most
+    sampler = f"grouped_importance(groups='bacc', chunk={most}, most={most})"
+    theirs = reference(ask, uniform(**what), LOOK_SEEDS)
+    target = theirs.target
+
+    def at_best(**parts: Any) -> Method:
+        each = [
+            curves_of(ask, uniform(**what, **parts, learning_rate=rate), LOOK_SEEDS) for rate in LOOK_RATES
+        ]
+        return min(each, key=lambda one: one.mean_steps(target))
+
+    ours = curves_of(ask, uniform(**what, parts={"sampler": sampler}), LOOK_SEEDS)
+    best, own_best = at_best(), at_best(parts={"sampler": sampler})
+    config = {
+        **_setting(what["application"], SLOWEST),
+        **what,
+        "against_uniform_at_its_best_rate": {
+            "times_faster": times_faster(best, ours, target, "steps"),
+            **best.told(target),
+        },
+        "at_its_best_rate": {
+            "against_uniform_at_its_best_rate": times_faster(best, own_best, target, "steps"),
+            **own_best.told(target),
+        },
+        "to_the_same": {
+            of: times_faster(theirs.uniform, ours, one, "steps") for of, one in theirs.beside.items()
+        },
+    }
+    return {look_row(name): _faster(theirs.uniform, ours, target, config, "steps")}
 
 
 def _drift(ask: Ask) -> Mapping[str, Measured]:
@@ -425,7 +460,6 @@ JOBS: dict[str, Job] = {
         "Mercury on CIFAR-10, learning rates",
         [
             *_application("cifar10"),
-            Rows((devices_row(REPLICAS),), partial(_main, "cifar10", SLOWEST, devices_row(REPLICAS))),
             Rows((SEQUENTIAL,), _sequential),
             Rows((FIXED,), _fixed),
         ],
@@ -451,8 +485,12 @@ JOBS: dict[str, Job] = {
         "ranks on the way", [Rows(tuple(drift_row(steps, SHARES[nth]) for steps, nth in DRIFT), _drift)]
     ),
     "devices": Job(
-        "8 and 12 replicas",
-        [Rows((devices_row(count),), partial(_devices, count)) for count in DEVICES if count != REPLICAS],
+        "4, 8 and 12 replicas",
+        [Rows((devices_row(count),), partial(_devices, count)) for count in DEVICES],
+    ),
+    "looks": Job(
+        "importance sampling on a small model, by batch and frequency of classes",
+        [Rows((look_row(name),), partial(_look, name)) for name in LOOKS],
     ),
     "federated": Job(
         "12 replicas with local SGD",

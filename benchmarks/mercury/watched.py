@@ -101,6 +101,7 @@ class Watched:
       replicas: how many.
       partition: how the training set is split.
       samples: of the training set, at random; 0: all.
+      tail: samples of the last class over those of the first, classes between falling geometrically; 1: all.
       every: steps between two looks; each waits for the next exchange, before which there is no model that all have.
       ranked: steps after which the samples that are looked at are ranked by importance, and again :data:`LATER`.
       seed: of everything.
@@ -114,6 +115,7 @@ class Watched:
     replicas: int = REPLICAS
     partition: str = "iid"
     samples: int = 0
+    tail: float = 1.0
     every: int = 50
     ranked: list[int] = field(default_factory=list)
     seed: int = 0
@@ -122,15 +124,23 @@ class Watched:
     def title(self) -> str:
         """What differs between them."""
         parts = ", ".join(self.parts.values()) or "uniform"
+        tail = "" if self.tail == 1 else f" with a tail of {self.tail:g}"
         return (
-            f"{self.application}, {parts}, {self.mbps:g} Mbit/s, {self.replicas} replicas, {self.partition}, "
+            f"{self.application}{tail}, {parts}, {self.mbps:g} Mbit/s, {self.replicas} replicas, {self.partition}, "
             f"{self.steps} steps at rate {self.learning_rate:g}, seed {self.seed}"
         )
 
     def quickly(self) -> Watched:
         """The same, of something small without a convolution."""
         parts = {name: text for name, text in self.parts.items() if name != "reducer"}
-        small: dict[str, Any] = {"steps": 36, "every": 12, "replicas": 2, "partition": "iid", "samples": 0}
+        small: dict[str, Any] = {
+            "steps": 36,
+            "every": 12,
+            "replicas": 2,
+            "partition": "iid",
+            "samples": 0,
+            "tail": 1.0,
+        }
         ranked = [5] if self.ranked else []
         return replace(self, application=QUADRATIC, parts=parts, ranked=ranked, **small)
 
@@ -247,7 +257,10 @@ class Watched:
 
     def _task(self) -> Workload:
         task = workload_of(self.application)
-        return cast("Workload", _Fewer(task, self.samples)) if self.samples else task
+        train = task.datasets()[0]
+        if self.samples:
+            return cast("Workload", _Fewer(task, _some(len(train), self.samples, "fewer")))
+        return task if self.tail == 1 else cast("Workload", _Fewer(task, _with_tail(train, self.tail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +324,13 @@ class _Fewer:
 
     Args:
       task: the workload.
-      samples: how many, at random.
+      ids: those that stay.
     """
 
-    def __init__(self, task: Workload, samples: int) -> None:
+    def __init__(self, task: Workload, ids: SampleIds) -> None:
         self._task = task
         train, self._test = task.datasets()
-        self._train = Subset(train, _some(len(train), samples, "fewer"))
+        self._train = Subset(train, ids)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
         return self._train, self._test
@@ -330,6 +343,17 @@ def _seen(task: Workload, count: int) -> Dataset:
     """The training samples that are looked at."""
     train = task.datasets()[0]
     return Subset(train, _some(len(train), count, "seen"))
+
+
+def _with_tail(train: Dataset, tail: float) -> SampleIds:
+    """Of the first class all samples, of the last ``tail`` times as many; at random, in their order."""
+    labels = train.take(torch.arange(len(train)), train=False).targets
+    order, classes = _some(len(train), len(train), "tail"), int(labels.max()) + 1
+    kept = []
+    for label in range(classes):
+        members = order[labels[order] == label]
+        kept.append(members[: max(1, round(len(members) * tail ** (label / (classes - 1))))])
+    return torch.cat(kept).sort().values
 
 
 def _some(of: int, count: int, name: str) -> SampleIds:

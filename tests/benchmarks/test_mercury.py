@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from benchmarks.mercury.methods import (
     WITHIN,
     adacomm,
     best_rate,
+    for_as_many_samples,
+    grouped,
     mercury,
     mercury_at,
     reference,
@@ -47,7 +50,13 @@ from farflung.timing import forward_flops
 from farflung.workloads import workload
 
 TINY = Watched(QUADRATIC, steps=24, every=4)
-SHAPES = {"aid": (3, 64, 64), "speech": (1, 64, 101), "agnews": (48,)}
+SHAPES = {
+    "aid": (3, 64, 64),
+    "speech": (1, 64, 101),
+    "agnews": (48,),
+    "fashion": (1, 28, 28),
+    "fashion in small batches": (1, 28, 28),
+}
 
 
 def curve(*accuracies: float, step_s: float = 5.0, scoring: float = 0.0) -> list[Point]:
@@ -138,16 +147,27 @@ def test_what_never_reaches_the_target_counts_nothing_and_a_baseline_that_does_n
     assert times_faster(method(curve(10, 10, 10)), method(ours), target) == [150 / 20]
 
 
-def test_the_target_is_what_uniform_sampling_comes_to_less_half_a_point() -> None:
+def test_the_target_is_the_best_of_uniform_sampling_less_half_a_point() -> None:
     def ask(training: Watched) -> Found:
+        accuracies = [50.0, 60.0, 60.0, 90.0, 60.0, 50.0]
         return {
-            "curve": [[50 * at, 1.0, 60.0 + training.seed, 1.0, 70.0, 0.0] for at in (1, 2, 3)],
+            "curve": [
+                [50 * at, 1.0, one + training.seed, 1.0, 70.0, 0.0] for at, one in enumerate(accuracies, 1)
+            ],
             "moved": [],
         }
 
     found = reference(ask, TINY, (0, 1, 2))
-    assert found.target == Target("accuracy", 61.0 - WITHIN)
+    assert found.target == Target("accuracy", 61.0 - WITHIN), (
+        "the median of three at each look, one of all seeds"
+    )
     assert found.beside["training loss"].value == pytest.approx(1.05)
+
+
+def test_seeds_that_never_reach_a_target_make_the_mean_infinite() -> None:
+    one = method(curve(40, 40, 40), curve(10, 40, 40))
+    assert one.mean_steps(Target("accuracy", 40)) == 15
+    assert method(curve(40, 40, 40), curve(10, 10, 10)).mean_steps(Target("accuracy", 40)) == math.inf
 
 
 def test_the_best_rate_is_the_one_that_is_there_first_or_ends_best() -> None:
@@ -199,6 +219,21 @@ def test_fewer_samples_are_held_and_looked_at() -> None:
 def test_first_steps_last_until_samples_moved_or_periods_changed_twice(training: Watched, steps: int) -> None:
     assert training.first_steps() == steps
     assert replace(training, steps=15).first_steps() == 15
+
+
+def test_of_a_long_tail_all_samples_of_the_first_class_are_held_and_few_of_the_last() -> None:
+    task = replace(uniform("fashion"), tail=0.01)._task()
+    train = task.datasets()[0]
+    counts = train.take(torch.arange(len(train)), train=False).targets.bincount().tolist()
+    whole = workload("fashion-mnist/mlp").datasets()[0]
+    most = len(whole) // 10
+    assert counts == [round(most * 0.01 ** (label / 9)) for label in range(10)]
+
+
+def test_more_replicas_train_on_as_many_samples() -> None:
+    assert for_as_many_samples("cifar10", 4) == {"steps": 2000, "every": 50}
+    assert for_as_many_samples("cifar10", 8) == {"steps": 1000, "every": 25}
+    assert for_as_many_samples("cifar10", 12) == {"steps": 660, "every": 15}
 
 
 def test_a_digest_knows_the_links() -> None:
@@ -284,6 +319,7 @@ def test_what_is_stored_is_not_left() -> None:
 def test_scoring_is_counted_by_the_size_of_groups() -> None:
     assert scored(uniform("cifar10")) == 0
     assert scored(mercury("cifar10", mbps=200)) == 288
+    assert scored(mercury("cifar10", parts={"sampler": grouped(128)})) == 128
     one = uniform("cifar10", parts={"sampler": "grouped_importance(groups=8)"})
     assert scored(one) == 50_000 / 4 / 8
     assert scored(replace(one, samples=8192)) == 256
