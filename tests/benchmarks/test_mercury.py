@@ -43,6 +43,8 @@ from benchmarks.mercury.table import (
     trainings_table,
     with_table,
 )
+from benchmarks.mercury.variance import main as what_scores_are_worth
+from benchmarks.mercury.variance import worth
 from benchmarks.mercury.watched import Found, Point, Watched
 from farflung.data import TensorDataset
 from farflung.seeding import generator
@@ -297,6 +299,20 @@ def test_a_quick_run_makes_rows_and_stores_none(capsys: pytest.CaptureFixture[st
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["ours"] is not None
     assert list((BENCHMARK.folder / "results").glob("*")) == before
+
+
+def test_nothing_has_less_variance_than_drawing_by_gradient_norms() -> None:
+    first, later = worth("fashion", [1, 40])
+    assert (first.steps, later.steps) == (1, 40)
+    assert first.learned < later.learned
+    for one in (first, later):
+        assert 0 < one.by_norms <= min(one.by_loss, one.by_bound)
+        assert max(one.by_loss, one.by_bound) < 1
+
+
+def test_what_scores_are_worth_is_asked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert what_scores_are_worth(["fashions"]) == 2
+    assert "fashions" in capsys.readouterr().err
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------
