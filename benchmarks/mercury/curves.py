@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from benchmarks.mercury.applications import Application
 from benchmarks.mercury.watched import Found, Point, Watched
 
-__all__ = ["LAST", "Ask", "Method", "Target", "at_the_end", "on_links", "smooth", "times_faster"]
+__all__ = ["LAST", "Ask", "Method", "Panel", "Target", "at_the_end", "on_links", "smooth", "times_faster"]
 
 Ask: TypeAlias = Callable[[Watched], Found]
 """What a training came to: trained now, stored, or made up."""
@@ -126,6 +126,23 @@ class Method:
             },
             "scored_per_step": [_scored_per_step(curve[-1], self.training.what) for curve in self.curves],
         }
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that are drawn together.
+
+    Args:
+      title: of all.
+      along: what their accuracy is drawn over.
+      curves: by what they are called.
+      target: the accuracy that they are compared at.
+    """
+
+    title: str
+    along: Literal["steps", "seconds"]
+    curves: Mapping[str, Sequence[Point]]
+    target: Target
 
 
 def _scored_per_step(last: Point, what: Application) -> float:

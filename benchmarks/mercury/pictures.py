@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,31 +11,38 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from benchmarks.mercury.curves import Target, smooth
-from benchmarks.mercury.watched import Point
+from benchmarks.mercury.curves import Panel, smooth
 
 __all__ = ["draw"]
 
 COLOURS = ("#444444", "#4292c6", "#fd8d3c", "#d62728")
+ALONG = {
+    "steps": (1.0, "steps", "linear"),
+    "seconds": (1000.0, "virtual time, 1,000 steps without an exchange", "log"),
+}
+"""Units, label and scale."""
 
 
-def draw(path: Path, curves: Mapping[str, Sequence[Point]], target: Target) -> None:
-    """The smoothed accuracy of each method.
+def draw(path: Path, panels: Sequence[Panel]) -> None:
+    """The smoothed accuracy of some methods, with the target as a dotted line.
 
     Args:
       path: of the picture.
-      curves: by method, in the times of the same links.
-      target: the accuracy that times are taken at.
+      panels: side by side.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    for (name, points), colour in zip(curves.items(), COLOURS, strict=True):
-        accuracies = smooth([point.accuracy for point in points])
-        axes[0].plot([point.steps for point in points], accuracies, label=name, color=colour)
-        axes[1].plot([point.seconds / 1000 for point in points], accuracies, color=colour)
-    for axis in axes:
-        axis.axhline(target.value, color="#888888", linewidth=0.8, linestyle=":")
-    axes[0].set(xlabel="steps", ylabel="test accuracy, %")
-    axes[1].set(xlabel="virtual time, 1,000 steps without an exchange", xscale="log")
-    axes[0].legend(frameon=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.7 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        unit, label, scale = ALONG[panel.along]
+        for (name, points), colour in zip(panel.curves.items(), COLOURS, strict=False):
+            accuracies = smooth([point.accuracy for point in points])
+            axis.plot(
+                [getattr(point, panel.along) / unit for point in points], accuracies, label=name, color=colour
+            )
+        axis.axhline(panel.target.value, color="#888888", linewidth=0.8, linestyle=":")
+        axis.set(title=panel.title, xlabel=label, xscale=scale)
+        axis.legend(frameon=False, loc="lower right")
+    axes[0][0].set_ylabel("test accuracy, %")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.common import Measured
 from benchmarks.mercury.applications import APPLICATIONS, MBPS, REPLICAS
-from benchmarks.mercury.curves import Ask, Method, Target, at_the_end, times_faster
+from benchmarks.mercury.curves import Ask, Method, Panel, Target, at_the_end, times_faster
 from benchmarks.mercury.methods import (
     ALONE,
     MERCURY_RATES,
@@ -28,7 +28,7 @@ from benchmarks.mercury.methods import (
     seeds_of,
     uniform,
 )
-from benchmarks.mercury.watched import SEEN, SHARES, Point, Watched
+from benchmarks.mercury.watched import SEEN, SHARES, Watched
 from farflung.errors import DataError, Unsupported
 
 __all__ = [
@@ -266,23 +266,34 @@ def _fixed(ask: Ask) -> Mapping[str, Measured]:
     return {FIXED: Measured(figures[0], (figures[0],) * 2, config, simulated=True)}
 
 
-PICTURED = {mercury_row("cifar10", SLOWEST), adacomm_row("cifar10", SLOWEST)}
+PICTURED_LOOK = "batches of 128"
+PICTURED = {mercury_row("cifar10", SLOWEST), adacomm_row("cifar10", SLOWEST), look_row(PICTURED_LOOK)}
 """Rows whose trainings the picture shows."""
 
 
-def pictured(ask: Ask) -> tuple[dict[str, Sequence[Point]], Target]:
-    """Curves of the first seed at 10 Mbit/s by what they are called, and the target."""
+def pictured(ask: Ask) -> list[Panel]:
+    """Curves of first seeds: CIFAR-10 at 10 Mbit/s over steps and over time, and Fashion-MNIST over steps."""
     theirs = reference(ask, uniform("cifar10"), seeds_of("cifar10"))
     rate = best_rate(ask, uniform("cifar10"), RATES, theirs.target)
     methods = {
-        f"uniform, rate {PUBLISHED_RATE:g}": theirs.uniform.at(SLOWEST),
-        f"uniform at its best rate, {rate:g}": curves_of(ask, uniform("cifar10", learning_rate=rate)).at(
-            SLOWEST
-        ),
+        f"uniform, {PUBLISHED_RATE:g}": theirs.uniform.at(SLOWEST),
+        f"uniform, {rate:g}": curves_of(ask, uniform("cifar10", learning_rate=rate)).at(SLOWEST),
         "AdaComm": curves_of(ask, adacomm("cifar10", SLOWEST)),
         "Mercury": _mercury(ask, "cifar10", SLOWEST, PUBLISHED_RATE, (0,)),
     }
-    return {name: method.curves[0] for name, method in methods.items()}, theirs.target
+    curves = {name: method.curves[0] for name, method in methods.items()}
+    what = LOOKS[PICTURED_LOOK]
+    looks = {
+        f"{name}, {rate:g}": curves_of(ask, uniform(**what, parts=parts, learning_rate=rate)).curves[0]
+        for name, parts in {"uniform": {}, "by importance": _look_parts(what["application"])}.items()
+        for rate in LOOK_RATES
+    }
+    title = "CIFAR-10 at 10 Mbit/s"
+    return [
+        Panel(title, "steps", curves, theirs.target),
+        Panel(title, "seconds", curves, theirs.target),
+        Panel("Fashion-MNIST", "steps", looks, reference(ask, uniform(**what), LOOK_SEEDS).target),
+    ]
 
 
 # --- others -----------------------------------------------------------------------------------------------------
@@ -388,22 +399,28 @@ def _product(name: str, ask: Ask) -> Mapping[str, Measured]:
     }
 
 
+def _look_parts(application: str) -> dict[str, str]:
+    """Groups of ten batches of 32, scored at once."""
+    most = APPLICATIONS[application].most
+    return {"sampler": f"grouped_importance(groups='bacc', chunk={most}, most={most})"}
+
+
 def _look(name: str, ask: Ask) -> Mapping[str, Measured]:
-    """Steps, with uniform sampling at the published rate and both at their best; groups of ten batches of 32."""
+    """Steps, with uniform sampling at the published rate and both at their best."""
     what = LOOKS[name]
-    most = APPLICATIONS[what["application"]].most
-    sampler = f"grouped_importance(groups='bacc', chunk={most}, most={most})"
+    parts = _look_parts(what["application"])
     theirs = reference(ask, uniform(**what), LOOK_SEEDS)
     target = theirs.target
 
-    def at_best(**parts: Any) -> Method:
+    def at_best(parts: dict[str, str]) -> Method:
         each = [
-            curves_of(ask, uniform(**what, **parts, learning_rate=rate), LOOK_SEEDS) for rate in LOOK_RATES
+            curves_of(ask, uniform(**what, parts=parts, learning_rate=rate), LOOK_SEEDS)
+            for rate in LOOK_RATES
         ]
         return min(each, key=lambda one: one.mean_steps(target))
 
-    ours = curves_of(ask, uniform(**what, parts={"sampler": sampler}), LOOK_SEEDS)
-    best, own_best = at_best(), at_best(parts={"sampler": sampler})
+    ours = curves_of(ask, uniform(**what, parts=parts), LOOK_SEEDS)
+    best, own_best = at_best({}), at_best(parts)
     config = {
         **_setting(what["application"], SLOWEST),
         **what,

@@ -69,7 +69,7 @@ def measured(job: str, rows: Rows, quick: bool) -> Mapping[str, Measured]:
         ) from None
     if PICTURED.intersection(rows.names):
         with suppress(NotTrained):
-            draw(PICTURE, *pictured(stored))
+            draw(PICTURE, pictured(stored))
     return found
 
 

@@ -377,5 +377,5 @@ def test_the_readme_has_the_trainings_as_they_are_planned_and_a_place_for_rows()
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
-    draw(path, *pictured(made_up))
+    draw(path, pictured(made_up))
     assert path.stat().st_size
