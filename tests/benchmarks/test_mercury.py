@@ -359,10 +359,14 @@ def test_jobs_are_made_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_shows_what_is_stored_and_why_others_are_missing() -> None:
     expected = [row for row in load_expected(FOLDER) if row.name.endswith("at 200 Mbit/s")]
-    config = {"gain_in_steps": [1.5, 2.5], "against_uniform_at_its_best_rate": {"times_faster": [1.25]}}
+    config = {
+        "gain_in_steps": [1.5, 2.5],
+        "to_5_points_less": [4.0],
+        "against_uniform_at_its_best_rate": {"times_faster": [1.25]},
+    }
     known = Stored(mercury_row("cifar10", 200), 3.5, (3.0, 4.0), True, "", config)
     lines = rows_table(expected, {known.name: known}).splitlines()
-    assert lines[2] == "| mercury cifar10 at 200 Mbit/s | 3.48 | 3.5 | 2 | 1.25 |  |"
+    assert lines[2] == "| mercury cifar10 at 200 Mbit/s | 3.48 | 3.5 | 2 | 4 | 1.25 |  |"
     assert sum(UNTRAINED in line for line in lines) > 5
     assert sum("prioritized" in line for line in lines) == 1
 
