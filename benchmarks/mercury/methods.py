@@ -40,7 +40,7 @@ WITHIN = 0.5
 """Points below what uniform sampling comes to: its accuracy goes up and down by as much."""
 LOOSER = 1.05
 """Times its training loss."""
-LOOKS = 5
+ROUNDED_TO = 5
 """Steps between two looks are a multiple of these."""
 ROUND = 20
 """Steps of a round of resharding."""
@@ -63,9 +63,9 @@ def uniform(application: str, **others: Any) -> Watched:
     return Watched(application, **{"steps": APPLICATIONS[application].steps, **others})
 
 
-def grouped(most: int, more: str = "") -> str:
+def grouped(most: int, more: str = "", *, chunk: int = CHUNK) -> str:
     """Mercury's sampler: groups as large as there is time for, up to a size."""
-    return f"grouped_importance(groups='bacc', chunk={CHUNK}, most={most}{more})"
+    return f"grouped_importance(groups='bacc', chunk={chunk}, most={most}{more})"
 
 
 def resharded(samples: int, by: str = "importance") -> str:
@@ -110,7 +110,7 @@ def seeds_of(application: str, mbps: float = MBPS[0]) -> Sequence[int]:
 
 def for_as_many_samples(application: str, replicas: int) -> dict[str, Any]:
     """Steps after which so many replicas have trained on as many samples as the usual ones, and how often to look."""
-    every = LOOKS * round(Watched.every * REPLICAS / replicas / LOOKS)
+    every = ROUNDED_TO * round(Watched.every * REPLICAS / replicas / ROUNDED_TO)
     steps = every * round(APPLICATIONS[application].steps * REPLICAS / replicas / every)
     return {"steps": steps, "every": every}
 

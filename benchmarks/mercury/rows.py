@@ -441,7 +441,7 @@ def _gains(
 def _look_parts(application: str) -> dict[str, str]:
     """Groups of ten batches of 32, scored at once."""
     most = APPLICATIONS[application].most
-    return {"sampler": f"grouped_importance(groups='bacc', chunk={most}, most={most})"}
+    return {"sampler": grouped(most, chunk=most)}
 
 
 def _look(name: str, ask: Ask) -> Mapping[str, Measured]:
