@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import pytest
@@ -32,7 +32,7 @@ def frames_of(payload: Payload, named: Tag | None = None) -> list[Frame]:
     return encode(Kind.DATA, 0, tag() if named is None else named, payload, piece=PIECE)
 
 
-def parcels(outbox: Outbox) -> Iterator[list[Frame]]:
+def parcels(outbox: Outbox) -> Iterator[Sequence[Frame]]:
     while outbox:
         parcel, through = outbox.take()
         for left in through:
@@ -40,7 +40,7 @@ def parcels(outbox: Outbox) -> Iterator[list[Frame]]:
         yield parcel
 
 
-def heard(inbox: Inbox, parcel: list[Frame]) -> list[Message]:
+def heard(inbox: Inbox, parcel: Sequence[Frame]) -> list[Message]:
     found = inbox.take([bytearray(frame) for frame in parcel], ROOM)
     assert all(isinstance(one, Message) for one in found)
     return cast("list[Message]", found)

@@ -41,8 +41,8 @@ class Inbox:
             frame, begin = memoryview(parcel[at] if parcel else b""), 0
             at += 1
             while begin < len(frame) or begin == 0:
-                described = frame[begin:]
-                head = head_in(described)
+                head = head_in(frame, begin)
+                described = frame[begin : begin + head.nbytes]
                 begin += head.nbytes
                 following = parcel[at : at + head.follow]
                 if len(following) < head.follow or (following and begin < len(frame)):
@@ -56,10 +56,10 @@ class Inbox:
                 if head.kind is Kind.WITHDRAWN:
                     self._begun.pop(head.number, None)
                     continue
-                if not head.follow and not head.number:
-                    whole.append(message_of(head, described[: head.nbytes], ()))
+                if not head.number and head.layout and head.layout.large == list(map(len, following)):
+                    whole.append(message_of(head, described, following))
                     continue
-                landing = self._landing(head, described[: head.nbytes])
+                landing = self._landing(head, described)
                 for one in following:
                     landing.take(one)
                 if landing.whole:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from farflung.comm.channel import in_words
 from farflung.comm.forgotten import Forgotten
@@ -30,8 +28,7 @@ class Full(Exception):
     """There is no room for a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """One receive on its way: who is waited for, for what, since when.
 
     Args:
@@ -39,16 +36,14 @@ class Waiting:
       tag: of the message.
       since: when the wait began, in seconds.
       expect: what its tensors have to be like.
-      give: hands over the message, and who sent it.
-      fail: ends the wait with an error.
+      found: the message; with who has sent it, where that could be anybody.
     """
 
     src: int | None
     tag: Tag
     since: float
     expect: tuple[TensorSpec, ...] | None
-    give: Callable[[int, Payload], None]
-    fail: Callable[[BaseException], None]
+    found: Pending[Any]
 
     @property
     def what(self) -> str:
@@ -95,9 +90,7 @@ class Mailbox:
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
         """See :meth:`farflung.types.Communicator.recv`."""
-        found: Pending[Payload] = Pending()
-        waiting = Waiting(src, tag, now, expect, lambda _, payload: found.set(payload), found.fail)
-        return self._wait(waiting, found, deadline_s)
+        return self._wait(Waiting(src, tag, now, expect, Pending()), deadline_s)
 
     def recv_any(
         self,
@@ -107,21 +100,19 @@ class Mailbox:
         deadline_s: float | None = None,
     ) -> Pending[tuple[int, Payload]]:
         """See :meth:`farflung.types.Communicator.recv_any`."""
-        found: Pending[tuple[int, Payload]] = Pending()
-        waiting = Waiting(None, tag, now, expect, lambda src, payload: found.set((src, payload)), found.fail)
-        return self._wait(waiting, found, deadline_s)
+        return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
 
-    def _wait(self, waiting: Waiting, found: Pending[Any], deadline_s: float | None) -> Pending[Any]:
+    def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
         queue, key = self._arrived.get(waiting.tag), (waiting.src, waiting.tag)
         for index, (sender, payload) in enumerate(queue or ()):
-            if waiting.src in (None, sender):
+            if waiting.src is None or waiting.src == sender:
                 assert queue is not None
                 del queue[index]
                 if not queue:
                     del self._arrived[waiting.tag]
                 self._lets_go(sender, payload)
                 _hand_over(waiting, sender, payload)
-                return found
+                return waiting.found
         ended = self._ended
         if ended is None and waiting.tag.exchange in self._forgotten:
             ended = WaitEnded(waiting.src, waiting.what)
@@ -135,7 +126,7 @@ class Mailbox:
             self._waits[key] = waiting
         else:
             self._apart[key] = waiting, waiting.since + deadline_s
-        return found
+        return waiting.found
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
         """A message has come; one of a newer view is kept for that, one of an older dropped.
@@ -177,7 +168,7 @@ class Mailbox:
 
     def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
         waiting = self._waits.pop(key, None)
-        return waiting if waiting is not None else self._apart.pop(key, (None, 0.0))[0]
+        return waiting if waiting is not None or not self._apart else self._apart.pop(key, (None, 0.0))[0]
 
     # --- how long -------------------------------------------------------------------------------------------------
 
@@ -191,15 +182,19 @@ class Mailbox:
 
     def next_due(self) -> float | None:
         """When the next deadline of a wait's own is over; ``None``: there is none."""
+        if not self._apart:
+            return None
         return min((due for _, due in self._apart.values() if due < math.inf), default=None)
 
     def fail(self, waiting: Waiting, error: BaseException) -> None:
         """Fails one wait."""
         self._take((waiting.src, waiting.tag))
-        waiting.fail(error)
+        waiting.found.fail(error)
 
     def fail_due(self, now: float) -> None:
         """Fails each wait whose own deadline is over, and it alone."""
+        if not self._apart:
+            return
         for waiting in [waiting for waiting, due in self._apart.values() if due <= now]:
             self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
 
@@ -265,14 +260,14 @@ def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
     if waiting.expect is not None:
         found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
         if found != waiting.expect:
-            waiting.fail(
+            waiting.found.fail(
                 ProtocolError(
                     f"rank {src} sent {_describe(found)} for {waiting.what} where {_describe(waiting.expect)} was "
                     "due: do all ranks run the same model and recipe?"
                 )
             )
             return
-    waiting.give(src, payload)
+    waiting.found.set((src, payload) if waiting.src is None else payload)
 
 
 def _describe(specs: tuple[TensorSpec, ...]) -> str:

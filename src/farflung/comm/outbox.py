@@ -62,8 +62,13 @@ class Outbox:
         heapq.heappush(self._queue, (priority, self._count, frames, view, left))
         return left
 
-    def take(self) -> tuple[list[Frame], list[Pending[None]]]:
+    def take(self) -> tuple[Sequence[Frame], Sequence[Pending[None]]]:
         """The next parcel, and what is done once it has left."""
+        if len(self._queue) == 1 and not self._gone and not self._recalled:
+            _, _, frames, _, left = self._queue[0]
+            if sum(map(len, frames)) <= self._piece:
+                self._queue.clear()
+                return frames, () if left is _LEFT else (left,)
         parcel: list[Frame] = []
         heads, self._recalled = self._recalled, []
         through: list[Pending[None]] = []

@@ -17,6 +17,8 @@ AT_ONCE = 2
 ZERO_COPY_NBYTES = 1 << 19
 """Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
 gives each frame's memory back."""
+_MORE, _MORE_AT_ONCE = int(zmq.SNDMORE), int(zmq.SNDMORE | zmq.NOBLOCK)
+"""Numbers, since flags of an enumeration take longer than what they are for."""
 
 
 class Sending:
@@ -55,6 +57,8 @@ class Sending:
 
     def flush(self) -> list[bytes]:
         """Sends what there is room for now; returns the ids under which nobody is connected."""
+        if not self._full:
+            return []
         return [to for to in tuple(self._full) if to in self._full and not self._drain(to)]
 
     def withdraw(self, view: int) -> None:
@@ -97,7 +101,7 @@ class Sending:
         """Whether a connection has room for a parcel, whose frames have to follow then; ``None``: there is none."""
         for last in (False, True):
             try:
-                self._socket.send(to, zmq.SNDMORE | zmq.NOBLOCK)
+                self._socket.send(to, _MORE_AT_ONCE)
             except zmq.Again:
                 if not last:
                     self._socket.getsockopt(zmq.EVENTS)  # has it take in that there is room
@@ -111,5 +115,5 @@ class Sending:
 
     def _send(self, frames: Sequence[Frame]) -> None:
         for frame in frames[:-1]:
-            self._socket.send(frame, zmq.SNDMORE, copy=len(frame) < ZERO_COPY_NBYTES)
+            self._socket.send(frame, _MORE, copy=len(frame) < ZERO_COPY_NBYTES)
         self._socket.send(frames[-1], 0, copy=len(frames[-1]) < ZERO_COPY_NBYTES)

@@ -19,7 +19,7 @@ Stage: TypeAlias = Callable[[Payload, Callable[[Payload], object]], None]
 
 def on_host(payload: Payload) -> bool:
     """Whether all of it is in the memory of the host."""
-    return all(tensor.device.type == "cpu" for tensor in payload.tensors())
+    return all(on_host(part) if isinstance(part, Payload) else part.is_cpu for part in payload.parts)
 
 
 def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:

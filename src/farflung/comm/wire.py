@@ -134,8 +134,7 @@ DIRECT = Route(0, 0, 0)
 """Of a message that goes from one end of its connection to the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One decoded message; control kinds carry JSON as a uint8 tensor."""
 
     kind: Kind
@@ -209,29 +208,43 @@ def part(kind: Kind, number: int, follow: int) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, *DIRECT, number, follow)
 
 
-def head_in(frame: memoryview) -> Head:
-    """The head that a frame begins with; more may follow in it.
+def head_in(frame: memoryview, begin: int = 0) -> Head:
+    """The head at a place of a frame; more may follow in it.
 
     Raises:
-      WireError: it does not begin with one.
+      WireError: there is none.
     """
-    if len(frame) < _HEADER.size:
-        raise WireError(f"a header of {len(frame)} bytes")
-    magic, version, kind, view, exchange, part, hop, described, *route, number, follow = _HEADER.unpack_from(
-        frame
-    )
+    room = len(frame) - begin
+    if room < _HEADER.size:
+        raise WireError(f"a header of {room} bytes")
+    (
+        magic,
+        version,
+        kind,
+        view,
+        exchange,
+        part,
+        hop,
+        described,
+        source,
+        destination,
+        priority,
+        number,
+        follow,
+    ) = _HEADER.unpack_from(frame, begin)
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
-    if kind in _WITHOUT_TENSORS:
-        return Head(_KINDS[kind], view, Tag(exchange, part, hop), DIRECT, number, follow, None, _HEADER.size)
-    end = _HEADER.size + described
-    if end > len(frame):
-        raise WireError("a description that ends early")
-    layout = _layout(bytes(frame[_HEADER.size : end]))
-    if layout.head_nbytes > len(frame):
-        raise WireError("fewer bytes than described")
     tag = Tag(exchange, part, hop)
-    return Head(_KINDS[kind], view, tag, Route(*route), number, follow, layout, layout.head_nbytes)
+    if kind in _WITHOUT_TENSORS:
+        return Head(_KINDS[kind], view, tag, DIRECT, number, follow, None, _HEADER.size)
+    end = _HEADER.size + described
+    if end > room:
+        raise WireError("a description that ends early")
+    layout = _layout(bytes(frame[begin + _HEADER.size : begin + end]))
+    if layout.head_nbytes > room:
+        raise WireError("fewer bytes than described")
+    route = Route(source, destination, priority) if source or destination or priority else DIRECT
+    return Head(_KINDS[kind], view, tag, route, number, follow, layout, layout.head_nbytes)
 
 
 class Landing:
@@ -249,7 +262,7 @@ class Landing:
     ) -> None:
         self._head, self._described = head, described
         self._piece, self._memory = piece, memory
-        self._large = [leaf.nbytes for leaf in head.layout.leaves if leaf.at is None] if head.layout else []
+        self._large = head.layout.large if head.layout else []
         self._come: list[Buffer] = []
         """Of large tensors that are whole."""
         self._begun: memoryview | None = None
@@ -394,6 +407,8 @@ class _Layout:
     nbytes: int
     head_nbytes: int
     any_small: bool
+    large: list[int]
+    """Bytes of those that are not in the head."""
 
 
 @lru_cache(maxsize=1024)
@@ -423,7 +438,8 @@ def _layout(description: bytes) -> _Layout:
         at += size + -size % _ALIGNMENT
         any_small |= size > 0
     nested = any(node is not None for node in tree)
-    return _Layout(tuple(leaves), tree, nested, nbytes, at, any_small)
+    large = [leaf.nbytes for leaf in leaves if leaf.at is None]
+    return _Layout(tuple(leaves), tree, nested, nbytes, at, any_small, large)
 
 
 def _read_tree(

@@ -63,6 +63,7 @@ another."""
 _URGENT = b"!"
 """Behind a token: the routing id of the connection for urgent messages."""
 _TCP_NOTSENT_LOWAT = 25
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _OPEN = encode(Kind.OPEN, 0, Tag(0), Payload(()))
 
 
@@ -143,10 +144,13 @@ class ZmqTransport:
             self.close(linger=False)
             raise
         self.me = Peer(rank, address, token, keys.public if keys else None)
-        self._poller = zmq.Poller()
-        # Not the socket itself: of that the poller tells only what can be read, and not that there is room again.
-        for readable in (self._socket.fileno(), self._monitor, self._gate.questions):
-            self._poller.register(readable, zmq.POLLIN)
+        # Of a socket a poller tells only what can be read; of its descriptor also that there is room again.
+        self._for_messages, self._for_room = zmq.Poller(), zmq.Poller()
+        self._for_messages.register(self._socket, _POLLIN)
+        self._for_room.register(self._socket.fileno(), _POLLIN)
+        for poller in (self._for_messages, self._for_room):
+            poller.register(self._monitor, _POLLIN)
+            poller.register(self._gate.questions, _POLLIN)
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
@@ -236,20 +240,23 @@ class ZmqTransport:
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
-        self._poller.register(fd, zmq.POLLIN)
+        for poller in (self._for_messages, self._for_room):
+            poller.register(fd, _POLLIN)
         self._watched[fd] = readable
 
     def poll(self, timeout_s: float | None) -> None:
         """See :class:`farflung.comm.transport.Transport`."""
         self._flush()
-        if self._readable():
-            timeout_s = 0.0
-        elif self._sending.waits:
-            timeout_s = LOOK_AGAIN_S if timeout_s is None else min(timeout_s, LOOK_AGAIN_S)
-        events = dict(self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))))
+        poller = self._for_messages
+        if self._sending.waits:
+            poller = self._for_room
+            look_again_s = 0.0 if self._readable() else LOOK_AGAIN_S
+            timeout_s = look_again_s if timeout_s is None else min(timeout_s, look_again_s)
+        events = dict(poller.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))))
         if self._gate.questions in events:
             self._gate.answer()
-        self._receive(BURST)
+        if self._socket in events or poller is self._for_room:
+            self._receive(BURST)
         if self._monitor in events or self._connections.any_closed or self._unreachable:
             self._look_for_losses()
         for fd in self._watched.keys() & events.keys():
@@ -276,7 +283,7 @@ class ZmqTransport:
                 zmq.select([self._socket.fileno()], [], [], LOOK_AGAIN_S)
 
     def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(self._socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def _receive(self, most: float) -> None:
         """Reads so many parcels, or all there are."""

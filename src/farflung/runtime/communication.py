@@ -111,7 +111,7 @@ class CommunicationThread(threading.Thread):
         self._ear.recv(4096)
 
     def _patience(self, now: float, look_again: float | None) -> float | None:
-        ends = [] if look_again is None else [look_again]
         if self._timers:
-            ends.append(self._timers[0][0])
-        return max(0.0, min(ends) - now) if ends else None
+            due = self._timers[0][0]
+            look_again = due if look_again is None else min(due, look_again)
+        return None if look_again is None else max(0.0, look_again - now)

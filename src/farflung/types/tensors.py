@@ -90,4 +90,4 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, counted from the tensors themselves."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        return sum([part.nbytes for part in self.parts])
