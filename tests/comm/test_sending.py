@@ -29,7 +29,7 @@ class Taking:
 @pytest.mark.parametrize("whose", [HERE, THERE])
 @pytest.mark.parametrize("how", ["close", "divert"])
 def test_a_connection_may_be_closed_by_who_hears_that_a_message_has_left(whose: bytes, how: str) -> None:
-    sending = Sending(cast("Any", Taking()), LARGE)
+    sending = Sending(cast("Any", Taking()), LARGE, 2)
 
     def end(_: object) -> None:
         if how == "close":

@@ -13,7 +13,7 @@ __all__ = ["Pool", "scratch_like"]
 
 KEPT_NBYTES = 1 << 28
 """Bytes of free and used buffers that are kept in all; beyond that, those asked for longest ago are let go."""
-WORTH_NBYTES = 1 << 17
+WORTH_NBYTES = 1 << 20
 """Bytes from which on a tensor's memory is pooled; malloc keeps by itself what is smaller."""
 _ALIGNMENT = 64
 """Of tensors in bytes, as torch aligns its own."""

@@ -10,10 +10,12 @@ from farflung.comm.outbox import Outbox
 from farflung.comm.wire import Frame
 from farflung.tasks import Pending
 
-__all__ = ["AT_ONCE", "Sending"]
+__all__ = ["AT_ONCE", "SLOW_AT_ONCE", "Sending"]
 
-AT_ONCE = 2
+SLOW_AT_ONCE = 2
 """Parcels that the socket holds for a connection; all others wait here, where they can be overtaken and taken back."""
+AT_ONCE = 16
+"""The same within a machine, where they are gone at once, and ZeroMQ wakes a thread each time that half of them are."""
 ZERO_COPY_NBYTES = 1 << 19
 """Frames from this size on are sent without a copy; below it a copy takes less than waking the thread of pyzmq's that
 gives each frame's memory back."""
@@ -27,15 +29,16 @@ class Sending:
     Args:
       socket: the ROUTER; it belongs to the same thread.
       piece: see :class:`farflung.comm.outbox.Outbox`.
+      at_once: how many parcels the socket holds for a connection.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], piece: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], piece: int, at_once: int) -> None:
         self._socket, self._piece = socket, piece
         self._outboxes: dict[bytes, Outbox] = {}
         self._full: dict[bytes, bool] = {}
         """Connections whose outbox is not empty, in their order."""
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, AT_ONCE)
+        socket.setsockopt(zmq.SNDHWM, at_once)
 
     @property
     def held_nbytes(self) -> int:

@@ -41,7 +41,7 @@ from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.ports import NO_WAY_IN, advertised
-from farflung.comm.sending import Sending
+from farflung.comm.sending import AT_ONCE, SLOW_AT_ONCE, Sending
 from farflung.comm.transport import FIRST, LAST, Listener
 from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, WireError, encode
 from farflung.errors import ConfigError, PeerLost
@@ -130,7 +130,7 @@ class ZmqTransport:
             (zmq.TCP_KEEPALIVE_IDLE, 30),
         ):
             self._socket.setsockopt(option, value)
-        self._sending = Sending(self._socket, self.piece)
+        self._sending = Sending(self._socket, self.piece, SLOW_AT_ONCE if keys else AT_ONCE)
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
         self._gate = Gate(self._context, token, keys, later=later)
@@ -255,7 +255,7 @@ class ZmqTransport:
         events = dict(poller.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))))
         if self._gate.questions in events:
             self._gate.answer()
-        if self._socket in events or poller is self._for_room:
+        if self._socket in events or (poller is self._for_room and self._readable()):
             self._receive(BURST)
         if self._monitor in events or self._connections.any_closed or self._unreachable:
             self._look_for_losses()
@@ -286,10 +286,10 @@ class ZmqTransport:
         return bool(self._socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def _receive(self, most: float) -> None:
-        """Reads so many parcels, or all there are."""
+        """Reads so many parcels, or all there are; there is one."""
         receive = self._socket.recv
-        while most > 0 and self._readable():
-            most -= 1
+        more = True
+        while more:
             sender = receive()
             frames = [receive(copy=False)]
             while frames[-1].more:
@@ -298,6 +298,8 @@ class ZmqTransport:
                 self._take(sender, frames)
             except WireError as error:
                 self._refuse(error)
+            most -= 1
+            more = most > 0 and self._readable()
 
     def _refuse(self, error: WireError) -> None:
         self.refused += 1
@@ -346,7 +348,8 @@ class ZmqTransport:
     def _look_for_losses(self) -> None:
         self._connections.read()
         # What a peer sent before it went is in the socket by now, its farewell too.
-        self._receive(math.inf)
+        if self._readable():
+            self._receive(math.inf)
         closed, strangers = self._connections.take_closed()
         unreachable, self._unreachable = self._unreachable, set()
         if strangers:
