@@ -37,6 +37,8 @@ class Sending:
         self._outboxes: dict[bytes, Outbox] = {}
         self._full: dict[bytes, bool] = {}
         """Connections whose outbox is not empty, in their order."""
+        self._spoken: set[bytes] = set()
+        """Those that have sent since the last flush."""
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, at_once)
 
@@ -51,15 +53,23 @@ class Sending:
         return bool(self._full)
 
     def put(self, to: bytes, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
-        """Queues a message until :meth:`flush`; done when the socket has taken all of it, a small one at once."""
+        """Sends a message, or queues it behind others; done when the socket has taken all of it, a small one at once.
+
+        What follows a message over the same connection waits for :meth:`flush`, so that small ones leave together.
+        """
         outbox = self._outboxes.get(to)
         if outbox is None:
             outbox = self._outboxes[to] = Outbox(self._piece)
-        self._full[to] = True
-        return outbox.put(frames, priority, view)
+        left = outbox.put(frames, priority, view)
+        waits, self._full[to] = to in self._full, True
+        if not waits and to not in self._spoken:
+            self._spoken.add(to)
+            self._drain(to)
+        return left
 
     def flush(self) -> list[bytes]:
         """Sends what there is room for now; returns the ids under which nobody is connected."""
+        self._spoken.clear()
         if not self._full:
             return []
         return [to for to in tuple(self._full) if to in self._full and not self._drain(to)]
