@@ -191,3 +191,10 @@ def test_more_frames_than_a_message_has_are_refused() -> None:
     head, *others = frames_of(large(1))
     with pytest.raises(WireError):
         heard(Inbox(PIECE, Pool()), [begin(head, 1, len(others) + 1), *others, bytes(PIECE)])
+
+
+def test_a_large_tensor_in_one_frame_where_pieces_are_due_is_refused() -> None:
+    head, *others = encode(Kind.DATA, 0, tag(), large(1, pieces=1.5))
+    assert len(others) == 1
+    with pytest.raises(WireError, match=r"bytes where .* were described"):
+        heard(Inbox(PIECE, Pool()), [head, *others])

@@ -56,7 +56,7 @@ class Inbox:
                 if head.kind is Kind.WITHDRAWN:
                     self._begun.pop(head.number, None)
                     continue
-                if not head.number and head.layout and head.layout.large == list(map(len, following)):
+                if not head.number and self._in_frames_of_their_own(head, following):
                     whole.append(message_of(head, described, following))
                     continue
                 landing = self._landing(head, described)
@@ -68,6 +68,11 @@ class Inbox:
                 elif head.number == 0:
                     raise WireError("fewer frames than described")
         return whole
+
+    def _in_frames_of_their_own(self, head: Head, following: Sequence[Buffer]) -> bool:
+        """Whether the frames behind a head are its large tensors, each in one piece."""
+        sizes = [len(one) for one in following]
+        return head.layout is not None and head.layout.large == sizes and max(sizes, default=0) <= self._piece
 
     def _landing(self, head: Head, described: memoryview) -> Landing:
         """Where the frames behind a head go."""

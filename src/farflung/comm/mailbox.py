@@ -168,7 +168,7 @@ class Mailbox:
 
     def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
         waiting = self._waits.pop(key, None)
-        return waiting if waiting is not None or not self._apart else self._apart.pop(key, (None, 0.0))[0]
+        return waiting if waiting is not None else self._apart.pop(key, (None, 0.0))[0]
 
     # --- how long -------------------------------------------------------------------------------------------------
 
@@ -182,8 +182,6 @@ class Mailbox:
 
     def next_due(self) -> float | None:
         """When the next deadline of a wait's own is over; ``None``: there is none."""
-        if not self._apart:
-            return None
         return min((due for _, due in self._apart.values() if due < math.inf), default=None)
 
     def fail(self, waiting: Waiting, error: BaseException) -> None:
@@ -193,8 +191,6 @@ class Mailbox:
 
     def fail_due(self, now: float) -> None:
         """Fails each wait whose own deadline is over, and it alone."""
-        if not self._apart:
-            return
         for waiting in [waiting for waiting, due in self._apart.values() if due <= now]:
             self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
 

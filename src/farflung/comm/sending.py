@@ -70,8 +70,6 @@ class Sending:
     def flush(self) -> list[bytes]:
         """Sends what there is room for now; returns the ids under which nobody is connected."""
         self._spoken.clear()
-        if not self._full:
-            return []
         return [to for to in tuple(self._full) if to in self._full and not self._drain(to)]
 
     def withdraw(self, view: int) -> None:

@@ -109,8 +109,8 @@ class View(Meeting):
         if dst in self._left or dst not in self._greeted:
             return failed(PeerLost(dst, "its connection is gone"))
         self._sent[dst] += 1
+        frames = self._frames(Kind.DATA, tag, payload, dst, priority)
         hop = self._routes.next_hop(dst)
-        frames = self._frames(Kind.DATA, tag, payload, Route(self.rank, dst, priority), hop)
         return self.transport.send(hop, frames, payload.nbytes, priority=priority, view=self.number)
 
     def now(self) -> float:
@@ -119,11 +119,10 @@ class View(Meeting):
 
     def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
-        if message.route is DIRECT:
-            self._take(rank, message)
-            return
         source, destination, _ = message.route
-        if destination != self.rank:
+        if message.route == DIRECT:
+            self._take(rank, message)
+        elif destination != self.rank:
             self._has_greeted(rank)
             self.relay.take(rank, message)
         elif self._routes.relay(source) != rank:
@@ -274,17 +273,15 @@ class View(Meeting):
 
     def _say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
+        frames = self._frames(kind, _CONTROL, Payload((text,)), rank, LAST if last else FIRST)
         hop = self._routes.next_hop(rank)
-        route = Route(self.rank, rank, LAST if last else FIRST)
-        frames = self._frames(kind, _CONTROL, Payload((text,)), route, hop)
         try:
             self.transport.say(hop, frames, last=last)
         except PeerLost as error:
             self._lose(hop, error)
 
-    def _frames(self, kind: Kind, tag: Tag, payload: Payload, route: Route, hop: int) -> list[Frame]:
-        if hop == route.destination:
-            route = DIRECT
+    def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
+        route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
         return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
 
     # --- waits ------------------------------------------------------------------------------------------------------
@@ -299,10 +296,8 @@ class View(Meeting):
         """
         now = self._now()
         self.mailbox.fail_due(now)
-        due, oldest_due = self.mailbox.next_due(), self._check_oldest(now, deadline_s)
-        if due is None or oldest_due is None:
-            return oldest_due if due is None else due
-        return min(due, oldest_due)
+        again = [self.mailbox.next_due(), self._check_oldest(now, deadline_s)]
+        return min((each for each in again if each is not None), default=None)
 
     def _check_oldest(self, now: float, deadline_s: float) -> float | None:
         """Whether the oldest of the waits that have no deadline of their own is too old; when to look again."""

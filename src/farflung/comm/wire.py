@@ -217,21 +217,9 @@ def head_in(frame: memoryview, begin: int = 0) -> Head:
     room = len(frame) - begin
     if room < _HEADER.size:
         raise WireError(f"a header of {room} bytes")
-    (
-        magic,
-        version,
-        kind,
-        view,
-        exchange,
-        part,
-        hop,
-        described,
-        source,
-        destination,
-        priority,
-        number,
-        follow,
-    ) = _HEADER.unpack_from(frame, begin)
+    magic, version, kind, view, exchange, part, hop, described, *route, number, follow = _HEADER.unpack_from(
+        frame, begin
+    )
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
     tag = Tag(exchange, part, hop)
@@ -243,8 +231,7 @@ def head_in(frame: memoryview, begin: int = 0) -> Head:
     layout = _layout(bytes(frame[begin + _HEADER.size : begin + end]))
     if layout.head_nbytes > room:
         raise WireError("fewer bytes than described")
-    route = Route(source, destination, priority) if source or destination or priority else DIRECT
-    return Head(_KINDS[kind], view, tag, route, number, follow, layout, layout.head_nbytes)
+    return Head(_KINDS[kind], view, tag, Route(*route), number, follow, layout, layout.head_nbytes)
 
 
 class Landing:
