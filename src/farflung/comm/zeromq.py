@@ -35,7 +35,7 @@ from farflung.comm.connections import Connections
 from farflung.comm.door import Door, raise_limit
 from farflung.comm.gate import Gate
 from farflung.comm.inbox import Inbox
-from farflung.comm.interface import LOOPBACK
+from farflung.comm.interface import LOOPBACK, is_loopback
 from farflung.comm.keys import Keys
 from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer, connects
@@ -96,6 +96,7 @@ class ZmqTransport:
         keys: Keys | None = None,
         later: bool = False,
     ) -> None:
+        self._within_a_machine = is_loopback(interface)
         raise_limit(size)
         self.keys = keys
         self.refused = self.turned_away = 0
@@ -130,7 +131,7 @@ class ZmqTransport:
             (zmq.TCP_KEEPALIVE_IDLE, 30),
         ):
             self._socket.setsockopt(option, value)
-        self._sending = Sending(self._socket, self.piece, SLOW_AT_ONCE if keys else AT_ONCE)
+        self._sending = Sending(self._socket, self.piece, AT_ONCE if self._within_a_machine else SLOW_AT_ONCE)
         self._connections = Connections(self._socket)
         self._monitor = self._connections.monitor
         self._gate = Gate(self._context, token, keys, later=later)
@@ -342,7 +343,7 @@ class ZmqTransport:
         if self._gate.named(frame) != due:
             raise WireError("a message under another's name")
         self._connections.bind(descriptor, sender)
-        if self.keys is not None:
+        if not self._within_a_machine:
             _hold_little(descriptor, self.piece)
 
     def _look_for_losses(self) -> None:
