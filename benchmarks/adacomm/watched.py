@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -11,15 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from benchmarks.adacomm.links import COLLECTIVE, REPLICAS, STEP_S, device, links
-from benchmarks.common.first_steps import combined, digest, first_steps
+from benchmarks.adacomm.links import COLLECTIVE, REPLICAS, device, links
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import Subset, cifar
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.schedules import AdaComm
 from farflung.seeding import generator
 from farflung.tasks import Pending
 from farflung.types import Dataset, Workload
@@ -91,28 +87,7 @@ class Watched:
             f"momentum {self.momentum:g}, seed {self.seed}"
         )
 
-    def first_steps(self) -> int:
-        """Until everything has happened twice: exchanges, and choices of a period."""
-        parts = recipe("synchronous").but(schedule=self.schedule).parts(self.seed)
-        schedule = parts.schedule
-        least = first_steps(self._model(), schedule, parts.reducer, self.steps)
-        if isinstance(schedule, AdaComm):
-            step_s = STEP_S * (1 + self.ratio / schedule.sync_every)
-            least = math.ceil(2 * schedule.interval_s / step_s) + 2 * schedule.sync_every
-        return min(self.steps, least)
-
-    def digest(self, steps: int) -> str:
-        """Of all replicas after the first steps, with the time these took and their loss."""
-
-        async def train(replica: Replica) -> str:
-            for _ in range(steps):
-                await replica.step()
-            seconds, score = replica.runtime.now(), await replica.evaluate()
-            return combined([digest(replica.model), repr((seconds, score.loss))])
-
-        return combined(self._in_virtual_time(train, looked_at=FEW))
-
-    def accuracy(self) -> list[list[float]]:
+    def train(self) -> list[list[float]]:
         """The curve, as the numbers of its points: see :meth:`points`."""
 
         async def train(replica: Replica) -> list[list[float]]:
@@ -131,7 +106,7 @@ class Watched:
         return self._in_virtual_time(train, looked_at=SAMPLES)[0]
 
     def points(self, found: list[list[float]]) -> list[Point]:
-        """Of what :meth:`accuracy` gave."""
+        """Of what :meth:`train` gave."""
         return [Point(int(steps), seconds, loss, int(block)) for steps, seconds, loss, block in found]
 
     def _in_virtual_time(

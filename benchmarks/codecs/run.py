@@ -173,7 +173,13 @@ BENCHMARK = Benchmark(
             measure,
             "measured",
             2.0,
-            ["src/farflung/codecs/*.py", "src/farflung/reducers/gradiveq/*.py"],
+            (
+                "preset pipe_sgd",
+                "int8 on hops",
+                "shared_scale_qsgd",
+                "topk, residuals",
+                "gradiveq, around a ring",
+            ),
         )
     ],
 )

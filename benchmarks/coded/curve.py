@@ -6,7 +6,6 @@ One point for each law of coefficients and density, that is the share of coeffic
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from benchmarks.coded.answers import beyond
 from benchmarks.coded.encoding import LAWS, SIZES
 from benchmarks.coded.pictures import draw_curve
 from benchmarks.common.kept import Kept
-from benchmarks.common.rows import source_hash, versions
 from farflung.coded import CODES, Code
 from farflung.coded.codes.normal import normal_row
 from farflung.noise import uniform_row
@@ -31,10 +29,6 @@ __all__ = ["Point", "main", "measure", "points"]
 
 FOLDER = Path(__file__).parent
 PICTURE = FOLDER.parents[1] / "docs" / "coded_bytes.png"
-SOURCES = [
-    *(f"src/farflung/coded/{name}.py" for name in ("codes/*", "decoder", "plan", "span")),
-    *(f"benchmarks/coded/{name}.py" for name in ("curve", "answers")),
-]
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 DRAWS = {20: 4_000, 50: 2_000}
 """By N."""
@@ -125,18 +119,12 @@ def measure(point: Point, draws: int) -> dict[str, Any]:
 
 def stored(found: Sequence[Point], kept: Kept) -> list[Mapping[str, Any]]:
     """A line for each point, measured where there is none."""
-    sources = source_hash(SOURCES)
 
     def line(point: Point) -> Mapping[str, Any]:
         key = {name: getattr(point, name) for name in ("devices", "partitions", "law", "density")}
         return kept.once(
-            {**key, "seeds": f"0 to {DRAWS[point.devices] - 1}", "sources": sources},
-            lambda: {
-                **measure(point, DRAWS[point.devices]),
-                "versions": versions(),
-                "command": f"python -m {__spec__.name}",
-                "when": time.strftime("%Y-%m-%d"),
-            },
+            {**key, "seeds": f"0 to {DRAWS[point.devices] - 1}"},
+            lambda: measure(point, DRAWS[point.devices]),
         )
 
     return [line(point) for point in found]
@@ -145,7 +133,7 @@ def stored(found: Sequence[Point], kept: Kept) -> list[Mapping[str, Any]]:
 def main() -> None:
     """Measures what is not stored, and draws all."""
     torch.set_num_threads(1)
-    draw_curve(PICTURE, stored(points(), Kept(FOLDER / "results" / "curve.jsonl")))
+    draw_curve(PICTURE, stored(points(), Kept(FOLDER, "curve")))
 
 
 if __name__ == "__main__":

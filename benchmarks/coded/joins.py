@@ -6,7 +6,6 @@ Virtual time; K devices with a partition each begin without coded blocks.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from benchmarks.coded.encoding import FEATURES_OF_K, ROWS_EACH, Transposed
 from benchmarks.coded.pictures import draw_joins
 from benchmarks.coded.world import noise
 from benchmarks.common.kept import Kept
-from benchmarks.common.rows import source_hash, versions
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
@@ -37,7 +35,6 @@ __all__ = ["joined", "main", "measure"]
 
 FOLDER = Path(__file__).parent
 PICTURE = FOLDER.parents[1] / "docs" / "coded_joins.png"
-SOURCES = ["src/farflung/coded/**/*.py", *(f"benchmarks/coded/{name}.py" for name in ("joins", "answers"))]
 PARTITIONS, JOINS = 16, 8
 SEEDS, ORDERS = range(5), 1_000
 EVERY_S = 0.2
@@ -143,18 +140,13 @@ def measure(code: str, transposed: Transposed) -> list[dict[str, Any]]:
 
 
 def _line(code: str, transposed: Transposed) -> dict[str, Any]:
-    return {
-        "joins": measure(code, transposed),
-        "versions": versions(),
-        "command": f"python -m {__spec__.name}",
-        "when": time.strftime("%Y-%m-%d"),
-    }
+    return {"joins": measure(code, transposed)}
 
 
 def main() -> None:
     """Measures what is not stored, and draws all."""
     torch.set_num_threads(1)
-    kept, sources = Kept(FOLDER / "results" / "joins.jsonl"), source_hash(SOURCES)
+    kept = Kept(FOLDER, "joins")
     lines = [
         kept.once(
             {
@@ -166,7 +158,6 @@ def main() -> None:
                 "features": FEATURES_OF_K * PARTITIONS,
                 "seeds": list(SEEDS),
                 "orders_of_a_seed": ORDERS,
-                "sources": sources,
             },
             partial(_line, code, transposed),
         )

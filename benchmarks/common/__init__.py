@@ -1,9 +1,9 @@
 """What all benchmarks share: expected rows, stored results, verdicts, the command line."""
 
-from benchmarks.common.command import Benchmark, Group, Measured, main
+from benchmarks.common.command import Benchmark, Group, main
 from benchmarks.common.in_turn import in_turn
 from benchmarks.common.kept import Kept
-from benchmarks.common.rows import Expected, Stored, Verdict, load_expected, source_hash, verdict
+from benchmarks.common.results import Expected, Measured, Result, judge, load_expected
 from benchmarks.common.simulated import Simulated, coding_of
 from benchmarks.common.trainings import Trainings
 from benchmarks.common.trials import Trial, Trials
@@ -15,17 +15,15 @@ __all__ = [
     "Group",
     "Kept",
     "Measured",
+    "Result",
     "Simulated",
-    "Stored",
     "Trainings",
     "Trial",
     "Trials",
-    "Verdict",
     "coding_of",
     "in_turn",
+    "judge",
     "load_expected",
     "main",
-    "source_hash",
     "torchrun",
-    "verdict",
 ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,20 +14,21 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.rows import (
+from benchmarks.common.provenance import changed_canaries, commit_here
+from benchmarks.common.results import (
     Expected,
-    Stored,
+    Measured,
+    Result,
+    judge,
     load_expected,
-    load_stored,
-    source_hash,
+    load_results,
+    row_json,
     store,
-    verdict,
-    versions,
 )
-from benchmarks.common.trainings import CannotTell, Trainings
+from benchmarks.common.trainings import Trainings
 from farflung.errors import FarflungError
 
-__all__ = ["KINDS", "STOPPED", "Benchmark", "Flag", "Group", "Kind", "Kinds", "Measured", "main"]
+__all__ = ["KINDS", "STOPPED", "Benchmark", "Flag", "Group", "Kind", "Kinds", "main"]
 
 Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Kind: TypeAlias = Literal["trainings", "simulated", "measured"]
@@ -36,17 +36,6 @@ KINDS: tuple[Kind, ...] = ("trainings", "simulated", "measured")
 """What rows are made of, in the order in which they are made: stored trainings, virtual time, this machine's time."""
 FAILED, NOT_HERE, STOPPED = 1, 2, 130
 """Exit codes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What measuring brought for one row."""
-
-    ours: float
-    spread: tuple[float, float]
-    config: dict[str, Any] = field(default_factory=dict)
-    simulated: bool = False
-
 
 Measure: TypeAlias = Callable[[bool], Mapping[str, Measured]]
 """Called with whether to be quick; measures one or several rows, named as in ``expected.toml``."""
@@ -61,19 +50,19 @@ class Group:
       measure: measures them.
       kind: what they are made of.
       minutes: an estimate; of a group of trainings, without these.
-      sources: files that they depend on, as patterns relative to the repository; the benchmark's own are added.
+      battery: names of the cases of ``tests/battery`` that cover the code behind the rows.
     """
 
     rows: tuple[str, ...]
     measure: Measure
     kind: Kind
     minutes: float
-    sources: Sequence[str]
+    battery: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A folder with ``expected.toml`` and ``results``, and what measures its rows.
+    """A folder with ``expected.toml`` and ``results``, and the measurements of its rows.
 
     Args:
       folder: of the benchmark.
@@ -90,24 +79,21 @@ class Benchmark:
         """That of its folder."""
         return self.folder.name
 
-    def current(self, group: Group) -> str:
-        """The hash of a group's sources as they are."""
-        return source_hash([*group.sources, f"benchmarks/{self.name}/*.py"])
+    def due(self, kinds: Sequence[Kind], commit: str, results: Mapping[str, Result]) -> list[Group]:
+        """Groups with a row that was not measured at a commit, or of trainings one whose canary has changed since."""
+        return [
+            group
+            for group in self.groups
+            if group.kind in kinds and any(_is_due(group, results.get(row), commit) for row in group.rows)
+        ]
 
-    def verdicts(self, results: Mapping[str, Stored] | None = None) -> dict[str, str]:
-        """Of each expected row, by what is stored unless other results are given."""
-        if results is None:
-            results = load_stored(self.folder)
-        current = {row: self.current(group) for group in self.groups for row in group.rows}
-        return {
-            row.name: verdict(row, results.get(row.name), current.get(row.name, ""))
-            for row in load_expected(self.folder)
-        }
 
-    def due(self, kind: Kind) -> list[Group]:
-        """Groups with a row that is missing or stale."""
-        old = {row for row, verdict in self.verdicts().items() if verdict in {"missing", "stale"}}
-        return [group for group in self.groups if group.kind == kind and old.intersection(group.rows)]
+def _is_due(group: Group, result: Result | None, commit: str) -> bool:
+    if result is None:
+        return True
+    if group.kind == "trainings":
+        return bool(changed_canaries(group.battery, result.commit))
+    return result.commit != commit
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,7 @@ class Kinds:
     """Which rows; all when none is named."""
 
     trainings: Flag = False
-    """Accuracies of stored trainings, which are trained anew where their first steps end otherwise than before."""
+    """Rows of stored trainings; one is trained again where a canary has changed since."""
     simulated: Flag = False
     """Virtual times."""
     measured: Flag = False
@@ -129,7 +115,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Options(Kinds):
-    """Measure against what is expected, row by row; rows measured before with the same sources are kept."""
+    """Measure the rows of a benchmark; those that this commit of the code has measured already are kept."""
 
     quick: Flag = False
     """Short runs, not stored: only to see that it works."""
@@ -140,148 +126,122 @@ class Options(Kinds):
     only: str = ""
     """Only rows whose name contains this."""
     again: Flag = False
-    """Measure rows anew that are stored already."""
+    """Measure rows anew that this commit has measured already."""
 
 
 def main(benchmark: Benchmark, args: Sequence[str] | None = None) -> int:
     """Runs a benchmark.
 
-    What fails or cannot be had on this machine is said and left out. Everything is stored as soon as it is there, so
-    a run that was stopped goes on where it was.
+    A measurement that fails or that this machine does not allow is reported and left out. Each result is stored as
+    soon as it is there, so a run that was stopped goes on where it was.
 
     Args:
       benchmark: which.
       args: the command line; that of the process when not given.
 
     Returns:
-      The exit code: 1 where a measurement failed, 2 where this machine or its data do not allow one, 130 where somebody
-      stopped it.
+      The exit code: 1 where a measurement failed, 2 where this machine, its data or uncommitted code do not allow one,
+      130 after Ctrl-C.
     """
     options = tyro.cli(Options, prog=f"{benchmark.name}/run.py", args=args)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    expected = [row for row in load_expected(benchmark.folder) if options.only in row.name]
-    results = {} if options.quick else load_stored(benchmark.folder)
+    expected = {row.name: row for row in load_expected(benchmark.folder)}
+    results = {} if options.quick else load_results(benchmark.folder)
     code = 0
     if not options.stored:
         try:
-            code = _measure(benchmark, options, {row.name for row in expected}, results, console)
+            code = _measure(benchmark, options, expected, results, console)
+        except FarflungError as error:
+            code = _failed(benchmark.name, error, console)
         except KeyboardInterrupt:
             console.print(f"{benchmark.name}: stopped; run again, it goes on from here")
             code = STOPPED
-    verdicts = benchmark.verdicts(results)
+    shown = [row for name, row in expected.items() if options.only in name]
     if options.json:
-        rows = [_json_row(row, results.get(row.name), verdicts[row.name]) for row in expected]
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": [row_json(row, results.get(row.name)) for row in shown]}))
     else:
-        Console().print(_table(benchmark.name, expected, results, verdicts))
+        Console().print(_table(benchmark.name, shown, results))
     return code
 
 
 def _measure(
-    benchmark: Benchmark, options: Options, names: set[str], results: dict[str, Stored], console: Console
+    benchmark: Benchmark,
+    options: Options,
+    expected: Mapping[str, Expected],
+    results: dict[str, Result],
+    console: Console,
 ) -> int:
-    """Measures what is wanted, and adds it to the results; the exit code."""
+    """Measures what is due, and adds it to the results; the exit code."""
     name, code = benchmark.name, 0
-    if (
-        benchmark.trainings is not None
-        and "trainings" in options.chosen
-        and not (options.quick or options.only)
-    ):
-        code = _renew(name, benchmark.trainings, console)
-    verdicts = benchmark.verdicts(results)
-    wanted = [
-        group
-        for group in benchmark.groups
-        if group.kind in options.chosen
-        and any(
-            row in names and (options.again or verdicts[row] in {"missing", "stale"}) for row in group.rows
-        )
-    ]
-    left = sum(group.minutes for group in wanted)
-    for group in wanted:
+    commit = "" if options.quick else commit_here()
+    groups = [group for group in benchmark.groups if group.kind in options.chosen]
+    if not options.quick and not options.again:
+        groups = benchmark.due(options.chosen, commit, results)
+    groups = [group for group in groups if any(options.only in row for row in group.rows)]
+    left = sum(group.minutes for group in groups)
+    for group in groups:
         if not options.quick:
             console.print(f"{name}: about {left:.0f} minutes left; now {', '.join(group.rows)}")
         left -= group.minutes
-        current = benchmark.current(group)
+        if benchmark.trainings is not None:
+            benchmark.trainings.used.clear()
+        began = time.monotonic()
         try:
             found = group.measure(options.quick)
         except (FarflungError, RuntimeError) as error:
             code = max(code, _failed(name, error, console))
             continue
-        for row, measured in found.items():
-            results[row] = Stored(
-                name=row,
-                ours=measured.ours,
-                spread=measured.spread,
-                simulated=measured.simulated,
-                sources=current,
-                config=measured.config,
-                versions=versions(),
-                command=" ".join(sys.argv),
-                when=time.strftime("%Y-%m-%d"),
+        seconds = time.monotonic() - began
+        new = {
+            row: _of_trainings(
+                benchmark,
+                Result.of(expected[row], one, commit=commit, battery=group.battery, seconds=seconds),
             )
-            if not options.quick:
-                store(benchmark.folder, results[row])
+            for row, one in found.items()
+        }
+        results.update(new)
+        if not options.quick:
+            store(benchmark.folder, new)
     return code
 
 
-def _renew(name: str, trainings: Trainings[Any, Any], console: Console) -> int:
-    """Takes the first steps of all stored trainings that are due; the exit code."""
-    due, code, began = trainings.due(), 0, time.monotonic()
-    for number, training in enumerate(due):
-        left = (
-            f", about {(time.monotonic() - began) / number * (len(due) - number) / 60:.0f} minutes left"
-            if number
-            else ""
-        )
-        console.print(f"{name}: training {number + 1} of {len(due)} that are due{left}")
-        try:
-            trainings.accuracy(training)
-        except (FarflungError, RuntimeError) as error:
-            code = max(code, _failed(name, error, console))
-            if not isinstance(error, CannotTell):  # the others would fail alike
-                break
-    return code
+def _of_trainings(benchmark: Benchmark, result: Result) -> Result:
+    """A row is as old as the oldest training in it."""
+    if benchmark.trainings is None or not benchmark.trainings.used:
+        return result
+    oldest = min(benchmark.trainings.used, key=lambda line: line.date)
+    if oldest.date >= result.date:
+        return result
+    return replace(
+        result,
+        commit=oldest.commit,
+        date=oldest.date,
+        machine=oldest.machine,
+        stored_by_commit=oldest.stored_by_commit,
+    )
 
 
 def _failed(name: str, error: Exception, console: Console) -> int:
-    """Says what failed; the exit code."""
+    """Reports a failure; the exit code."""
     not_here = isinstance(error, FarflungError)
     console.print(f"{name}: {error if not_here else traceback.format_exc()}")
     return NOT_HERE if not_here else FAILED
 
 
-def _json_row(row: Expected, stored: Stored | None, verdict: str) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "unit": row.unit,
-        "published": row.published,
-        "goal": row.goal,
-        "ours": None if stored is None else stored.ours,
-        "spread": None if stored is None else list(stored.spread),
-        "simulated": bool(stored and stored.simulated),
-        "verdict": verdict,
-    }
-
-
-def _table(
-    title: str, expected: Sequence[Expected], results: Mapping[str, Stored], verdicts: Mapping[str, str]
-) -> Table:
+def _table(title: str, expected: Sequence[Expected], results: Mapping[str, Result]) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in ("row", "unit", "published", "goal", "ours", "spread", "verdict"):
-        table.add_column(column, justify="left" if column in {"row", "unit", "verdict"} else "right")
-    for row in expected:
-        stored = results.get(row.name)
-        mark = " (simulated)" if stored is not None and stored.simulated else ""
-        table.add_row(
-            row.name,
-            row.unit,
-            _figure(row.published),
-            _figure(row.goal),
-            "" if stored is None else _figure(stored.ours) + mark,
-            "" if stored is None else f"{_figure(stored.spread[0])} to {_figure(stored.spread[1])}",
-            verdicts[row.name],
+    for column in ("row", "unit", "published", "ours", "spread", "verdict", "goal", "commit", "date"):
+        table.add_column(
+            column, justify="right" if column in {"published", "ours", "spread", "goal"} else "left"
         )
+    for row in expected:
+        result = results.get(row.name)
+        verdict, _ = judge(row, result)
+        measured = ("", "", verdict, _figure(row.goal), "", "")
+        if result is not None:
+            spread = "" if result.low is None else f"{_figure(result.low)} to {_figure(result.high)}"
+            measured = (result.figure, spread, verdict, _figure(row.goal), result.commit[:8], result.date)
+        table.add_row(row.name, row.unit, _figure(row.published), *measured)
     return table
 
 

@@ -9,48 +9,24 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from benchmarks.common.first_steps import combined, digest, first_steps
-from benchmarks.common.trainings import TRAINED, Trainings
+from benchmarks.common.trainings import Trainings
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
-from farflung.data import PARTITIONS, Partition, Subset
+from farflung.data import PARTITIONS, Partition
 from farflung.devices import DeviceProfile
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
-from farflung.seeding import generator
 from farflung.spec import build
 from farflung.tasks import Pending
-from farflung.types import Dataset, Workload
+from farflung.types import Workload
 from farflung.workloads import workload
 
-__all__ = ["RATES", "TRIED", "WORLD", "Trial", "Trials"]
+__all__ = ["CONVERGED", "RATES", "Trial", "Trials"]
 
-WORLD = [
-    "src/farflung/codecs/*.py",
-    "src/farflung/reducers/**/*.py",
-    "src/farflung/replica/**/*.py",
-    "src/farflung/schedules/*.py",
-    "src/farflung/sampling/*.py",
-    "src/farflung/workloads/*.py",
-    "src/farflung/comm/collectives/*.py",
-    "src/farflung/comm/virtual/*.py",
-    "src/farflung/network/*.py",
-    "src/farflung/devices/*",
-    "src/farflung/runtime/virtual.py",
-    "benchmarks/common/runs.py",
-    "benchmarks/common/shaped.py",
-    "benchmarks/common/simulated.py",
-    "benchmarks/common/workers.py",
-    "benchmarks/common/worlds.py",
-]
-"""What the time of a run in either world depends on, besides its own settings."""
-TRIED = [*TRAINED, "benchmarks/common/trials.py", "benchmarks/common/worlds.py"]
-"""What a trial depends on, besides its own settings."""
+CONVERGED = 0.5
+"""Points that twice the steps may gain."""
 RATES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 """Of learning, around that of a :class:`Trial`."""
-FEW = 500
-"""Test samples that say whether scoring is what it was."""
 
 T = TypeVar("T")
 
@@ -90,30 +66,9 @@ class Trial:
         """What differs between the trials of a benchmark."""
         return f"{self.parts}, rate {self.learning_rate:g}, seed {self.seed}"
 
-    def first_steps(self) -> int:
-        """Until everything that the recipe does has happened twice."""
-        parts = recipe("synchronous").but(**self.parts).parts(self.seed)
-        return first_steps(
-            workload(self.workload).model(generator(self.seed, "model")),
-            parts.schedule,
-            parts.reducer,
-            self.steps,
-        )
-
-    def digest(self, steps: int) -> str:
-        """Of all replicas after the first steps, and again with their score once all that is under way is merged."""
-
-        async def train(replica: Replica) -> str:
-            await self._train(replica, steps)
-            trained = digest(replica.model)
-            await replica.flush()
-            return combined([trained, digest(replica.model), repr((await replica.evaluate()).metric)])
-
-        return combined(self._in_virtual_time(train, tested=FEW))
-
-    def accuracy(self) -> float:
-        """On the test set at the end, in percent; of the mean parameters where they differ."""
-        return self.curve({self.steps})[-1][1]
+    def train(self) -> list[tuple[int, float]]:
+        """The test accuracy at the end, in percent, after the number of steps; of the mean parameters."""
+        return self.curve({self.steps})
 
     def curve(self, due: Collection[int]) -> list[tuple[int, float]]:
         """Numbers of steps that were due, and test accuracies after them in percent; the last at the end of the run."""
@@ -136,11 +91,9 @@ class Trial:
                 settings["lr"] = self.learning_rate * (1 - step / self.steps)
             await replica.step()
 
-    def _in_virtual_time(
-        self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]], *, tested: int | None = None
-    ) -> list[T]:
+    def _in_virtual_time(self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]]) -> list[T]:
         torch.set_num_threads(1)
-        task = cast("Workload", _Prepared(workload(self.workload), tested))
+        task = cast("Workload", _Prepared(workload(self.workload)))
         training = Training(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -168,18 +121,13 @@ class _Prepared:
 
     Args:
       task: the workload.
-      tested: how many test samples; all when not given.
     """
 
-    def __init__(self, task: Workload, tested: int | None) -> None:
-        self._task, self._tested = task, tested
+    def __init__(self, task: Workload) -> None:
+        self._task = task
 
     def model(self, generator: torch.Generator) -> nn.Module:
         return self._task.model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        train, test = self._task.datasets()
-        return train, test if self._tested is None else Subset(test, torch.arange(len(test))[: self._tested])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -193,7 +141,7 @@ class Trials:
       quick: two steps of a quadratic, whose score is no accuracy, and nothing is stored.
     """
 
-    def __init__(self, trainings: Trainings[Trial, float], *, quick: bool) -> None:
+    def __init__(self, trainings: Trainings[Trial, list[list[float]]], *, quick: bool) -> None:
         self._trainings, self._quick = trainings, quick
 
     def accuracies(self, trials: Sequence[Trial]) -> list[float]:
@@ -205,8 +153,23 @@ class Trials:
                 "steps": 2,
                 "batch_size": 8,
             }
-            return [replace(trial, **tiny).accuracy() for trial in trials]
-        return self._trainings.accuracies(trials)
+            return [replace(trial, **tiny).train()[-1][1] for trial in trials]
+        return [curve[-1][1] for curve in self._trainings.curves(trials)]
+
+    def unconverged(self, reference: Trial) -> str:
+        """Why accuracies at the steps of a reference compare with no published one; empty where they do.
+
+        The reference has converged where twice the steps gain less than half a point.
+        """
+        if self._quick:
+            return ""
+        short, long = self.accuracies([reference, replace(reference, steps=2 * reference.steps)])
+        if long - short < CONVERGED:
+            return ""
+        return (
+            f"the baseline has not converged after {reference.steps:,} steps: "
+            f"twice as many gain {long - short:.1f} points"
+        )
 
     def best(self, trial: Trial, rates: Sequence[float], seeds: Sequence[int]) -> tuple[list[float], float]:
         """The accuracy of each seed at the learning rate that is best for the first seed, and that rate.

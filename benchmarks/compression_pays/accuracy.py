@@ -11,14 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.common import Trainings, Trial
-from benchmarks.common.trials import TRIED
 from benchmarks.compression_pays.methods import METHODS, OWN_MOMENTUM, SYNCHRONOUS
 
 __all__ = ["TRAININGS", "Equality", "Hooked", "Learned"]
 
+Curve: TypeAlias = list[tuple[int, float]]
 WORKLOAD, REPLICAS, BATCH, STEPS, MOMENTUM = "cifar10/resnet8", 4, 8, 2000, 0.9
 RATES = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 FIRST_RATE = 0.025
@@ -63,17 +63,9 @@ class Hooked:
         """All of it but the steps."""
         return f"{self.method}, rate {self.learning_rate:g}, seed {self.seed}"
 
-    def first_steps(self) -> int:
-        """Until everything that the method does has happened twice."""
-        return self._trial.first_steps()
-
-    def digest(self, steps: int) -> str:
-        """Of all replicas after the first steps, and of their score."""
-        return self._trial.digest(steps)
-
-    def accuracy(self) -> float:
-        """On the test set at the end, in percent."""
-        return self._trial.accuracy()
+    def train(self) -> Curve:
+        """The test accuracy at the end, in percent, after the number of steps."""
+        return self._trial.train()
 
     @property
     def _trial(self) -> Trial:
@@ -89,11 +81,10 @@ class Hooked:
         )
 
 
-TRAININGS: Trainings[Hooked, float] = Trainings(
-    Path(__file__).parent / "results" / "accuracies.jsonl",
+TRAININGS: Trainings[Hooked, Curve] = Trainings(
+    Path(__file__).parent / "results" / "trainings.jsonl",
     Hooked,
-    [*TRIED, *(f"benchmarks/compression_pays/{name}.py" for name in ("accuracy", "methods"))],
-    minutes=0.1,
+    lambda training: ("preset synchronous", "preset powersgd", "topk, residuals", "shared_scale_qsgd"),
 )
 
 
@@ -131,7 +122,7 @@ class Equality:
       trainings: that are stored.
     """
 
-    def __init__(self, trainings: Trainings[Hooked, float] = TRAININGS) -> None:
+    def __init__(self, trainings: Trainings[Hooked, Curve] = TRAININGS) -> None:
         self._trainings = trainings
         self.learned: dict[str, Learned] = {}
         """Of all methods that have been asked for."""
@@ -154,13 +145,13 @@ class Equality:
                 rates |= self._accuracies(method, more, SEEDS[0])
             best = _best_of(rates)
             seeds = SEEDS[1:] if rates[best] >= goal - HOPELESS_POINTS else ()
-            others = self._trainings.accuracies([Hooked(method, best, seed) for seed in seeds])
-            self.learned[method] = Learned(rates, [rates[best], *others])
+            others = self._trainings.curves([Hooked(method, best, seed) for seed in seeds])
+            self.learned[method] = Learned(rates, [rates[best], *(curve[-1][1] for curve in others)])
         return self.learned[method]
 
     def _accuracies(self, method: str, rates: list[float], seed: int) -> dict[float, float]:
-        found = self._trainings.accuracies([Hooked(method, rate, seed) for rate in rates])
-        return dict(zip(rates, found, strict=True))
+        found = self._trainings.curves([Hooked(method, rate, seed) for rate in rates])
+        return {rate: curve[-1][1] for rate, curve in zip(rates, found, strict=True)}
 
 
 def _best_of(rates: Mapping[float, float]) -> float:

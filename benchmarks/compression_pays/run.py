@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Benchmark, Group, Kept, Measured, main, source_hash
+from benchmarks.common import Benchmark, Group, Kept, Measured, main
 from benchmarks.common.shaped import in_lab
 from benchmarks.compression_pays.accuracy import TRAININGS, Equality
 from benchmarks.compression_pays.methods import (
@@ -63,13 +63,7 @@ WORST = {
 ROUNDS = {"wifi-10mbps": 3, "wifi-100mbps": 9, "lan-1g": 9}
 """Blocks of each method: the shorter the steps are, the more they differ."""
 STEPS = 3
-SOURCES = [
-    "src/farflung/codecs/*.py",
-    "src/farflung/reducers/**/*.py",
-    "src/farflung/comm/*.py",
-    "src/farflung/comm/collectives/*.py",
-    "src/farflung/ddp.py",
-]
+CANARIES = ("preset synchronous", "preset powersgd", "topk, residuals", "int8 on hops", "shared_scale_qsgd")
 
 
 @dataclass(frozen=True)
@@ -162,16 +156,8 @@ def _timed(profile: str, nodes: int, *, quick: bool) -> dict[str, Timed]:
         "batch": BATCH,
         "rounds": rounds,
         "steps": steps,
-        "sources": source_hash(
-            [
-                *SOURCES,
-                "benchmarks/common/meter.py",
-                "benchmarks/compression_pays/methods.py",
-                "benchmarks/compression_pays/worker.py",
-            ]
-        ),
     }
-    kept = Kept(FOLDER / "results" / "timings.jsonl", quick=quick).once(key, measure)
+    kept = Kept(FOLDER, "timings", quick=quick).once(key, measure)
     return {method: Timed(**line) for method, line in kept["timed"].items()}
 
 
@@ -223,12 +209,12 @@ BENCHMARK = Benchmark(
     FOLDER,
     [
         *(
-            Group((row,), functools.partial(best_codec, row), "measured", minutes, SOURCES)
+            Group((row,), functools.partial(best_codec, row), "measured", minutes, CANARIES)
             for row, (_, _, minutes) in BEST.items()
         ),
-        Group(tuple(WORST), worst_network, "measured", 6.0, SOURCES),
+        Group(tuple(WORST), worst_network, "measured", 6.0, CANARIES),
         *(
-            Group((row,), functools.partial(as_accurate, row), "measured", 0.1, SOURCES)
+            Group((row,), functools.partial(as_accurate, row), "measured", 0.1, CANARIES)
             for row in AS_ACCURATE
         ),
     ],

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Measured, Trainings, Trial, Trials
-from benchmarks.common.trials import RATES, TRIED
+from benchmarks.common.trials import RATES
 from benchmarks.delayed.times import HIDDEN
 
 __all__ = [
+    "CANARIES",
     "DELAYS",
     "LAGS",
     "REGIONS_LOST",
@@ -34,9 +35,20 @@ BESIDE_OTHERS = (5, 20)
 REDUCED = {"cifar10/vgg": "a small VGG for ResNet-18 and ResNet-50"}
 SEEDS = (0, 1)
 """Of the least and the greatest delay, and of what they are compared with; elsewhere it is the first."""
-TRAININGS: Trainings[Trial, float] = Trainings(
-    Path(__file__).parent / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1
+CANARIES = (
+    "preset synchronous",
+    "preset delayed",
+    "delayed, period",
+    "delayed, residuals",
+    "delayed, pulled",
 )
+TRAININGS: Trainings[Trial, list[list[float]]] = Trainings(
+    Path(__file__).parent / "results" / "trainings.jsonl", Trial, lambda training: CANARIES
+)
+
+
+COLLAPSED = 10.0
+"""Points by which a baseline that learns nothing useful is worse than synchronous SGD."""
 
 
 class Accuracies:
@@ -51,15 +63,23 @@ class Accuracies:
     def __init__(self, quick: bool, trial: Trial | None = None, seeds: Sequence[int] = SEEDS[:1]) -> None:
         self._trials, self._seeds = Trials(TRAININGS, quick=quick), seeds
         self._trial = trial or Trial()
+        self._parts: dict[str, dict[str, str]] = {}
         self.rates: dict[str, float] = {}
         self.found: dict[str, list[float]] = {}
 
     def of(self, name: str, **parts: str) -> None:
         """Notes that of each seed, in percent, and the rate."""
-        trial = replace(self._trial, parts=parts)
+        trial, self._parts[name] = replace(self._trial, parts=parts), parts
         self.found[name], self.rates[name] = self._trials.best(trial, RATES, self._seeds)
 
-    def difference(self, one: str, other: str) -> Measured:
+    def unconverged(self, reference: str) -> str:
+        """Why differences to a recipe compare with no published one; empty where they do."""
+        rate = self.rates[reference]
+        return self._trials.unconverged(
+            replace(self._trial, parts=self._parts[reference], learning_rate=rate, seed=self._seeds[0])
+        )
+
+    def difference(self, one: str, other: str, reason: str = "") -> Measured:
         """Points by which one is better than the other."""
         points = [a - b for a, b in zip(self.found[one], self.found[other], strict=True)]
         config = {
@@ -72,7 +92,7 @@ class Accuracies:
             "best_rate": dict(self.rates),
             "accuracy": dict(self.found),
         }
-        return Measured(statistics.fmean(points), (min(points), max(points)), config)
+        return Measured(statistics.fmean(points), (min(points), max(points)), config, reason=reason)
 
 
 def compensated(delay: int) -> tuple[str, str]:
@@ -91,7 +111,13 @@ def compensation(delay: int, quick: bool) -> Mapping[str, Measured]:
         found.of("swap", schedule=f"delayed(delay={delay}, pull='swap')")
     found.of("stale", schedule=f"pipelined(width={delay + 1})")
     lost, gain = compensated(delay)
-    return {lost: found.difference("D=0", "ours"), gain: found.difference("ours", "stale")}
+    reason = found.unconverged("D=0")
+    stale, whole = (statistics.fmean(found.found[name]) for name in ("stale", "D=0"))
+    collapsed = f"the baseline collapses: {stale:.1f} % where no delay has {whole:.1f}"
+    return {
+        lost: found.difference("D=0", "ours", reason),
+        gain: found.difference("ours", "stale", collapsed if stale < whole - COLLAPSED else reason),
+    }
 
 
 def lagging(number: int) -> tuple[str, str]:
@@ -106,9 +132,10 @@ def lag(number: int, quick: bool) -> Mapping[str, Measured]:
     found.of("delay", schedule=f"delayed(delay={number}, warmup={WARM_UP})")
     found.of("period", schedule=f"delayed(delay=0, period={number})")
     by_delay, by_period = lagging(number)
+    reason = found.unconverged("synchronous")
     return {
-        by_delay: found.difference("synchronous", "delay"),
-        by_period: found.difference("synchronous", "period"),
+        by_delay: found.difference("synchronous", "delay", reason),
+        by_period: found.difference("synchronous", "period", reason),
     }
 
 
@@ -120,4 +147,4 @@ def regions(quick: bool) -> Mapping[str, Measured]:
     found = Accuracies(quick)
     found.of("synchronous", schedule="synchronous")
     found.of("ours", schedule=f"delayed(delay=20, period=8, warmup={WARM_UP})", codec=HIDDEN["codec"])
-    return {REGIONS_LOST: found.difference("synchronous", "ours")}
+    return {REGIONS_LOST: found.difference("synchronous", "ours", found.unconverged("synchronous"))}

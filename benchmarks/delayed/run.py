@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, main
-from benchmarks.common.trials import TRIED, WORLD
 from benchmarks.delayed.accuracy import (
+    CANARIES,
     DELAYS,
     LAGS,
     REGIONS_LOST,
@@ -38,26 +38,26 @@ from benchmarks.delayed.times import (
 BENCHMARK = Benchmark(
     Path(__file__).parent,
     [
-        Group(tuple(scalability_row(ms) for ms in LATENCIES_MS), latencies, "simulated", 5.0, WORLD),
+        Group(tuple(scalability_row(ms) for ms in LATENCIES_MS), latencies, "simulated", 5.0, CANARIES),
         *(
             Group(
                 tuple(speed_up_row(nodes, task) for nodes in NODES if nodes > 1),
                 partial(speed_ups, task),
                 "simulated",
                 5.0,
-                WORLD,
+                CANARIES,
             )
             for task in TASKS
         ),
-        Group(tuple(IN_REGIONS), in_regions, "measured", 5.0, WORLD),
+        Group(tuple(IN_REGIONS), in_regions, "measured", 5.0, CANARIES),
         *(
-            Group(compensated(delay), partial(compensation, delay), "trainings", 0.0, TRIED)
+            Group(compensated(delay), partial(compensation, delay), "trainings", 0.0, CANARIES)
             for delay in DELAYS
         ),
-        *(Group(lagging(number), partial(lag, number), "trainings", 0.0, TRIED) for number in LAGS),
-        Group((REGIONS_LOST,), regions, "trainings", 0.0, TRIED),
-        *(Group((length_row(steps),), partial(lengths, steps), "trainings", 0.0, TRIED) for steps in ROWS),
-        Group(tuple(target_row(network) for network in NETWORKS), to_target, "trainings", 0.5, TRIED),
+        *(Group(lagging(number), partial(lag, number), "trainings", 0.0, CANARIES) for number in LAGS),
+        Group((REGIONS_LOST,), regions, "trainings", 0.0, CANARIES),
+        *(Group((length_row(steps),), partial(lengths, steps), "trainings", 0.0, CANARIES) for steps in ROWS),
+        Group(tuple(target_row(network) for network in NETWORKS), to_target, "trainings", 0.5, CANARIES),
     ],
     TRAININGS,
 )

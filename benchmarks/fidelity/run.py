@@ -14,8 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Benchmark, Group, Kept, Measured, main, source_hash  # noqa: E402
-from benchmarks.common.rows import load_stored  # noqa: E402
+from benchmarks.common import Benchmark, Group, Kept, Measured, main  # noqa: E402
+from benchmarks.common.results import load_results  # noqa: E402
 from benchmarks.fidelity.cells import Cell, calibrated, compared, measured  # noqa: E402
 from benchmarks.fidelity.networks import NAMED, drawn  # noqa: E402
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one  # noqa: E402
@@ -37,40 +37,20 @@ MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER = (
     "median error of recipes with codecs, unpaced devices as calibrated, wifi-100mbps and lan-1g",
     "order of recipes by step time kept, all networks",
 )
-CARRIED = [
-    "src/farflung/codecs/*.py",
-    "src/farflung/comm/*.py",
-    "src/farflung/comm/collectives/*.py",
-    "src/farflung/reducers/**/*.py",
-    "src/farflung/replica/**/*.py",
-    "src/farflung/schedules/*.py",
-    "benchmarks/common/runs.py",
-    "benchmarks/fidelity/cells.py",
-    "benchmarks/fidelity/recipes.py",
-]
-LAB = [
-    *CARRIED,
-    "src/farflung/lab/*.py",
-    "src/farflung/network/named.py",
-    "src/farflung/runtime/pace.py",
-    "src/farflung/runtime/wall.py",
-]
-"""What the lab's times depend on; they are kept when the model changes."""
-CALIBRATION = [*CARRIED, "src/farflung/timing/*.py"]
-SOURCES = [
-    *LAB,
-    *CALIBRATION,
-    "src/farflung/comm/virtual/*.py",
-    "src/farflung/devices/*.py",
-    "src/farflung/network/*.py",
-    "src/farflung/runtime/*.py",
-]
+CANARIES = (
+    "preset synchronous",
+    "preset ring",
+    "preset pipe_sgd",
+    "preset delayed",
+    "topk, residuals",
+    "int8 on hops",
+)
 Row = Mapping[str, Any]
 
 
 def measure(quick: bool) -> Mapping[str, Measured]:
-    """All cells, then the rows; cells measured before with the same seed and sources are kept."""
-    kept = Kept(FOLDER / "results" / "cells.jsonl", quick=quick)
+    """All cells, then the rows; cells that this commit has measured with the same seed are kept."""
+    kept = Kept(FOLDER, "cells", quick=quick)
     seed = seed_of(kept)
     found, refused = run([*paced(seed, quick), *unpaced(seed, quick)], kept, quick)
     counted = [cell for cell in found if cell["overran"] < OVERRAN_AT_MOST]
@@ -122,11 +102,10 @@ _SAID = ("network", "recipe", "paced", "steps", "lab_s", "simulated_s", "error",
 
 
 def seed_of(kept: Kept) -> int:
-    """That of the newest stored rows while what the lab measured for them holds, so that a change of the model is
-    judged by it; else one more, so that every run of the lab has networks that none before it had."""
-    stored = load_stored(FOLDER).get(MEDIAN)
+    """One more than that of the stored rows, so that each run of the lab has networks that none before it had."""
+    stored = load_results(FOLDER).get(MEDIAN)
     newest = 0 if stored is None else int(stored.config.get("seed", 0))
-    return newest if kept.find({"seed": newest, "sources": source_hash(LAB)}) else newest + 1
+    return newest if kept.find({"seed": newest}) else newest + 1
 
 
 def paced(seed: int, quick: bool) -> list[Cell]:
@@ -152,7 +131,6 @@ def unpaced(seed: int, quick: bool) -> list[Cell]:
 
 def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list[str]]:
     """What came out for each cell, and the networks that the lab refused."""
-    sources = source_hash(LAB)
     found: list[Row] = []
     refused: list[str] = []
     for cell in cells:
@@ -162,7 +140,7 @@ def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list
         device = this_machine(cells, cell, kept, quick)
         measure = partial(measured, cell, device, quick=quick)
         try:
-            lab = kept.once({**asdict(cell), "sources": sources}, measure)
+            lab = kept.once(asdict(cell), measure)
         except RuntimeError as error:
             if REFUSED not in str(error):
                 raise
@@ -180,8 +158,7 @@ def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list
 def this_machine(cells: Sequence[Cell], of: Cell, kept: Kept, quick: bool) -> str:
     """It as a device, as TOML: shared by as many replicas as a cell has, calibrated once for all cells of its kind."""
     alike = [cell for cell in cells if (cell.nodes, cell.paced) == (of.nodes, of.paced)]
-    sources = source_hash(CALIBRATION)
-    key = {"calibrated": of.nodes, "paced": of.paced, "seed": of.seed, "sources": sources}
+    key = {"calibrated": of.nodes, "paced": of.paced, "seed": of.seed}
     rounds = QUICK_ROUNDS if quick else ROUNDS
     line = kept.once(key, lambda: {"device": calibrated(of, {cell.recipe for cell in alike}, rounds=rounds)})
     return str(line["device"])
@@ -205,7 +182,7 @@ def median_within(errors: Sequence[float]) -> tuple[float, float]:
 
 
 BENCHMARK = Benchmark(
-    FOLDER, [Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, SOURCES)]
+    FOLDER, [Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, CANARIES)]
 )
 
 if __name__ == "__main__":

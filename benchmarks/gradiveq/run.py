@@ -12,8 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Benchmark, Group, Kept, Measured, Trainings, Trial, Trials, main, source_hash
-from benchmarks.common.trials import TRIED, WORLD
+from benchmarks.common import Benchmark, Group, Kept, Measured, Trainings, Trial, Trials, main
 from benchmarks.gradiveq.gradients import (
     WAYS,
     WORKLOAD,
@@ -39,6 +38,13 @@ ACCURACY = "top-1 accuracy lost against uncompressed"
 RATIO = "mean compression ratio"
 EXPLAINED = "explained variance by the first 2 of 3 adjacent gradients over 150 iterations"
 
+NOISE = (
+    "single gradients are mostly noise, of which a window of 100 explains any share with few components; "
+    "how the paper's mean ratio of 8 is averaged is not stated"
+)
+HIGHER_RATIO = (
+    "windows of 100 gradients with all layers compressed have a ratio of 18 or more; the paper's is 8"
+)
 NODES = 6
 COMPUTE_S, AGGREGATION_S = 650 / 500, 850 / 500
 """Of an iteration on the paper's processors, without compression (section 5)."""
@@ -58,8 +64,8 @@ def times(quick: bool) -> Mapping[str, Measured]:
     # A ring sends 2 (n - 1) / n of the gradient over each link.
     bandwidth = 2 * (NODES - 1) / NODES * 8 * spec.nbytes / AGGREGATION_S
     network = NetworkProfile.uniform(Link(LATENCY_S, bandwidth), NODES, "the ring's 1.7 s")
-    kept = Kept(FOLDER / "results" / "coding.jsonl", quick=quick).once(
-        {"sizes": list(sizes), "nodes": NODES, "sources": source_hash(CODED)},
+    kept = Kept(FOLDER, "coding", quick=quick).once(
+        {"sizes": list(sizes), "nodes": NODES},
         functools.partial(rates, sizes, spec, NODES, 1 if quick else 10),
     )
     cluster = Cluster(network, spec, from_json(kept))
@@ -91,11 +97,17 @@ def times(quick: bool) -> Mapping[str, Measured]:
         "of_slice_sizes": table,
     }
 
-    def row(name: str) -> Measured:
+    def row(name: str, reason: str = "") -> Measured:
         values = [cell[name] for cell in table.values()]
-        return Measured(table[CHOSEN][name], (min(values), max(values)), config, simulated=True)
+        return Measured(
+            table[CHOSEN][name], (min(values), max(values)), config, simulated=True, reason=reason
+        )
 
-    return {AGGREGATION: row("times_faster"), OVER_QSGD: row("over_qsgd"), END_TO_END: row("saved")}
+    return {
+        AGGREGATION: row("times_faster", HIGHER_RATIO),
+        OVER_QSGD: row("over_qsgd", HIGHER_RATIO),
+        END_TO_END: row("saved"),
+    }
 
 
 def _saved(plain_s: float, mean_s: float) -> float:
@@ -137,7 +149,7 @@ def left_out(quick: bool) -> Mapping[str, Measured]:
     }
     ratios = [one["ratio"] for one in _by_slices(found)]
     return {
-        RATIO: Measured(usual["ratio"], (min(ratios), max(ratios)), ratio),
+        RATIO: Measured(usual["ratio"], (min(ratios), max(ratios)), ratio, reason=NOISE),
         EXPLAINED: Measured(statistics.median(best), (min(best), max(best)), explained),
     }
 
@@ -146,8 +158,8 @@ def _looked(quick: bool) -> Mapping[str, Any]:
     """At gradients of a training, once; nothing where that would take long."""
     if quick:
         return {"choices": []}
-    return Kept(FOLDER / "results" / "gradients.jsonl").once(
-        {"steps": [SKIPPED, ADJACENT, BEHIND], "sources": source_hash(WATCHED)},
+    return Kept(FOLDER, "gradients").once(
+        {"steps": [SKIPPED, ADJACENT, BEHIND]},
         lambda: _seen(series(SKIPPED, ADJACENT, BEHIND)),
     )
 
@@ -205,7 +217,10 @@ OURS = "gradiveq, spread samples, error feedback"
 """Of the row; the paper's own stands beside it."""
 JUDGED = (UNCOMPRESSED, OURS)
 """Trained with all seeds; the other with the first."""
-TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=2.0)
+CANARIES = ("preset ring", "gradiveq, around a ring", "gradiveq, pipelined", "gradiveq, residuals")
+TRAININGS: Trainings[Trial, list[list[float]]] = Trainings(
+    FOLDER / "results" / "trainings.jsonl", Trial, lambda training: CANARIES
+)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
@@ -234,28 +249,17 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         "method": OURS,
         "lost": lost,
     }
-    return {ACCURACY: Measured(statistics.fmean(ours), (min(ours), max(ours)), config)}
+    reference = Trial(METHODS[UNCOMPRESSED], "cifar10/resnet8", NODES, 8, STEPS, chosen[UNCOMPRESSED])
+    reason = trials.unconverged(reference)
+    return {ACCURACY: Measured(statistics.fmean(ours), (min(ours), max(ours)), config, reason=reason)}
 
 
-CODED = [
-    "src/farflung/codecs/qsgd.py",
-    "src/farflung/reducers/**/*.py",
-    "src/farflung/comm/collectives/*.py",
-    "src/farflung/timing/coding.py",
-    "benchmarks/gradiveq/times.py",
-]
-WATCHED = [
-    "src/farflung/reducers/gradiveq/bases.py",
-    "src/farflung/reducers/gradiveq/layout.py",
-    "src/farflung/workloads/*.py",
-    "benchmarks/gradiveq/gradients.py",
-]
 BENCHMARK = Benchmark(
     FOLDER,
     [
-        Group((AGGREGATION, OVER_QSGD, END_TO_END), times, "simulated", 8.0, WORLD),
-        Group((RATIO, EXPLAINED), left_out, "simulated", 15.0, WATCHED),
-        Group((ACCURACY,), accuracy, "trainings", 0.0, TRIED),
+        Group((AGGREGATION, OVER_QSGD, END_TO_END), times, "simulated", 8.0, CANARIES),
+        Group((RATIO, EXPLAINED), left_out, "simulated", 15.0, CANARIES),
+        Group((ACCURACY,), accuracy, "trainings", 0.0, CANARIES),
     ],
     TRAININGS,
 )

@@ -47,6 +47,10 @@ class Target:
         found = zip(points, self._smooth(points), strict=True)
         return next((point for point, value in found if self._short(value) <= 0), None)
 
+    def best(self, points: Sequence[Point]) -> float:
+        """The best smoothed figure."""
+        return min(self._smooth(points), key=self._short)
+
     def missed_by(self, points: Sequence[Point]) -> float:
         """How much the best smoothed figure is short of it; 0 where it is reached."""
         return max(0.0, min((self._short(value) for value in self._smooth(points)), default=math.inf))
@@ -100,6 +104,10 @@ class Method:
     def mean_steps(self, target: Target) -> float:
         """To a target, in the mean of the seeds; infinite where one never is there."""
         return statistics.fmean(math.inf if point is None else point.steps for point in self.there(target))
+
+    def best(self, target: Target) -> float:
+        """The best smoothed figure of the kind that a target is of, in the mean of the seeds."""
+        return statistics.fmean(map(target.best, self.curves))
 
     def at(self, mbps: float, *, sequential: bool = False) -> Method:
         """In the times of other links; see :func:`on_links`."""

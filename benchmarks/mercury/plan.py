@@ -134,7 +134,7 @@ def plan(stored: list[Watched], look_up: Ask) -> list[Planned]:
 def main() -> None:
     """Prints it."""
     due = TRAININGS.due()
-    found = plan([one for one in TRAININGS.stored() if one not in due], TRAININGS.accuracy)
+    found = plan([one for one in TRAININGS.stored() if one not in due], TRAININGS.curve)
     table = Table("trainings", "what", title="mercury", title_justify="left")
     for column in ("count", "minutes each", "minutes", "done", "left", "minutes left"):
         table.add_column(column, justify="right")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.mercury.pictures import draw
 from benchmarks.mercury.rows import JOBS, MISSING, PICTURED, Rows, pictured
-from benchmarks.mercury.watched import TRAININGS, Found, Watched
+from benchmarks.mercury.watched import CANARIES, TRAININGS, Found, Watched
 from farflung.errors import DataError
 
 __all__ = ["BENCHMARK", "NotTrained", "Quick", "stored"]
@@ -34,7 +34,7 @@ def stored(training: Watched) -> Found:
     """
     if training not in TRAININGS.stored():
         raise NotTrained(f"missing: a training that is not stored yet ({training.title})")
-    return TRAININGS.accuracy(training)
+    return TRAININGS.curve(training)
 
 
 class Quick:
@@ -46,7 +46,7 @@ class Quick:
     def __call__(self, training: Watched) -> Found:
         small = training.quickly()
         if repr(small) not in self._found:
-            self._found[repr(small)] = small.accuracy()
+            self._found[repr(small)] = small.train()
         return self._found[repr(small)]
 
 
@@ -86,11 +86,11 @@ BENCHMARK = Benchmark(
     FOLDER,
     [
         *(
-            Group(rows.names, partial(measured, name, rows), "trainings", 0.2, TRAININGS.sources)
+            Group(rows.names, partial(measured, name, rows), "trainings", 0.2, CANARIES)
             for name, job in JOBS.items()
             for rows in job.rows
         ),
-        *(Group(rows.names, partial(missing, rows), "trainings", 0.0, TRAININGS.sources) for rows in MISSING),
+        *(Group(rows.names, partial(missing, rows), "trainings", 0.0, CANARIES) for rows in MISSING),
     ],
     TRAININGS,
 )

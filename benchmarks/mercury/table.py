@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import Expected, Stored, load_expected, load_stored
+from benchmarks.common.results import Expected, Result, load_expected, load_results
 from benchmarks.mercury.plan import MOST_HOURS, made_up, plan
 from benchmarks.mercury.rows import JOBS, why_missing
 
@@ -20,7 +20,7 @@ ROWS, TRAININGS = "rows", "trainings"
 UNTRAINED = "missing: trainings"
 
 
-def rows_table(expected: Sequence[Expected], stored: Mapping[str, Stored]) -> str:
+def rows_table(expected: Sequence[Expected], stored: Mapping[str, Result]) -> str:
     """In Markdown: each row, with what its configuration says of others than the published rate."""
     heads = [
         "row",
@@ -82,7 +82,7 @@ def main() -> int:
     """Writes them into the README; the exit code."""
     page = FOLDER / "README.md"
     text = with_table(page.read_text(encoding="utf-8"), TRAININGS, trainings_table())
-    text = with_table(text, ROWS, rows_table(load_expected(FOLDER), load_stored(FOLDER)))
+    text = with_table(text, ROWS, rows_table(load_expected(FOLDER), load_results(FOLDER)))
     page.write_text(text, encoding="utf-8")
     return 0
 

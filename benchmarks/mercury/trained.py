@@ -16,7 +16,7 @@ from benchmarks.mercury.watched import TRAININGS
 __all__ = ["main"]
 
 
-def main(names: Sequence[str], ask: Ask = TRAININGS.accuracy) -> int:
+def main(names: Sequence[str], ask: Ask = TRAININGS.curve) -> int:
     """Makes and stores those of each job in turn; the exit code.
 
     Args:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Trainings
-from benchmarks.common.first_steps import combined, digest, first_steps
-from benchmarks.common.trainings import TRAINED
 from benchmarks.common.worlds import replicas_in
 from benchmarks.mercury.applications import (
     APPLICATIONS,
@@ -25,27 +23,23 @@ from benchmarks.mercury.applications import (
 )
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Subset
-from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.scoring import scores_of
 from farflung.runs.simulation import one_thread
 from farflung.runtime import VirtualWorld
-from farflung.schedules import AdaComm
 from farflung.seeding import generator
 from farflung.spec import build
 from farflung.tasks import Pending
-from farflung.types import Dataset, Reshards, SampleIds, Workload
+from farflung.types import Dataset, SampleIds, Workload
 
-__all__ = ["SEEN", "SHARES", "TRAININGS", "Found", "Moved", "Point", "Watched"]
+__all__ = ["CANARIES", "SEEN", "SHARES", "TRAININGS", "Found", "Moved", "Point", "Watched"]
 
 T = TypeVar("T")
 Found: TypeAlias = dict[str, list[list[float]]]
 """What a training came to, as JSON: see :meth:`Watched.points` and :meth:`Watched.moved`."""
 SEEN = 2_000
 """Training samples, the same for all trainings of an application, whose loss is looked at."""
-FEW = 200
-"""Of them and of the test set, that say whether an evaluation is what it was."""
 LATER = (1, 10)
 """Steps until ranks are looked at again."""
 SHARES = (0.05, 0.1)
@@ -149,33 +143,7 @@ class Watched:
         """Its data set and models."""
         return APPLICATIONS[self.application]
 
-    def first_steps(self) -> int:
-        """Until everything has happened twice: merges, choices of a period or of a group's size, rounds of samples."""
-        parts = recipe("synchronous").but(**self._members).parts(self.seed, 0)
-        least = first_steps(self._model(), parts.schedule, parts.reducer, self.steps)
-        if isinstance(parts.schedule, AdaComm):
-            period = parts.schedule.sync_every
-            step_s = 1 + self.what.ratio(self.mbps, self.replicas) / period
-            least = math.ceil(2 * parts.schedule.interval_s / step_s) + 2 * period
-        if isinstance(parts.sharing, Reshards):
-            begins = [step for step in range(self.steps) if parts.sharing.begins(step)][:2]
-            least = max([least, *(parts.sharing.due_step(step) + 1 for step in begins)])
-        return min(self.steps, least)
-
-    def digest(self, steps: int) -> str:
-        """Of all replicas after the first steps, with the time these took and an evaluation."""
-
-        async def train(replica: Replica) -> str:
-            for _ in range(steps):
-                await replica.step()
-            look = self._look(replica, task, seen=FEW, tested=FEW)
-            await look.through()
-            return combined([digest(replica.model), repr(look.numbers())])
-
-        task = self._task()
-        return combined(self._in_virtual_time(task, train))
-
-    def accuracy(self) -> Found:
+    def train(self) -> Found:
         """``curve``: the numbers of its points; ``moved``: those of ranks."""
 
         async def train(replica: Replica) -> Found:
@@ -185,7 +153,7 @@ class Watched:
                 exchanged = (await replica.step()).stats is not None
                 ranks.after(step)
                 if exchanged and step >= due:
-                    looks.append(self._look(replica, task, seen=SEEN))
+                    looks.append(self._look(replica, task))
                     due = (step // self.every + 1) * self.every
             for look in looks:
                 await look.through()
@@ -195,14 +163,14 @@ class Watched:
         return self._in_virtual_time(task, train)[0]
 
     def points(self, found: Found) -> list[Point]:
-        """The curve of what :meth:`accuracy` gave."""
+        """The curve of what :meth:`train` gave."""
         return [Point(int(steps), *others) for steps, *others in found["curve"]]
 
     def moved(self, found: Found) -> list[Moved]:
-        """The ranks of what :meth:`accuracy` gave."""
+        """The ranks of what :meth:`train` gave."""
         return [Moved(int(since), int(steps), tuple(shares)) for since, steps, *shares in found["moved"]]
 
-    def _look(self, replica: Replica, task: Workload, *, seen: int, tested: int | None = None) -> _Look:
+    def _look(self, replica: Replica, task: Workload) -> _Look:
         """At the model as it is. Nobody waits for what comes of it, so it takes no time from what goes by the clock."""
         test = task.datasets()[1]
         runtime = replica.runtime.off_clock
@@ -221,7 +189,7 @@ class Watched:
                     device=replica.device,
                 )
             )
-            for nth, data in enumerate((Subset(test, torch.arange(len(test))[:tested]), _seen(task, seen)))
+            for nth, data in enumerate((test, _seen(task, SEEN)))
         )
         return _Look(
             replica.step_done, replica.runtime.now(), replica.time_s.scoring, test_score, train_score
@@ -360,14 +328,9 @@ def _some(of: int, count: int, name: str) -> SampleIds:
     return torch.randperm(of, generator=generator(0, name))[:count]
 
 
+CANARIES = ("preset mercury", "preset synchronous", "preset adacomm")
 TRAININGS: Trainings[Watched, Found] = Trainings(
     Path(__file__).parent / "results" / "trainings.jsonl",
     Watched,
-    [
-        *TRAINED,
-        "benchmarks/common/worlds.py",
-        "benchmarks/mercury/applications.py",
-        "benchmarks/mercury/watched.py",
-    ],
-    minutes=1.0,
+    lambda training: CANARIES,
 )

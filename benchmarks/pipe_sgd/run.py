@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, coding_of, main
 from benchmarks.common.shaped import paced_step_s
-from benchmarks.common.trials import RATES, TRIED, WORLD
+from benchmarks.common.trials import RATES
 from farflung.comm import cost_s
 from farflung.network import Link, NetworkProfile, Site, network_profile
 from farflung.seeding import generator
@@ -25,6 +25,10 @@ RING = "pipelined + 8 bits over synchronous ring, best of the four models"
 PERIOD = "period against max(A, C, (A+C)/K), virtual time"
 LAB_PERIOD = "period against the timing model, lab"
 ACCURACY = "accuracy lost by width 2 on CIFAR-10, best compensation"
+ONE_SERVER = (
+    "all parameters are behind one cable here, which carries each step's bytes once per worker and way; "
+    "the abstract does not say what the server of the paper is"
+)
 SLOW = 2.0
 """How many times as long one of the four replicas computes, where they are of unlike speed."""
 UPDATE = "one of four replicas twice as slow, time per update: {}"
@@ -103,7 +107,7 @@ def speed(quick: bool) -> Mapping[str, Measured]:
         ours = "pipelined ring, 8 bits"
         return {name: found[slower][seconds] / found[ours][seconds] for name, found in table.items()}
 
-    def best(over: str) -> Measured:
+    def best(over: str, reason: str = "") -> Measured:
         gains = gains_over(over, "simulated_s")
         config = {
             "nodes": NODES,
@@ -120,9 +124,9 @@ def speed(quick: bool) -> Mapping[str, Measured]:
             "reduced": f"bytes and bandwidth divided by {SCALE}, and coding takes as long as of all bytes",
         }
         top = max(gains.values())
-        return Measured(top, (top, top), config, simulated=True)
+        return Measured(top, (top, top), config, simulated=True, reason=reason)
 
-    return {SERVER: best("synchronous server"), RING: best("synchronous ring")}
+    return {SERVER: best("synchronous server", ONE_SERVER), RING: best("synchronous ring")}
 
 
 def _switch() -> tuple[NetworkProfile, Link]:
@@ -251,7 +255,16 @@ REMEDIES = {
     "correction": "pipelined(width=2, correction=0.1)",
 }
 SEEDS = (0, 1)
-TRAININGS: Trainings[Trial, float] = Trainings(FOLDER / "results" / "trials.jsonl", Trial, TRIED, minutes=0.1)
+CANARIES = (
+    "preset synchronous",
+    "preset pipe_sgd",
+    "pipelined, predicted",
+    "pipelined, corrected",
+    "preset ssp",
+)
+TRAININGS: Trainings[Trial, list[list[float]]] = Trainings(
+    FOLDER / "results" / "trainings.jsonl", Trial, lambda training: CANARIES
+)
 
 
 def accuracy(quick: bool) -> Mapping[str, Measured]:
@@ -277,7 +290,8 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         "accuracy": {**of_all, "synchronous": reference, best: ours},
         "remedy": best,
     }
-    return {ACCURACY: Measured(statistics.fmean(lost), (min(lost), max(lost)), config)}
+    reason = trials.unconverged(Trial({"schedule": "synchronous"}, learning_rate=rates["synchronous"]))
+    return {ACCURACY: Measured(statistics.fmean(lost), (min(lost), max(lost)), config, reason=reason)}
 
 
 def uneven(quick: bool) -> Mapping[str, Measured]:
@@ -304,12 +318,12 @@ def uneven(quick: bool) -> Mapping[str, Measured]:
 BENCHMARK = Benchmark(
     FOLDER,
     [
-        Group((SERVER, RING), speed, "simulated", 1.0, WORLD),
-        Group((PERIOD,), period, "simulated", 0.5, WORLD),
-        Group(tuple(map(UPDATE.format, PACED)), pace, "simulated", 0.5, WORLD),
-        Group((LAB_PERIOD,), lab_period, "measured", 5.0, WORLD),
-        Group((ACCURACY,), accuracy, "trainings", 0.0, TRIED),
-        Group(tuple(map(UNEVEN.format, LEARNED)), uneven, "trainings", 0.0, TRIED),
+        Group((SERVER, RING), speed, "simulated", 1.0, CANARIES),
+        Group((PERIOD,), period, "simulated", 0.5, CANARIES),
+        Group(tuple(map(UPDATE.format, PACED)), pace, "simulated", 0.5, CANARIES),
+        Group((LAB_PERIOD,), lab_period, "measured", 5.0, CANARIES),
+        Group((ACCURACY,), accuracy, "trainings", 0.0, CANARIES),
+        Group(tuple(map(UNEVEN.format, LEARNED)), uneven, "trainings", 0.0, CANARIES),
     ],
     TRAININGS,
 )

@@ -12,7 +12,7 @@ from benchmarks.presets.language import TRAININGS, Curve, Language
 from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
 from benchmarks.presets.times import paces
 
-__all__ = ["SEARCHED", "WITHIN", "Course", "Point", "best_rate", "courses_of", "first_at", "gap", "target"]
+__all__ = ["SEARCHED", "WITHIN", "Course", "Point", "best_rate", "courses_of", "first_at", "lowest", "target"]
 
 WITHIN = 0.05
 """Above synchronous SGD's best loss is as good as that."""
@@ -101,7 +101,7 @@ def best_rate(train: Train, preset: str, network: str) -> tuple[float, dict[str,
         at = better
 
 
-def courses_of(preset: str, *, quick: bool = False, train: Train = TRAININGS.accuracy) -> list[Course]:
+def courses_of(preset: str, *, quick: bool = False, train: Train = TRAININGS.curve) -> list[Course]:
     """One for all networks, or one for each where times decide what is done; trained now unless they are stored.
 
     Then rates are searched on the first network.
@@ -129,7 +129,7 @@ def courses_of(preset: str, *, quick: bool = False, train: Train = TRAININGS.acc
 def _quick_course(preset: str) -> Course:
     """The end of a few steps of something small, on one network, at one rate."""
     network, rate = NETWORKS[0], RATES[0]
-    curve = Language(preset, rate, network).quickly().accuracy()
+    curve = Language(preset, rate, network).quickly().train()
     return Course(preset, (network,), rate, {f"{rate:g}": curve[-1][1]}, _on(network, curve[-1:]))
 
 
@@ -145,7 +145,7 @@ def smooth(points: Sequence[Point]) -> list[float]:
 
 def target(reference: Course, within: float) -> float:
     """So far above the reference's best."""
-    return min(smooth(reference.points)) + within
+    return lowest(reference) + within
 
 
 def first_at(course: Course, target: float) -> Point | None:
@@ -156,6 +156,6 @@ def first_at(course: Course, target: float) -> Point | None:
     )
 
 
-def gap(course: Course, target: float) -> float:
-    """How far above it the best loss stays; 0 where it is reached."""
-    return max(0.0, min(smooth(course.points)) - target)
+def lowest(course: Course) -> float:
+    """The lowest smoothed loss."""
+    return min(smooth(course.points))

@@ -12,12 +12,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main
-from benchmarks.presets.courses import WITHIN, Course, courses_of, first_at, gap, target
-from benchmarks.presets.language import DEVICE, NODES, TRAININGS, Language
+from benchmarks.presets.courses import WITHIN, Course, courses_of, first_at, lowest, target
+from benchmarks.presets.language import DEVICE, NODES, TRAININGS, Language, canaries
 from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
 from benchmarks.presets.pictures import draw
 from benchmarks.presets.table import FOLDER, WHOLE
-from benchmarks.presets.times import TIMED, paces
+from benchmarks.presets.times import paces
 
 DOCS = FOLDER.parents[1] / "docs"
 STEPS = Language.steps
@@ -64,10 +64,9 @@ def learned(preset: str, quick: bool) -> Mapping[str, Measured]:
 
 
 def _in_time(reference: Course, course: Course, wanted: float, network: str) -> Measured:
-    """Seconds of the reference until it is there over those of another; 0 where that never is."""
+    """Seconds of the reference until it is there over those of another."""
     theirs, ours = first_at(reference, wanted), first_at(course, wanted)
     assert theirs is not None
-    faster = 0.0 if ours is None else theirs.seconds[network] / ours.seconds[network]
     config = {
         "network": network,
         "device": DEVICE,
@@ -76,8 +75,10 @@ def _in_time(reference: Course, course: Course, wanted: float, network: str) -> 
         "seconds": [theirs.seconds[network], None if ours is None else ours.seconds[network]],
         "learning_rates": [reference.learning_rate, course.learning_rate],
         "not_charged": list(course.not_charged),
-        **({"not reached": True, "loss_above_target": gap(course, wanted)} if ours is None else {}),
     }
+    if ours is None:
+        return Measured.missed(lowest(course), wanted, config, simulated=True)
+    faster = theirs.seconds[network] / ours.seconds[network]
     return Measured(faster, (faster, faster), config, simulated=True)
 
 
@@ -97,9 +98,10 @@ def fewest_bytes(quick: bool) -> Mapping[str, Measured]:
     rows = {}
     for row, within in ((EQUAL, 0.0), (WHOLE, WITHIN)):
         best = max((found for found in by_tolerance[within].values() if found is not None), default=None)
-        value = best or 0.0
-        said = config if best is not None else {**config, "not reached": True}
-        rows[row] = Measured(value, (value, value), said)
+        if best is None:
+            rows[row] = Measured.missed(min(map(lowest, others)), target(reference, within), config)
+        else:
+            rows[row] = Measured(best, (best, best), config)
     return rows
 
 
@@ -174,12 +176,12 @@ BENCHMARK = Benchmark(
     FOLDER,
     [
         *(
-            Group(_rows(preset), partial(learned, preset), "trainings", 0.1, TRAININGS.sources)
+            Group(_rows(preset), partial(learned, preset), "trainings", 0.1, canaries(preset))
             for preset in METHODS
         ),
-        Group((EQUAL, WHOLE), fewest_bytes, "trainings", 0.1, TRAININGS.sources),
+        Group((EQUAL, WHOLE), fewest_bytes, "trainings", 0.1, canaries(REFERENCE)),
         *(
-            Group((steps_row(preset),), partial(simulated, preset), "simulated", 0.6, TIMED)
+            Group((steps_row(preset),), partial(simulated, preset), "simulated", 0.6, canaries(preset))
             for preset in OTHERS
             if not METHODS[preset].by_clock
         ),

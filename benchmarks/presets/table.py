@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import load_stored
+from benchmarks.common.results import load_results
 from benchmarks.presets.courses import WITHIN, Course, first_at
 from benchmarks.presets.methods import NETWORKS, REFERENCE
 
@@ -72,7 +72,7 @@ def with_table(text: str, table: str) -> str:
 
 def main() -> int:
     """Writes it into the README; the exit code."""
-    row = load_stored(FOLDER).get(WHOLE)
+    row = load_results(FOLDER).get(WHOLE)
     if row is None:
         print("nothing is stored yet: scripts/bench presets", file=sys.stderr)
         return 1

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Kept, source_hash
-from benchmarks.common.trials import WORLD
+from benchmarks.common import Kept
 from benchmarks.common.worlds import replicas_in
 from benchmarks.presets.language import Language, settings, world_on
 from benchmarks.presets.methods import RATES, parts_of
@@ -23,15 +22,8 @@ from farflung.telemetry import Event
 from farflung.types import Schedule
 from farflung.workloads import workload
 
-__all__ = ["TIMED", "Pace", "Paces", "block", "paces"]
+__all__ = ["Pace", "Paces", "block", "paces"]
 
-TIMED = [
-    *WORLD,
-    "benchmarks/presets/language.py",
-    "benchmarks/presets/methods.py",
-    "benchmarks/presets/times.py",
-]
-"""What simulated times depend on."""
 AT_LEAST = 40
 """Steps before those whose time is taken as that of all to come, and as many of these; in whole blocks."""
 
@@ -111,10 +103,10 @@ def paces(preset: str, network: str, *, quick: bool = False) -> Paces:
     training = Language(preset, min(RATES), network)
     if quick:
         training = training.quickly()
-    kept = Kept(Path(__file__).parent / "results" / "paces.jsonl", quick=quick)
+    kept = Kept(Path(__file__).parent, "paces", quick=quick)
     found = []
     for parts, steps in _phases(preset, training.steps):
-        key = {"parts": dict(parts), "network": network, "steps": steps, "sources": source_hash(TIMED)}
+        key = {"parts": dict(parts), "network": network, "steps": steps}
         found.append(kept.once(key, partial(_simulated, training, parts, steps)))
     unknown = dict.fromkeys(method for one in found for method in one["not_charged"])
     return Paces([Pace(**one["pace"]) for one in found], list(unknown))

@@ -23,9 +23,9 @@ def main(presets: Sequence[str]) -> int:
 
 def _train(preset: str, method: Method) -> None:
     networks = NETWORKS if method.by_clock else ("",)
-    rate, _ = best_rate(TRAININGS.accuracy, preset, networks[0])
+    rate, _ = best_rate(TRAININGS.curve, preset, networks[0])
     for network in networks:
-        TRAININGS.accuracy(Language(preset, rate, network))
+        TRAININGS.curve(Language(preset, rate, network))
 
 
 if __name__ == "__main__":

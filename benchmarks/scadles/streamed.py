@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.first_steps import combined, digest
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
-from farflung.data import PARTITIONS, Partition, Subset, cifar
+from farflung.data import PARTITIONS, Partition, cifar
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 from farflung.replica import Replica
@@ -28,10 +27,6 @@ __all__ = ["NETS", "Net", "Point", "Streamed", "device", "network"]
 
 T = TypeVar("T")
 TOP = 5
-FEW = 500
-"""Test samples that say whether scoring is what it was."""
-FIRST_STEPS, FEW_STEPS = 20, 2
-"""Of a digest; everything happens in every step. Few are enough where a training only chooses a learning rate."""
 SAMPLES = 200_000
 """Of the trainings that count."""
 LATENCY_S, BANDWIDTH_BPS = 1e-4, 5e9
@@ -130,22 +125,7 @@ class Streamed:
         """What differs between them."""
         return f"{self.net}, {self.partition}, {self.parts}, rate {self.learning_rate:g}, seed {self.seed}"
 
-    def first_steps(self) -> int:
-        """All kinds of steps have come twice."""
-        return FIRST_STEPS if self.samples >= SAMPLES else FEW_STEPS
-
-    def digest(self, steps: int) -> str:
-        """Of all replicas after the first steps, and with their score."""
-
-        async def train(replica: Replica) -> str:
-            for _ in range(steps):
-                await replica.step()
-            score = await replica.evaluate()
-            return combined([digest(replica.model), repr((score.metric, score.loss))])
-
-        return combined(self._in_virtual_time(train, tested=FEW))
-
-    def accuracy(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         """``curve``: the evaluations; ``held``: samples that wait at the end, of all replicas; ``sent``: bytes of all;
         ``steps``; and ``reducer``: what it has to tell.
         """
@@ -175,12 +155,10 @@ class Streamed:
         return {**found[0], "sent": sent, "held": sum(held)}
 
     def points(self, found: dict[str, Any]) -> list[Point]:
-        """The evaluations of what :meth:`accuracy` gave."""
+        """The evaluations of what :meth:`train` gave."""
         return [Point(int(samples), seconds, top1, top5) for samples, seconds, top1, top5 in found["curve"]]
 
-    def _in_virtual_time(
-        self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]], *, tested: int | None = None
-    ) -> list[T]:
+    def _in_virtual_time(self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]]) -> list[T]:
         torch.set_num_threads(1)
         net = NETS[self.net]
         quarters = ", ".join(str(self.samples * part // 4) for part in (1, 2, 3))
@@ -197,7 +175,7 @@ class Streamed:
             seed=self.seed,
         )
         world = VirtualWorld(self.replicas, device=device(net), network=network(self.replicas))
-        task = _TopFive(net, tested)
+        task = _TopFive(net)
         how: Partition = build("partition", self.partition, PARTITIONS)
         shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
         return world.run(
@@ -210,15 +188,14 @@ class _TopFive(Classification):
 
     Args:
       net: the model; it keeps channels innermost, which is faster here.
-      tested: how many test samples; all when not given.
     """
 
-    def __init__(self, net: Net, tested: int | None) -> None:
+    def __init__(self, net: Net) -> None:
         def network() -> nn.Module:
             made = nn.Sequential(nn.AvgPool2d(2), net.network())
             return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-        super().__init__("cifar10/halved", network, partial(_load, tested), {})
+        super().__init__("cifar10/halved", network, _load, {})
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return super().loss(model, batch) if model.training else 1.0 - super().metric(model, batch)
@@ -230,6 +207,5 @@ class _TopFive(Classification):
 
 
 @functools.cache
-def _load(tested: int | None) -> tuple[Dataset, Dataset]:
-    train, test = cifar.load(cifar.CIFAR10)
-    return train, test if tested is None else Subset(test, torch.arange(len(test))[:tested])
+def _load() -> tuple[Dataset, Dataset]:
+    return cifar.load(cifar.CIFAR10)
