@@ -23,7 +23,7 @@ CODE = (
     "benchmarks",
     "pyproject.toml",
     "constraints.txt",
-    ":(exclude)benchmarks/*/results",
+    ":(exclude)benchmarks/*/results/*",
     ":(exclude)benchmarks/*/*.md",
     ":(exclude)benchmarks/*/expected.toml",
 )
