@@ -21,7 +21,6 @@ from benchmarks.mercury.methods import (
     PUBLISHED_RATE,
     RATES,
     WITHIN,
-    adacomm,
     best_rate,
     for_as_many_samples,
     grouped,
@@ -100,7 +99,7 @@ def test_an_exchange_takes_what_the_papers_does_on_the_papers_device() -> None:
 @pytest.mark.parametrize("mbps", [10, 200])
 def test_uniform_sampling_on_other_links_takes_what_it_would_when_trained_there(mbps: int) -> None:
     there = replace(TINY, mbps=mbps)
-    found, wanted = TINY.points(TINY.accuracy()), there.points(there.accuracy())
+    found, wanted = TINY.points(TINY.train()), there.points(there.train())
     for one, other in zip(on_links(found, TINY.what, mbps, TINY.replicas), wanted, strict=True):
         assert one.seconds == pytest.approx(other.seconds, rel=0.02)
         assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
@@ -109,7 +108,7 @@ def test_uniform_sampling_on_other_links_takes_what_it_would_when_trained_there(
 @pytest.mark.parametrize("mbps", MBPS)
 def test_groups_are_as_large_as_was_foreseen(mbps: int) -> None:
     training = mercury(QUADRATIC, mbps=mbps, every=8)
-    first, *_, last = training.points(training.accuracy())
+    first, *_, last = training.points(training.train())
     steps, seconds = last.steps - first.steps, last.scoring - first.scoring
     assert 3 * training.what.batch_size * seconds / steps == pytest.approx(training.what.group(mbps))
 
@@ -197,30 +196,21 @@ def test_others_take_the_training_whose_groups_are_nearest() -> None:
 
 def test_ranks_are_looked_at_again_one_and_ten_steps_later() -> None:
     training = replace(TINY, ranked=[3, 8])
-    moved = training.moved(training.accuracy())
+    moved = training.moved(training.train())
     assert [(one.since, one.steps) for one in moved] == [(3, 1), (8, 1), (3, 10), (8, 10)]
     assert all(0 <= small <= large <= 1 for small, large in (one.shares for one in moved))
-    assert training.points(training.accuracy()) == TINY.points(TINY.accuracy())
+    assert training.points(training.train()) == TINY.points(TINY.train())
 
 
 def test_local_sgd_is_looked_at_behind_an_exchange_alone() -> None:
     training = replace(TINY, parts={"schedule": "local_sgd(sync_every=6)"})
-    assert [point.steps for point in training.points(training.accuracy())] == [6, 12, 18, 24]
+    assert [point.steps for point in training.points(training.train())] == [6, 12, 18, 24]
 
 
 def test_fewer_samples_are_held_and_looked_at() -> None:
     few = replace(TINY, samples=64, parts={"sampler": "grouped_importance(groups=1, chosen=1)"})
-    last = few.points(few.accuracy())[-1]
+    last = few.points(few.train())[-1]
     assert 3 * few.what.batch_size * last.scoring / last.steps == pytest.approx(64 / few.replicas)
-
-
-@pytest.mark.parametrize(
-    ("training", "steps"),
-    [(uniform("cifar10"), 20), (mercury("cifar10"), 61), (adacomm("cifar10", 10), 440)],
-)
-def test_first_steps_last_until_samples_moved_or_periods_changed_twice(training: Watched, steps: int) -> None:
-    assert training.first_steps() == steps
-    assert replace(training, steps=15).first_steps() == 15
 
 
 def test_of_a_long_tail_all_samples_of_the_first_class_are_held_and_few_of_the_last() -> None:
@@ -236,12 +226,6 @@ def test_more_replicas_train_on_as_many_samples() -> None:
     assert for_as_many_samples("cifar10", 4) == {"steps": 2000, "every": 50}
     assert for_as_many_samples("cifar10", 8) == {"steps": 1000, "every": 25}
     assert for_as_many_samples("cifar10", 12) == {"steps": 660, "every": 15}
-
-
-def test_a_digest_knows_the_links() -> None:
-    found = TINY.digest(4)
-    assert TINY.digest(4) == found
-    assert replace(TINY, mbps=200).digest(4) != found
 
 
 # --- rows -------------------------------------------------------------------------------------------------------
