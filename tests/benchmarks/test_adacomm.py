@@ -145,7 +145,8 @@ def test_what_never_reaches_the_target_is_said_so() -> None:
     race = Race(
         Watched(), Table(lambda one: [2.0, 1.0, 0.9] if one.schedule == "synchronous" else [2.0, 1.9]), (0,)
     )
-    row = times_faster(race, race.best([fixed(100)]), 4.0)
+    ours = race.best([fixed(100)])
+    row = times_faster(race, ours, 4.0)
     assert (row.ours, row.spread) == (None, None)
     assert row.not_reached == {"best": pytest.approx(ours.lowest), "target": pytest.approx(race.target)}
     assert row.config["times_faster_at_other_targets"][1.5] is None

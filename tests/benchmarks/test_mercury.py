@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.common import main
-from benchmarks.common.rows import Stored, load_expected
+from benchmarks.common.results import load_expected
 from benchmarks.mercury import trained
 from benchmarks.mercury.applications import APPLICATIONS, MBPS, QUADRATIC
 from benchmarks.mercury.curves import Method, Target, at_the_end, on_links, smooth, times_faster

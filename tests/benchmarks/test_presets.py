@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.rows import load_expected
+from benchmarks.common.results import load_expected
 from benchmarks.presets import table as table_module
 from benchmarks.presets.courses import (
     SEARCHED,
