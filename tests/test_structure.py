@@ -30,6 +30,7 @@ ORDER: list[set[str]] = [
         "tables",
         "trees",
         "options",
+        "_torch",
         "spec",
         "optimizers",
         "rates",
@@ -174,7 +175,7 @@ PACKAGES = [path for path in FILES if path.name == "__init__.py"]
 PUBLIC = [  # farflung itself, its packages and its top-level modules
     path
     for path in FILES
-    if path.name != "__main__.py"
+    if (path.name == "__init__.py" or not path.name.startswith("_"))
     and (path.parent == PACKAGE or (path.name == "__init__.py" and path.parent.parent == PACKAGE))
 ]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
@@ -419,7 +420,7 @@ class Handle:
     def _gradient_arrives(self) -> None:
         if not self._syncing:
             return
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task in self._tasks:
             return
         if any(end is not None and end() is None for end in self._tasks.values()):
@@ -431,7 +432,7 @@ class Handle:
             self._pass_begins()
         end = _End(self._task_ends, task)
         self._tasks[task] = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        after_backward(end)
 
     def _pass_begins(self) -> None:
         self._check_all_known()
@@ -446,7 +447,7 @@ class Handle:
     def _task_ends(self, task: int) -> None:
         """The pass ends with the outermost run of autograd; those inside are of reentrant checkpoints."""
         self._tasks[task] = None
-        outer = torch._C._current_autograd_node()
+        outer = current_node()
         if outer is None:
             self._tasks.clear()
             self._backward_ends()
