@@ -61,6 +61,7 @@ def test_a_quick_run_of_trainings_works(measure: Callable[[], dict[str, object]]
 def test_a_quick_run_of_times_and_of_all_presets_works() -> None:
     (steps,) = simulated("streaming_diloco", True).values()
     assert steps.simulated
+    assert steps.ours is not None
     assert steps.ours > 1
     assert len(fewest_bytes(True)) == 2
 
