@@ -134,7 +134,7 @@ class _Prepared:
 
 
 class Trials:
-    """The trainings of a benchmark, stored in ``results/trials.jsonl``.
+    """The trainings of a benchmark, stored in ``results/trainings.jsonl``.
 
     Args:
       trainings: that are stored.

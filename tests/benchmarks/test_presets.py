@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.results import load_expected
-from benchmarks.presets import table as table_module
 from benchmarks.presets.courses import (
     SEARCHED,
     Course,
@@ -25,7 +24,6 @@ from benchmarks.presets.language import Curve, Language
 from benchmarks.presets.methods import LEFT_OUT, METHODS, NETWORKS, RATES, REFERENCE, parts_of
 from benchmarks.presets.pictures import LOOKS, draw
 from benchmarks.presets.run import BENCHMARK, fewest_bytes, learned, simulated
-from benchmarks.presets.table import BEGIN, END, table, with_table
 from benchmarks.presets.times import Pace, Paces, _phases, _simulated
 from benchmarks.presets.trained import main
 from farflung.recipes import RECIPES
@@ -63,6 +61,7 @@ def test_a_quick_run_of_trainings_works(measure: Callable[[], dict[str, object]]
 def test_a_quick_run_of_times_and_of_all_presets_works() -> None:
     (steps,) = simulated("streaming_diloco", True).values()
     assert steps.simulated
+    assert steps.ours is not None
     assert steps.ours > 1
     assert len(fewest_bytes(True)) == 2
 
@@ -129,11 +128,6 @@ def test_a_target_is_reached_by_the_median_of_three_evaluations() -> None:
     assert lowest(never) == pytest.approx(wanted + 0.15)
 
 
-def test_a_course_survives_a_file() -> None:
-    one = course("dga", 3.0, 2.0)
-    assert Course.from_json(one.to_json()) == one
-
-
 # --- times ------------------------------------------------------------------------------------------------------
 
 
@@ -186,39 +180,13 @@ def test_training_a_preset_that_is_none_is_refused(capsys: pytest.CaptureFixture
     assert "diloko" in capsys.readouterr().err
 
 
-# --- table and pictures -----------------------------------------------------------------------------------------
+# --- pictures ---------------------------------------------------------------------------------------------------
 
 SHOWN = [
     course(REFERENCE, 3.0, 2.0, 1.8, 1.8, sent=1000),
     course("dga", 3.0, 2.5, 2.5, 2.5, sent=200),
     course("delayed", 3.0, 2.0, 1.8, 1.8, sent=100, networks=NETWORKS[:1]),
 ]
-
-
-def test_the_table_shows_what_is_never_reached_and_where_nothing_was_trained() -> None:
-    lines = table(SHOWN, 1.85).splitlines()
-    assert len(lines) == 5
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert len({len(one) for one in cells}) == 1
-    assert cells[2][4] == "1 x"
-    assert cells[3].count("never") == 4
-    assert cells[4][4] == "10 x"
-    assert cells[4].count("") == 4
-
-
-def test_the_table_goes_between_its_marks_again_and_again() -> None:
-    page = f"above\n\n{BEGIN}\n{END}\n\nbelow\n"
-    once = with_table(page, "| a |")
-    assert once == f"above\n\n{BEGIN}\n| a |\n{END}\n\nbelow\n"
-    assert with_table(once, "| b |") == once.replace("| a |", "| b |")
-
-
-def test_the_readme_has_a_place_for_the_table_and_nothing_stored_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_table((BENCHMARK.folder / "README.md").read_text(encoding="utf-8"), "")
-    monkeypatch.setattr(table_module, "FOLDER", tmp_path)
-    assert table_module.main() == 1
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
