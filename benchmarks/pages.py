@@ -241,9 +241,7 @@ def pictured(page: Page, path: Path) -> None:
         _mark(axes, place, row, result, verdict)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_yticks(range(len(rows)), [row.name for row, _, _ in reversed(rows)], fontsize=7)
-    axes.set_xlabel(
-        "difference to the paper's figure, in tolerances (0.5 points, or 10 %); to the right: better"
-    )
+    axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
     axes.set_title(page.title, loc="left")
     axes.margins(x=0.08)
     for verdict in dict.fromkeys(verdict for _, _, verdict in rows):
