@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -118,7 +119,7 @@ class Options(Kinds):
     """Measure the rows of a benchmark; those that this commit of the code has measured already are kept."""
 
     quick: Flag = False
-    """Short runs, not stored: only to see that it works."""
+    """One short run of each measurement, not stored: only to see that it works."""
     stored: Flag = False
     """Measure nothing, read the stored results."""
     json: Flag = False
@@ -178,6 +179,8 @@ def _measure(
     if not options.quick and not options.again:
         groups = benchmark.due(options.chosen, commit, results)
     groups = [group for group in groups if any(options.only in row for row in group.rows)]
+    if options.quick:
+        groups = list({_function(group.measure): group for group in reversed(groups)}.values())[::-1]
     left = sum(group.minutes for group in groups)
     for group in groups:
         if not options.quick:
@@ -203,6 +206,11 @@ def _measure(
         if not options.quick:
             store(benchmark.folder, new)
     return code
+
+
+def _function(measure: Measure) -> object:
+    """The function behind a measurement, whatever its settings."""
+    return measure.func if isinstance(measure, partial) else measure
 
 
 def _of_trainings(benchmark: Benchmark, result: Result) -> Result:
