@@ -255,6 +255,21 @@ def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
         return {"own": own, "mean": mean, "kept": torch.equal(own, after)}
 
 
+def after_the_end(rank: int, size: int, store: dist.Store) -> list[str]:
+    """What a handle says that has finished."""
+    said = []
+    with attached(rank, size, store) as handle:
+        plain(handle._model, handle._optimizer, handle.no_sync, rank)
+        spent_s = handle.communication_cpu_s
+    for ask in (handle.state_dict, handle.averaged().__enter__):
+        try:
+            ask()
+        except farflung.errors.RunLost as error:
+            said.append(str(error))
+    assert handle.communication_cpu_s >= spent_s
+    return said
+
+
 def breaks_off(rank: int, size: int, store: dist.Store) -> str:
     """A backward pass that fails half-way on rank 1, after part of its gradients have left."""
 

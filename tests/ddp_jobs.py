@@ -329,6 +329,15 @@ def _gone(rank: int) -> str:
         state.close()
 
 
+def _closed(rank: int) -> str:
+    ddp, state = _prepared("dgc")
+    x, y = next(batches(rank))
+    F.cross_entropy(ddp(x), y).backward()
+    state.close()
+    state.state_dict()
+    return "nothing was noticed"
+
+
 def _another_model(rank: int) -> str:
     ddp, state = _prepared("error_feedback(topk(0.1))")
     x, y = next(batches(rank))
@@ -378,6 +387,7 @@ def _fsdp(rank: int) -> str:
 FAILURES: dict[str, Callable[[int], str]] = {
     "unlike": _unlike,
     "gone": _gone,
+    "closed": _closed,
     "another model": _another_model,
     "two models": _two_models,
     "sparse": _sparse,

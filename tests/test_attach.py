@@ -42,6 +42,12 @@ def test_running_statistics_are_averaged_for_evaluation_only(pool: Pool) -> None
     assert other["kept"]
 
 
+def test_nothing_waits_after_the_end(pool: Pool) -> None:
+    for said in pool.run(2, "tests.attach_jobs.after_the_end"):
+        assert len(said) == 2
+        assert all("exchanges nothing after finish() or close()" in line for line in said)
+
+
 def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
     said = pool.run(2, "tests.attach_jobs.breaks_off")
     assert "broke off on rank 1" in said[0]

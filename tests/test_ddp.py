@@ -137,6 +137,7 @@ def test_a_state_may_be_older_than_the_process_group(pool: Pool) -> None:
         ("two models", "serves another model already"),
         ("sparse", "neither sparse nor complex"),
         ("fsdp", "FSDP"),
+        ("closed", "exchanges nothing after finish() or close()"),
     ],
 )
 def test_what_it_cannot_carry_is_refused_by_name(pool: Pool, kind: str, says: str) -> None:

@@ -332,6 +332,9 @@ class Handle:
     def averaged(self) -> Iterator[nn.Module]:
         """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
         where replicas differ; with a pull they are the anchor instead.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())
@@ -346,6 +349,9 @@ class Handle:
 
         Each replica keeps its own, and that of its optimizer. What else is a replica's own, its running statistics and,
         where replicas differ, its parameters, is in here too.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         exchanges = self._runtime.drive(self._exchanges.state_dict())

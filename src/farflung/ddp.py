@@ -262,7 +262,11 @@ class HookState:
         return future.value()
 
     def state_dict(self) -> State:
-        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
+        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass.
+
+        Raises:
+          RunLost: after :meth:`close`.
+        """
         if not self._owns:
             return self._loaded or {"step": self.step, "parameters": {}}
         return self._runtime.launch(self._snapshot()).wait()
