@@ -488,6 +488,8 @@ def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
     refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")
     refused("closure, delayed", model, torch.optim.LBFGS(model.parameters()), "delayed(2)")
     refused("nonfinite", model, nonfinite="perhaps")
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    refused("devices", spread, how="streaming_diloco(4, fragments=1)")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with farflung.attach(model, optimizer, store=dist.PrefixStore("first", store)):

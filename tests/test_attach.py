@@ -180,6 +180,7 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
         "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
         "closure, delayed": "which schedule delayed(2) cannot follow",
         "nonfinite": "must be None or one of stop, skip, exclude",
+        "devices": "fragment 0 holds parameters on cpu and meta: choose a schedule without fragments",
         "twice": "attached already",
         "again": "nothing",
     }.items():

@@ -460,7 +460,8 @@ class Handle:
 
         def outer_goes_on(*_: object) -> None:
             hook.remove()
-            self._gradient_arrives()
+            with self._buckets.lock:
+                self._gradient_arrives()
 
         hook = outer.register_hook(outer_goes_on)
 

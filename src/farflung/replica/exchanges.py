@@ -84,7 +84,7 @@ class Exchanges:
       meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
 
     Raises:
-      Unsupported: a merge that nothing carries out, or a bucket that nothing moves.
+      Unsupported: a merge that nothing carries out, a bucket that nothing moves, or a fragment on several devices.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class Exchanges:
         self._parts = numbered(schedule, buckets.buckets)
         self._numbers = {part: number for number, part in self._parts.items()}
         self._in_order = tuple(self._parts.values())
+        for part in self._in_order:
+            self._check_device(part)
         self._state = schedule.init()
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
@@ -282,7 +284,7 @@ class Exchanges:
         """A bucket has filled: launches what was waiting for it.
 
         Exchanges start in the planned order, on every rank the same: the backend's own collectives match by nothing
-        else. May be called by a thread of autograd's, while the one that trains waits for it.
+        else. May be called by threads of autograd's, one at a time, while the one that trains waits for them.
         """
         self._filled.add(index)
         if self._looks and self._vote.finite and not self._buckets.flat(index).isfinite().all():
@@ -489,6 +491,14 @@ class Exchanges:
         }
 
     # --- launching --------------------------------------------------------------------------------------------
+
+    def _check_device(self, part: Part) -> None:
+        devices = sorted({str(self._buckets.flat(bucket.index).device) for bucket in buckets_of(part)})
+        if len(devices) > 1:
+            raise Unsupported(
+                f"schedule {type(self._schedule).__name__}: fragment {part.index} holds parameters on "
+                f"{' and '.join(devices)}: choose a schedule without fragments, or keep the model on one device"
+            )
 
     def _check(self, transfer: Transfer) -> None:
         named = f"schedule {type(self._schedule).__name__}, step {self._step}"
