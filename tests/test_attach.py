@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import farflung
 from farflung.replica import load_tree
 from farflung.telemetry import Event
+from farflung.types import State
 from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
@@ -133,6 +135,40 @@ def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: st
     parts = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain", cut=3, first=first)
     for what in ("own", "buffers", "end"):
         assert [end[what] for end in parts] == [end[what] for end in whole], what
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],
+)
+def test_a_state_comes_to_the_device_of_the_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file read to the host does where the model is on another device; ``meta`` stands for that one."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = farflung.Recipe(schedule=how, codec="error_feedback(topk(0.5))", bucket_nbytes=100)
+    state: State = {}
+    for device in ("cpu", "meta"):
+        model = nn.Linear(12, 5, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with farflung.attach(model, optimizer, recipe) as handle:
+            if state:
+                handle.load_state_dict(state)
+            for _ in range(4):
+                model(torch.ones(2, 12, device=device)).sum().backward()
+                optimizer.step()
+            state = handle.state_dict()
+    assert devices_in(state["exchanges"]) == {"meta"}
+
+
+def devices_in(state: State) -> set[str]:
+    """Those of its tensors, riders apart, which stay on the host."""
+    found: set[str] = set()
+    for name, leaf in state.items():
+        if isinstance(leaf, dict):
+            found |= devices_in(leaf)
+        elif isinstance(leaf, torch.Tensor) and name != "rider":
+            found.add(leaf.device.type)
+    return found
 
 
 def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Path) -> None:

@@ -168,6 +168,10 @@ class GradientBuckets:
         """A copy of a bucket's parameters, flat and in its order."""
         return torch.cat([parameter.detach().reshape(-1) for parameter in self._fillings[index].parameters])
 
+    def copied(self, index: int, flat: Tensor) -> Tensor:
+        """Copies a tensor of a bucket's size to the device of the bucket."""
+        return flat.to(self._fillings[index].flat.device, copy=True)
+
     def load_weights(self, index: int, flat: Tensor) -> None:
         """Overwrites a bucket's parameters."""
         filling = self._fillings[index]

@@ -21,6 +21,7 @@ from farflung.replica.flights import Carrier, Flight, joined
 from farflung.replica.link_gate import LinkGate
 from farflung.replica.merges import mergers
 from farflung.replica.parts import buckets_of, numbered, spec_of
+from farflung.replica.placement import state_on
 from farflung.replica.slots import Slots
 from farflung.replica.times import Times
 from farflung.replica.unused import Places, Unused, joined_places, places_in
@@ -434,7 +435,10 @@ class Exchanges:
         return await self._runtime.launch(self.snapshot())
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same."""
+        """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same.
+
+        Tensors of the state may be on any device.
+        """
         shared, own = state["shared"], state["own"]
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
@@ -447,19 +451,26 @@ class Exchanges:
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
         for kept in own["flights"].values():
-            self._relaunch(kept)
+            self._relaunch(state_on(kept, self._device(kept["number"])))
         for kind, merger in self._mergers.items():
             name = kind.__name__
             merger.load_state_dict(shared["merges"][name], own["merges"][name], self._of(kind))
-        load = self._slots.load_state_dict
+        slots = self._placed(shared["slots"]), self._placed(own["slots"])
 
         async def behind_what_started_again() -> None:
-            load(shared["slots"], own["slots"])
+            self._slots.load_state_dict(*slots)
 
         if self._in_flight:
             self._runtime.launch(behind_what_started_again())
         else:
-            load(shared["slots"], own["slots"])
+            self._slots.load_state_dict(*slots)
+
+    def _device(self, number: int) -> torch.device:
+        """The device of a part."""
+        return self._buckets.flat(buckets_of(self._parts[number])[0].index).device
+
+    def _placed(self, slots: State) -> State:
+        return {number: state_on(state, self._device(int(number))) for number, state in slots.items()}
 
     async def snapshot(self) -> State:
         """The same, to be launched: on the thread that carries exchanges."""
