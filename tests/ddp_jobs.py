@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farflung
 from farflung.ddp import HookState, exchange
-from farflung.errors import FarflungError
+from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
 from farflung.reducers.weights import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
@@ -323,8 +323,8 @@ def _gone(rank: int) -> str:
         if rank == 0:
             F.cross_entropy(ddp(x), y).backward()
         return ""
-    except RuntimeError as error:
-        return f"{error}\nand the error is {state.error!r}"
+    except PeerLost as error:
+        return str(error) if error is state.error else "another error"
     finally:
         state.close()
 
@@ -375,10 +375,29 @@ def _sparse(rank: int) -> str:
         state.close()
 
 
-def _fsdp(rank: int) -> str:
-    state, hook = farflung.ddp_hook("int8")
+def _complex(rank: int) -> str:
+    class Turned(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype)).abs()
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), Turned(3, 3, dtype=torch.complex64)))
+    state, hook = farflung.ddp_hook("identity")
+    model.register_comm_hook(state, hook)
     try:
-        hook(state, torch.zeros(3))  # type: ignore[arg-type]
+        model(torch.ones(2, 3)).sum().backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _fsdp(rank: int) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    state, hook = farflung.ddp_hook("int8")
+    model = FullyShardedDataParallel(nn.Linear(3, 3), device_id=torch.device("cpu"))
+    model.register_comm_hook(state, hook)
+    try:
+        model(torch.ones(2, 3)).sum().backward()
         return "nothing was noticed"
     finally:
         state.close()
@@ -391,6 +410,7 @@ FAILURES: dict[str, Callable[[int], str]] = {
     "another model": _another_model,
     "two models": _two_models,
     "sparse": _sparse,
+    "complex": _complex,
     "fsdp": _fsdp,
 }
 
