@@ -483,6 +483,8 @@ def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
     both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     refused("foreign parameters", model, both)
     refused("sparse", nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    refused("lazy", nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+    refused("lazy buffer", nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)))
     refused("complex", nn.Linear(4, 4, dtype=torch.complex64))
     model = Net()
     refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")

@@ -212,6 +212,8 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
         "another's optimizer": "none of the model's parameters",
         "foreign parameters": "2 parameters of the optimizer are not the model's",
         "sparse": "layer 0 has sparse gradients: use sparse=False",
+        "lazy": "1.weight is lazy and has no shape yet: run a batch through the model before",
+        "lazy buffer": "1.running_mean is lazy",
         "complex": "parameter weight is complex",
         "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
         "closure, delayed": "which schedule delayed(2) cannot follow",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from farflung.errors import ConfigError, Unsupported
 
@@ -48,11 +50,16 @@ def _is_a(thing: object, kind: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses layers whose gradients are sparse.
+    """Refuses lazy parameters and buffers, and layers whose gradients are sparse.
 
     Raises:
-      Unsupported: names the layer.
+      Unsupported: names the tensor or the layer.
     """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise Unsupported(
+                f"attach: {name} is lazy and has no shape yet: run a batch through the model before, on all ranks"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(
