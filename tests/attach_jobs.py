@@ -244,6 +244,17 @@ def starts_alike(rank: int, size: int, store: dist.Store) -> str:
         return digest(dict(handle._model.state_dict()))
 
 
+def uneven(rank: int, size: int, store: dist.Store) -> str:
+    """Rank 1 has more batches than rank 0."""
+    try:
+        with attached(rank, size, store) as handle:
+            for x, y in batches(rank, 2 + rank):
+                one_step(handle._model, handle._optimizer, x, y)
+    except farflung.errors.PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
 def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Running statistics inside and outside of averaged()."""
     with attached(rank, size, store) as handle:

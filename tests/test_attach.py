@@ -316,6 +316,14 @@ def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
             assert one["trail"][1] == one["trail"][2] != one["trail"][3]
 
 
+def test_unlike_numbers_of_batches_name_join(pool: Pool) -> None:
+    assert pool.run(2, "tests.attach_jobs.uneven") == [
+        "nothing",
+        "lost rank 0: it had left the run; where ranks have unlike numbers of batches, put the loop inside "
+        "handle.join()",
+    ]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_that_run_out_answer_the_others(pool: Pool, size: int) -> None:
     """Means are over those that have data, though what the loop does besides, clipping, is theirs alone."""

@@ -43,6 +43,7 @@ __all__ = ["Handle", "attach", "carries"]
 T = TypeVar("T")
 
 _JOIN_S = 60.0
+_UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
 _attached: list[Handle] = []
@@ -122,7 +123,7 @@ def attach(
     Raises:
       UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
-        FSDP, sparse gradients, complex parameters; an optimizer that needs a closure, with late results.
+        FSDP, sparse gradients, complex or lazy parameters; an optimizer that needs a closure, with late results.
       ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
         not say where the replicas meet.
       RunLost: a replica did not come.
@@ -171,6 +172,7 @@ def attach(
         encrypt=encrypt,
     )
     try:
+        runtime.view.left += _UNEVEN
         runtime.expect(itertools.chain(model.parameters(), model.buffers()))
         exchanges = Exchanges(
             runtime,
