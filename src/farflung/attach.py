@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -25,6 +26,7 @@ from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
+    accumulates,
     check_optimizer,
     check_sole,
     check_whole,
@@ -101,7 +103,8 @@ def attach(
 
     Args:
       model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
-      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do.
+      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do. Inside of
+        Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
@@ -140,6 +143,7 @@ def attach(
         )
     check_sole(model)
     check_whole(model)
+    accumulating = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
@@ -191,7 +195,7 @@ def attach(
         exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -211,6 +215,7 @@ class Handle:
         exchanges: Exchanges,
         collective: str,
         show: Sink | None = None,
+        accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
@@ -220,7 +225,7 @@ class Handle:
         """Backward passes exchanged so far."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
-        self._syncing = True
+        self._syncing, self._accumulating = True, accumulating
         self._weight = 1.0
         self._finished = False
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
@@ -425,7 +430,7 @@ class Handle:
     # --- inside autograd --------------------------------------------------------------------------------------
 
     def _gradient_arrives(self) -> None:
-        if not self._syncing:
+        if not self._syncing or self._accumulating():
             return
         task = torch._C._current_graph_task_id()
         if task in self._tasks:

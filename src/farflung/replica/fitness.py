@@ -14,7 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from farflung.errors import ConfigError, Unsupported
 
-__all__ = ["check_optimizer", "check_sole", "check_whole", "held_by", "needs_closure", "plain_optimizer"]
+__all__ = [
+    "accumulates",
+    "check_optimizer",
+    "check_sole",
+    "check_whole",
+    "held_by",
+    "needs_closure",
+    "plain_optimizer",
+]
 
 FEW = 4
 """Names of parameters in a message."""
@@ -79,6 +87,11 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is no torch.optim.Optimizer")
     return inner
+
+
+def accumulates(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether a wrapper adds this pass to later ones without a step, as Accelerate's in ``accumulate()``."""
+    return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
