@@ -89,7 +89,7 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
     [
         ("delayed_gradient(2)", {"clip_norm": 1.0}, "sends gradients before their norm is known"),
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
-        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of _Lars is not known"),
+        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of Lars is not known"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
