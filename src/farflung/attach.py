@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -37,8 +38,19 @@ from farflung.replica.fitness import (
 )
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
+from farflung.schedules import (
+    SCHEDULES,
+    SSP,
+    AdaComm,
+    Delayed,
+    DelayedGradient,
+    LocalSGD,
+    Pipelined,
+    Synchronous,
+)
+from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
-from farflung.types import State
+from farflung.types import Schedule, State
 
 __all__ = ["Handle", "attach", "carries"]
 
@@ -60,6 +72,29 @@ def carries(chosen: Recipe) -> str:
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.members['sampler']}"
     return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
+
+
+def _nearest(parts: Parts) -> str:
+    """Tells what to change in a recipe that a loop of its own cannot follow, for the nearest one that it can."""
+    changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
+    if parts.scaling != NoScaling():
+        changes["scaling"] = "none"
+    if needs_the_loop(parts.schedule):
+        changes["schedule"] = text_of(_nearest_schedule(parts.schedule), SCHEDULES)
+    return ", ".join(f"{family}={text!r}" for family, text in changes.items())
+
+
+def _nearest_schedule(schedule: Schedule) -> Schedule:
+    match schedule:
+        case AdaComm():
+            return LocalSGD(schedule.sync_every, schedule.optimizer_state)
+        case DelayedGradient():
+            return Delayed(schedule.delay, schedule.period, pull="swap")
+        case Pipelined():
+            return replace(schedule, predict=False)
+        case SSP():
+            return Delayed("auto" if schedule.bound is None else schedule.bound)
+    return Synchronous()
 
 
 def _left_to_the_loop(parts: Parts) -> str:
@@ -133,10 +168,11 @@ def attach(
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
-    if reason := needs_the_loop(parts.schedule):
-        raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
-    if reason := _left_to_the_loop(parts):
-        raise Unsupported(f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train")
+    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+        raise Unsupported(
+            f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train, or this "
+            f"recipe.but({_nearest(parts)}), which comes nearest"
+        )
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
