@@ -244,6 +244,17 @@ def starts_alike(rank: int, size: int, store: dist.Store) -> str:
         return digest(dict(handle._model.state_dict()))
 
 
+def uneven(rank: int, size: int, store: dist.Store) -> str:
+    """Rank 1 has more batches than rank 0."""
+    try:
+        with attached(rank, size, store) as handle:
+            for x, y in batches(rank, 2 + rank):
+                one_step(handle._model, handle._optimizer, x, y)
+    except farflung.errors.PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
 def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Running statistics inside and outside of averaged()."""
     with attached(rank, size, store) as handle:
@@ -253,6 +264,21 @@ def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
             mean = dict(model.named_buffers())["norm.running_mean"].clone()
         after = dict(handle._model.named_buffers())["norm.running_mean"]
         return {"own": own, "mean": mean, "kept": torch.equal(own, after)}
+
+
+def after_the_end(rank: int, size: int, store: dist.Store) -> list[str]:
+    """What a handle says that has finished."""
+    said = []
+    with attached(rank, size, store) as handle:
+        plain(handle._model, handle._optimizer, handle.no_sync, rank)
+        spent_s = handle.communication_cpu_s
+    for ask in (handle.state_dict, handle.averaged().__enter__):
+        try:
+            ask()
+        except farflung.errors.RunLost as error:
+            said.append(str(error))
+    assert handle.communication_cpu_s >= spent_s
+    return said
 
 
 def breaks_off(rank: int, size: int, store: dist.Store) -> str:
@@ -468,11 +494,15 @@ def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
     both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     refused("foreign parameters", model, both)
     refused("sparse", nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    refused("lazy", nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+    refused("lazy buffer", nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)))
     refused("complex", nn.Linear(4, 4, dtype=torch.complex64))
     model = Net()
     refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")
     refused("closure, delayed", model, torch.optim.LBFGS(model.parameters()), "delayed(2)")
     refused("nonfinite", model, nonfinite="perhaps")
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    refused("devices", spread, how="streaming_diloco(4, fragments=1)")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with farflung.attach(model, optimizer, store=dist.PrefixStore("first", store)):

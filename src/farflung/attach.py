@@ -8,6 +8,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -26,6 +28,7 @@ from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
+    accumulates,
     check_optimizer,
     check_sole,
     check_whole,
@@ -36,14 +39,26 @@ from farflung.replica.fitness import (
 )
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
+from farflung.schedules import (
+    SCHEDULES,
+    SSP,
+    AdaComm,
+    Delayed,
+    DelayedGradient,
+    LocalSGD,
+    Pipelined,
+    Synchronous,
+)
+from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
-from farflung.types import State
+from farflung.types import Schedule, State
 
 __all__ = ["Handle", "attach", "carries"]
 
 T = TypeVar("T")
 
 _JOIN_S = 60.0
+_UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
 _attached: list[Handle] = []
@@ -58,6 +73,29 @@ def carries(chosen: Recipe) -> str:
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.members['sampler']}"
     return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
+
+
+def _nearest(parts: Parts) -> str:
+    """Tells what to change in a recipe that a loop of its own cannot follow, for the nearest one that it can."""
+    changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
+    if parts.scaling != NoScaling():
+        changes["scaling"] = "none"
+    if needs_the_loop(parts.schedule):
+        changes["schedule"] = text_of(_nearest_schedule(parts.schedule), SCHEDULES)
+    return ", ".join(f"{family}={text!r}" for family, text in changes.items())
+
+
+def _nearest_schedule(schedule: Schedule) -> Schedule:
+    match schedule:
+        case AdaComm():
+            return LocalSGD(schedule.sync_every, schedule.optimizer_state)
+        case DelayedGradient():
+            return Delayed(schedule.delay, schedule.period, pull="swap")
+        case Pipelined():
+            return replace(schedule, predict=False)
+        case SSP():
+            return Delayed("auto" if schedule.bound is None else schedule.bound)
+    return Synchronous()
 
 
 def _left_to_the_loop(parts: Parts) -> str:
@@ -101,7 +139,8 @@ def attach(
 
     Args:
       model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
-      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do.
+      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do. Inside of
+        Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
@@ -123,23 +162,25 @@ def attach(
     Raises:
       UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
-        FSDP, sparse gradients, complex parameters; an optimizer that needs a closure, with late results.
+        FSDP, sparse gradients, complex or lazy parameters; an optimizer that needs a closure, with late results.
       ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
         not say where the replicas meet.
       RunLost: a replica did not come.
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
-    if reason := needs_the_loop(parts.schedule):
-        raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
-    if reason := _left_to_the_loop(parts):
-        raise Unsupported(f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train")
+    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+        raise Unsupported(
+            f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train, or this "
+            f"recipe.but({_nearest(parts)}), which comes nearest"
+        )
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
     check_sole(model)
     check_whole(model)
+    accumulating = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
@@ -172,6 +213,7 @@ def attach(
         encrypt=encrypt,
     )
     try:
+        runtime.view.left += _UNEVEN
         runtime.expect(itertools.chain(model.parameters(), model.buffers()))
         exchanges = Exchanges(
             runtime,
@@ -190,7 +232,7 @@ def attach(
         exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -210,6 +252,7 @@ class Handle:
         exchanges: Exchanges,
         collective: str,
         show: Sink | None = None,
+        accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
@@ -219,7 +262,7 @@ class Handle:
         """Backward passes exchanged so far."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
-        self._syncing = True
+        self._syncing, self._accumulating = True, accumulating
         self._weight = 1.0
         self._finished = False
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
@@ -333,6 +376,9 @@ class Handle:
     def averaged(self) -> Iterator[nn.Module]:
         """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
         where replicas differ; with a pull they are the anchor instead.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())
@@ -347,6 +393,9 @@ class Handle:
 
         Each replica keeps its own, and that of its optimizer. What else is a replica's own, its running statistics and,
         where replicas differ, its parameters, is in here too.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         exchanges = self._runtime.drive(self._exchanges.state_dict())
@@ -418,7 +467,7 @@ class Handle:
     # --- inside autograd --------------------------------------------------------------------------------------
 
     def _gradient_arrives(self) -> None:
-        if not self._syncing:
+        if not self._syncing or self._accumulating():
             return
         task = graph_task_id()
         if task in self._tasks:
@@ -455,7 +504,8 @@ class Handle:
 
         def outer_goes_on(*_: object) -> None:
             hook.remove()
-            self._gradient_arrives()
+            with self._buckets.lock:
+                self._gradient_arrives()
 
         hook = outer.register_hook(outer_goes_on)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from farflung.errors import ConfigError
-from farflung.optimizers import OPTIMIZERS, SGD
+from farflung.optimizers import OPTIMIZERS, SGDSettings
 from farflung.rates import RATES
 from farflung.spec import build, text_of
 from farflung.types import Json, OptimizerFactory, RateSchedule
@@ -76,7 +76,7 @@ class Training:
         if self.on_nonfinite not in ON_NONFINITE:
             raise ConfigError(f"--on-nonfinite {self.on_nonfinite}: must be one of {', '.join(ON_NONFINITE)}")
         factory = self._optimizer_factory()
-        if isinstance(factory, SGD) and factory.nesterov and not self.momentum:
+        if isinstance(factory, SGDSettings) and factory.nesterov and not self.momentum:
             raise ConfigError(f"--optimizer {self.optimizer}: Nesterov's momentum needs a --momentum above 0")
         self.make_rates()
 

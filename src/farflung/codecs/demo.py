@@ -34,7 +34,8 @@ class DeMo(Sparse):
     block the ``keep`` largest components of an orthonormal discrete cosine transform are sent, with indices into it.
 
     The momentum is this codec's own, so leave the optimizer's at 0. The paper steps on the sign of what arrives:
-    ``--optimizer sign_sgd`` does, with a learning rate of the size of Adam's.
+    ``--optimizer sign_sgd`` does, in other loops :class:`farflung.optimizers.SignSGD`, with a learning rate of the size
+    of Adam's.
 
     Not linear: replicas send unlike components, which are gathered. Biased; it keeps what it leaves out by itself. What
     is not finite spoils its block, shows in what is decoded, and is forgotten. Where the payload would be no smaller

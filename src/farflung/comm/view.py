@@ -64,6 +64,8 @@ class View(Meeting):
         self.mailbox.view = number
         self.lost: BaseException | None = None
         """What has ended the view."""
+        self.left = "it had left the run"
+        """Said of a member that has left while a message of it was waited for."""
         transport.max_nbytes = max_nbytes
         self._now = now
         self.relay = Relay(transport, self._routes, size)
@@ -241,7 +243,7 @@ class View(Meeting):
     def _leaves(self, rank: int) -> None:
         del self._farewells[rank]
         self._left.add(rank)
-        self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        self.mailbox.fail_from(rank, PeerLost(rank, self.left))
 
     def _is_gone(self, rank: int, why: str) -> None:
         """Nothing comes from a member any more: it has left if it has said farewell, and is lost otherwise."""

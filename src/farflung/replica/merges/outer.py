@@ -111,8 +111,9 @@ class OuterSteps(Merger):
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold what was given."""
         del flights
-        self._anchors = [shared["anchors"][str(index)].clone() for index in range(len(self._anchors))]
-        self._speeds = {int(index): speed.clone() for index, speed in shared["speeds"].items()}
+        copied = self._buckets.copied
+        self._anchors = [copied(index, shared["anchors"][str(index)]) for index in range(len(self._anchors))]
+        self._speeds = {int(index): copied(int(index), speed) for index, speed in shared["speeds"].items()}
         self._fresh, self._mixed = list(own["fresh"]), list(shared["mixed"])
 
     def _step(self, index: int, mean: Tensor, merge: Outer) -> None:

@@ -130,9 +130,9 @@ class Pulling(Merger):
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold the blocks."""
         del flights
-        numbers = range(len(self._anchors))
-        self._anchors = [shared["anchors"][str(index)].clone() for index in numbers]
-        self._given = [own["given"][str(index)].clone() for index in numbers]
+        numbers, copied = range(len(self._anchors)), self._buckets.copied
+        self._anchors = [copied(index, shared["anchors"][str(index)]) for index in numbers]
+        self._given = [copied(index, own["given"][str(index)]) for index in numbers]
         self._fresh, self._leans = list(own["fresh"]), list(shared["leans"])
         self._left = [{int(step): share for step, share in blocks.items()} for blocks in own["left"]]
 

@@ -75,7 +75,9 @@ class Swapping(Merger):
 
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold the blocks."""
-        self._anchors = [shared["anchors"][str(i)].clone() for i in range(len(self._anchors))]
+        self._anchors = [
+            self._buckets.copied(i, shared["anchors"][str(i)]) for i in range(len(self._anchors))
+        ]
         self._fresh = list(own["fresh"])
         self._blocks = [{} for _ in self._anchors]
         for flight in flights:

@@ -80,4 +80,6 @@ class SwappingGradients(Merger):
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues."""
         del shared, flights
-        self._sums = {int(index): total.clone() for index, total in own["sums"].items()}
+        self._sums = {
+            int(index): self._buckets.copied(int(index), total) for index, total in own["sums"].items()
+        }
