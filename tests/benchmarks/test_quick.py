@@ -1,4 +1,4 @@
-"""Each benchmark's ``--quick`` measures what it measures in full, in some seconds, and prints rows that machines read."""
+"""Each benchmark's ``--quick`` runs each of its measurements once, in some seconds, and prints rows as JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ PARTS = {
     "pipe_sgd": pytest.mark.lab,
 }
 """Benchmarks some of whose rows need a part that a machine may lack."""
-NAMES = [
-    pytest.param(one.name, marks=PARTS[one.name] if one.name in PARTS else ()) for one in every_benchmark()
-]
+NAMES = [pytest.param(one.name, marks=PARTS.get(one.name, ())) for one in every_benchmark()]
 
 
 def quick(name: str) -> None:
