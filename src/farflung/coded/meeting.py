@@ -7,8 +7,8 @@ that.
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.comm.interface import route_to
+from farflung.comm.interface import check_host, route_to
 from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost
 from farflung.runtime import WallRuntime
+from farflung.runtime.stores import published, reached, serving
 from farflung.tasks import Pending
 
 __all__ = ["Address", "Reach", "admitted", "attending", "coordinating", "opened"]
@@ -32,8 +33,8 @@ SEATS = 256
 _RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
 _LOOK_S = 0.1
 """How often the coordinator looks who has come."""
-_RETRY_S = 0.5
-"""How long a device waits before it tries again to reach a coordinator."""
+_STORE_S = 5.0
+"""How long a store may take to say what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,15 @@ def coordinating(
       join_s: how long a device may take from its seat to its greeting, in seconds.
 
     Raises:
-      ConfigError: the address cannot be used.
+      ConfigError: there is no such host, or the address cannot be used.
     """
+    check_host(address.host, str(address))
     try:
-        store = dist.TCPStore(address.host, address.port, is_master=True, wait_for_workers=False)
-    except (dist.DistNetworkError, RuntimeError) as error:
+        store = serving(address.host, address.port)
+    except OSError as error:
         raise ConfigError(
-            f"{address}: cannot be listened at ({str(error).splitlines()[0]}): choose another address of this machine, "
-            "or another port"
+            f"{address}: cannot be listened at ({os.strerror(error.errno or 0)}): choose another address of this "
+            "machine, or another port"
         ) from None
     store.set(_RUN, run)
     store.add(_TAKEN, 0)
@@ -224,21 +226,13 @@ def _runtime(
 
 def _reached(address: Address, patience_s: float) -> dist.Store:
     """The store of a coordinator that is there and has said what it runs."""
-    begin, seen = time.monotonic(), "nothing answers there"
-    while (left_s := begin + patience_s - time.monotonic()) > 0:
-        try:
-            store = dist.TCPStore(
-                address.host,
-                address.port,
-                is_master=False,
-                timeout=timedelta(seconds=max(0.1, min(left_s, 5.0))),
-            )
-            store.wait([_RUN], timedelta(seconds=max(0.1, min(left_s, 5.0))))
-            return store
-        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-            seen = str(error).splitlines()[0]
-        time.sleep(min(_RETRY_S, max(0.0, left_s)))
-    raise DeadlinePassed(0, f"a coordinator at {address} ({seen})", patience_s)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+
+    store = reached(address.host, address.port, connect, f"a coordinator at {address}", patience_s)
+    _wait(store, _RUN, _STORE_S)
+    return store
 
 
 def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, join_s: float) -> None:
@@ -268,7 +262,10 @@ def _open(rank: int) -> str:
 
 
 def _wait(store: dist.Store, key: str, join_s: float) -> None:
+    why = ""
     try:
-        store.wait([key], timedelta(seconds=join_s))
-    except (dist.DistStoreError, RuntimeError) as error:
-        raise DeadlinePassed(0, f"its coordinator to let it in ({type(error).__name__})", join_s) from None
+        if published(store, key, join_s):
+            return
+    except RuntimeError as error:  # the store has ended
+        why = f" ({type(error).__name__})"
+    raise DeadlinePassed(0, f"its coordinator to let it in{why}", join_s)
