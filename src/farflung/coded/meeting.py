@@ -1,14 +1,16 @@
 """Where coordinator and devices of real processes find each other: a store at the coordinator's address.
 
-A device takes a seat there, a rank that nobody else gets. Whoever has one is admitted when it has published its
-address, at any time. A coordinator that comes again makes a new store, and devices that have lost theirs take a seat in
-that.
+A device asks for a seat there. The coordinator gives it a rank, admits it when it has published its address, and takes
+the seat back when the device is gone or has not greeted in time. A coordinator that comes again makes a new store, and
+devices that have lost theirs ask for a seat in that.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from farflung.comm.interface import check_host, route_to
 from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed, PeerLost
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost, RunLost
 from farflung.runtime import WallRuntime
 from farflung.runtime.stores import published, reached, serving
 from farflung.tasks import Pending
@@ -29,8 +31,8 @@ from farflung.tasks import Pending
 __all__ = ["Address", "Reach", "admitted", "attending", "coordinating", "opened"]
 
 SEATS = 256
-"""How many devices may come in the course of a run, those that come again counted again."""
-_RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
+"""How many processes may be there at a time, the coordinator among them."""
+_RUN, _ASKED = "farflung/coded/run", "farflung/coded/asked"
 _LOOK_S = 0.1
 """How often the coordinator looks who has come."""
 _STORE_S = 5.0
@@ -109,7 +111,7 @@ def coordinating(
             "machine, or another port"
         ) from None
     store.set(_RUN, run)
-    store.add(_TAKEN, 0)
+    store.add(_ASKED, 0)
     runtime = _runtime(0, run, store, reach, address, join_s, members=[0])
     ended = threading.Event()
     porter = threading.Thread(
@@ -150,18 +152,21 @@ def attending(
 
     Raises:
       DeadlinePassed: nobody is met there.
-      ConfigError: no seat is left.
+      ConfigError: no seat is free.
     """
     store = _reached(address, patience_s)
     run = store.get(_RUN).decode(errors="replace")
-    rank = store.add(_TAKEN, 1)
-    if rank >= SEATS:
+    until = time.monotonic() + join_s
+    asked = store.add(_ASKED, 1)
+    _wait(store, _seat(asked), join_s)
+    rank = int(store.get(_seat(asked)))
+    if not rank:
         raise ConfigError(
-            f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
+            f"{address}: all {SEATS - 1} seats of the run are taken: try again when a device has left"
         )
     runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
     try:
-        _wait(store, _open(rank), join_s)
+        _wait(store, _open(asked), until - time.monotonic())
         runtime.admit(0, join_s=join_s).wait()
         yield runtime
     except BaseException as error:
@@ -236,29 +241,58 @@ def _reached(address: Address, patience_s: float) -> dist.Store:
 
 
 def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, join_s: float) -> None:
-    """Admits each device that has published its address, as long as the run goes on."""
-    awaited: set[int] = set()
-    taken = 0
+    """Gives devices the seats that they ask for, admits those that have published their address, and takes seats back,
+    as long as the run goes on.
+    """
+    free = deque(range(1, SEATS))  # a seat that was left lately comes last: not all may have seen that it was
+    coming: dict[int, tuple[int, float]] = {}
+    """By rank, which request it was given for, and until when it may publish an address."""
+    admitted: dict[int, Pending[None]] = {}
+    heard = 0
     while not ended.wait(_LOOK_S):
         try:
-            newest = min(store.add(_TAKEN, 0), SEATS - 1)
-            awaited.update(range(taken + 1, newest + 1))
-            taken = newest
-            come = [rank for rank in sorted(awaited) if runtime.has_come(rank)]
-        except RuntimeError:  # the store has ended
-            return
-        for rank in come:
-            awaited.discard(rank)
-            runtime.admit(rank, join_s=join_s)
-        if come:
-            runtime.aside(lambda: None).wait()  # until then they would knock at a door that is not open yet
+            newest = min(store.add(_ASKED, 0), heard + SEATS)
+            for asked in range(heard + 1, newest + 1):
+                rank = free.popleft() if free else 0
+                if rank:
+                    coming[rank] = asked, runtime.now() + join_s
+                store.set(_seat(asked), str(rank))
+            heard = newest
+            come = [rank for rank in coming if runtime.has_come(rank)]
             for rank in come:
-                store.set(_open(rank), "")
+                admitted[rank] = runtime.admit(rank, join_s=join_s)
+            if come:
+                runtime.aside(
+                    lambda: None
+                ).wait()  # until then they would knock at a door that is not open yet
+                for rank in come:
+                    asked, _ = coming.pop(rank)
+                    store.set(_open(asked), "")
+            late = [rank for rank, (_, until) in coming.items() if runtime.now() >= until]
+            settled = [rank for rank, greeted in admitted.items() if greeted.done]
+            present = runtime.launch(_present(runtime)).wait()
+            for rank in (*late, *(rank for rank in settled if rank not in present)):
+                coming.pop(rank, None)
+                admitted.pop(rank, None)
+                runtime.forget(rank)
+                free.append(rank)
+        except (RuntimeError, RunLost):  # the store or the run has ended
+            return
 
 
-def _open(rank: int) -> str:
+async def _present(runtime: WallRuntime) -> set[int]:
+    """The ranks that are there; the view belongs to the thread that this is launched on."""
+    return runtime.view.present()
+
+
+def _seat(asked: int) -> str:
+    """The place of the rank that a device is given; 0: no seat is free."""
+    return f"farflung/coded/seat/{asked}"
+
+
+def _open(asked: int) -> str:
     """Says that a device may greet."""
-    return f"farflung/coded/open/{rank}"
+    return f"farflung/coded/open/{asked}"
 
 
 def _wait(store: dist.Store, key: str, join_s: float) -> None:

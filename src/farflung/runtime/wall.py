@@ -332,9 +332,9 @@ class WallRuntime:
 
         One that relays messages stays for those who need it, until none has passed for the deadline of the run.
         """
-        if self._store is not None and not self._whole:
+        if not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
-                self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
+                self.forget(self.comm.rank)
         self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
@@ -388,6 +388,13 @@ class WallRuntime:
     def has_come(self, rank: int) -> bool:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
         return self._store is not None and self._store.check([_place(rank)])
+
+    def forget(self, rank: int) -> None:
+        """Removes the address of a replica that leaves or is gone from the store, so that it is not taken for that of
+        another which comes under its rank.
+        """
+        if self._store is not None:
+            self._store.delete_key(_place(rank))
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
