@@ -463,5 +463,7 @@ def test_the_demonstration(
     summary = json.loads(capsys.readouterr().out)
     assert summary["objective"] == pytest.approx(summary["uncoded_objective"], rel=1e-8)
     assert len(summary["vanished"]) == 1
+    (*_, last) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert 0 < last["t"] <= summary["duration_s"], "by one clock"
     assert summary["mds_encoding_nbytes"] > sum(summary["encoding_nbytes"].values())
     assert (tmp_path / "run" / "run.png").read_bytes().startswith(b"\x89PNG")
