@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "BadInput",
     "BadLabels",
+    "BadParameter",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -72,6 +73,10 @@ class DataError(BadInput):
 
 class BadLabels(BadInput, ValueError):
     """Labels that a classifier cannot learn from; a ``ValueError`` too, as scikit-learn's conventions have it."""
+
+
+class BadParameter(ConfigError, ValueError):
+    """A parameter of an estimator that cannot work; a ``ValueError`` too, as scikit-learn's conventions have it."""
 
 
 class CheckpointError(BadInput):

@@ -89,7 +89,16 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    with one_thread(), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
+    met = (
+        seat.meeting is not None
+    )  # in a file, where nothing is waited for long, and the command ends its workers
+
+    def ask() -> None:
+        asked.set()
+        if not met:
+            raise KeyboardInterrupt
+
+    with one_thread(), on_stop(ask), JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
         telemetry.emit("hello", pid=os.getpid())
         runtime = WallRuntime(
@@ -110,6 +119,7 @@ def join(
             seed=config.seed,
             model=Path(model) if model else None,
         )
+        met = True
         try:
             checkpoints = files.checkpoints(rank, size, leader=leader)
             replica = make_replica(

@@ -45,6 +45,7 @@ from farflung.runtime.decisions import (
 )
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
+from farflung.runtime.stores import published
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
@@ -54,10 +55,6 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-_LOOK_S = 0.05
-"""How often it is looked whether somebody has published an address."""
-_STORE_S = 5.0
-"""How long a store may take to say what it has."""
 EXPANSION = 8
 """How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
 a 2-byte number."""
@@ -335,9 +332,9 @@ class WallRuntime:
 
         One that relays messages stays for those who need it, until none has passed for the deadline of the run.
         """
-        if self._store is not None and not self._whole:
+        if not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
-                self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
+                self.forget(self.comm.rank)
         self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
@@ -378,11 +375,8 @@ class WallRuntime:
             self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
 
         def find() -> None:
-            since = self.now()
             try:
-                if not self._comes(rank, since + join_s):
-                    raise DeadlinePassed(rank, "its address in the store", self.now() - since)
-                peer = self._peer(store, rank, self.now() + _STORE_S)
+                peer = self._peer(store, rank, self.now() + join_s)
             except BaseException as error:
                 self._thread.soon(partial(greeted.fail, error))
             else:
@@ -395,30 +389,26 @@ class WallRuntime:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
         return self._store is not None and self._store.check([_place(rank)])
 
-    def _comes(self, rank: int, until: float) -> bool:
-        """Whether a replica publishes its address before a time, and before this one leaves: a wait of a store's own is
-        ended by nothing.
+    def forget(self, rank: int) -> None:
+        """Removes the address of a replica that leaves or is gone from the store, so that it is not taken for that of
+        another which comes under its rank.
         """
-        with suppress(dist.DistStoreError, RuntimeError):
-            while not self.has_come(rank):
-                if self.now() >= until or self._closes.wait(_LOOK_S):
-                    return False
-            return True
-        return False
+        if self._store is not None:
+            self._store.delete_key(_place(rank))
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
-        """What a replica has published."""
-        key, begin = _place(rank), self.now()
+        """What a replica publishes before a time, and before this one leaves."""
+        key, begin, why = _place(rank), self.now(), ""
         try:
-            store.wait([key], timedelta(seconds=max(0.001, until - begin)))
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise DeadlinePassed(
-                rank, f"its address in the store ({type(error).__name__})", self.now() - begin
-            ) from None
+            there = published(store, key, until - begin, self._closes)
+        except RuntimeError as error:  # the store has ended
+            there, why = False, f" ({type(error).__name__})"
+        if not there:
+            raise DeadlinePassed(rank, f"its address in the store{why}", self.now() - begin)
         peer = Peer.from_json(store.get(key))
         if peer.rank != rank:
             raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")

@@ -67,6 +67,7 @@ class Attend(ReachOptions):
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
         address, reach, holding = Address.of(self.address), self.reach, self._holding()
         seat = _Seat(self._tell)
+        self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
         with on_stop(seat.ask):
             reason = take_part(
                 address, holding, reach, patience_s=self.patience, pace=self._pace(holding), met=seat.take

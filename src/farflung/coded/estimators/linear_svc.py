@@ -26,7 +26,9 @@ class CodedLinearSVC(CodedClassifier):
       intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
       solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"`` for either; by default the one
         for the loss. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default the solver's own.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10, and 1e-4 for
+        ``"bundle"``, whose gap is a proof. It is another measure than scikit-learn's ``tol``: above the default the
+        coefficients are less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
       devices: how many hold the samples.

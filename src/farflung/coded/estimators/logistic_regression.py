@@ -24,7 +24,8 @@ class CodedLogisticRegression(CodedClassifier):
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       fit_intercept: whether there is an intercept; it is not penalised.
       solver: ``"lbfgs"`` or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default the solver's own.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
+        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
       devices: how many hold the samples.
