@@ -362,15 +362,9 @@ class WallRuntime:
             raise ConfigError("a replica that runs alone has no store where another could be found")
         greeted: Pending[None] = Pending()
 
-        def end(admitted: Pending[None]) -> None:
-            if admitted.error is None:
-                greeted.set(None)
-            else:
-                greeted.fail(admitted.error)
-
         def let_in(peer: Peer) -> None:
             try:
-                self.view.admit(peer).on_done(end)
+                greeted.follow(self.view.admit(peer))
             except FarflungError as error:
                 greeted.fail(error)
                 return
@@ -437,9 +431,10 @@ class WallRuntime:
             self.close(error)
             raise
 
-    def _stage(self, payload: Payload, then: Callable[[Payload], object]) -> None:
+    def _stage(self, payload: Payload) -> Pending[Payload]:
         """Brings a payload to the host; another thread waits for the device."""
         host, wait = to_host(payload)
+        staged: Pending[Payload] = Pending()
 
         def copied() -> None:
             try:
@@ -447,13 +442,12 @@ class WallRuntime:
             except RuntimeError as error:  # the device is out of order
                 lost = RunLost(f"a gradient could not be copied from its device: {error}")
                 self._thread.soon(lambda: self.view.end(lost))
+                self._thread.soon(lambda: staged.fail(lost))
             else:
-                self._thread.soon(arrived)
-
-        def arrived() -> None:
-            then(host)
+                self._thread.soon(lambda: staged.set(host))
 
         self._staging.submit(copied)
+        return staged
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
