@@ -41,6 +41,7 @@ __all__ = [
     "Landing",
     "Message",
     "Route",
+    "Unauthorized",
     "WireError",
     "begin",
     "encode",
@@ -92,6 +93,10 @@ _SHAPES = [struct.Struct(f"<BB{dims}Q") for dims in range(_MAX_DIMS + 1)]
 
 class WireError(ValueError):
     """A frame that is not what this protocol sends."""
+
+
+class Unauthorized(WireError):
+    """A message in due form that its sender may not send, or not yet."""
 
 
 class Kind(IntEnum):
@@ -170,7 +175,9 @@ class Head(NamedTuple):
     def check(self, max_nbytes: int) -> None:
         """Raises :class:`WireError` where the payload is larger than so many bytes."""
         if self.layout is not None and self.layout.nbytes > max_nbytes:
-            raise WireError("larger than any message of this run")
+            raise WireError(
+                f"a payload of {self.layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
+            )
 
 
 def encode(
