@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from farflung.comm import wire
+from farflung.comm.keys import Keys
 from farflung.comm.wire import Kind, encode
 from farflung.errors import PeerLost, ProtocolError
 from farflung.types import Payload
@@ -101,6 +102,20 @@ def test_a_payload_larger_than_any_of_the_run_is_refused(
     members.until(lambda: waiting.done)
     assert receiver.view.transport.refused == 1
     assert isinstance(waiting.error, PeerLost)
+
+
+@pytest.mark.parametrize("keys", [None, Keys.fresh()], ids=["plain", "sealed"])
+def test_received_tensors_are_aligned(keys: Keys | None, group: Callable[..., Group]) -> None:
+    members = group(keys=keys).meet()
+    sizes = (1, 3, 100, 5000, 200_001, 3_000_000)
+    arrived = [members.comms[0].recv(1, tag(number)) for number in range(3)]
+    for number in range(3):
+        tensors = tuple(
+            torch.ones(numel, dtype=dtype) for numel in sizes for dtype in (torch.int8, torch.float64)
+        )
+        members.comms[1].send(Payload(tensors[number:]), 0, tag(number))
+    members.until(lambda: all(one.done for one in arrived))
+    assert {tensor.data_ptr() % 64 for one in arrived for tensor in one.result().tensors()} == {0}
 
 
 def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
