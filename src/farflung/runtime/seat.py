@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm.interface import LOOPBACK, route_to
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, DeadlinePassed
 
-__all__ = ["Seat", "interface_to_master"]
+__all__ = ["Seat", "interface_to_master", "told_by"]
 
 _MPI = {
     "Open MPI": (
@@ -162,6 +163,28 @@ class Seat:
             f"{self.started_by} says rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this "
             "machine: that cannot be"
         )
+
+
+def told_by(rank: int, store: dist.Store, key: str, what: str, wait_s: float) -> bytes:
+    """Waits for a key of the store, and returns its value.
+
+    Args:
+      rank: sets the key.
+      store: of the job.
+      key: to wait for.
+      what: the value is, for messages.
+      wait_s: how long it may take, in seconds.
+
+    Raises:
+      DeadlinePassed: the rank has not set the key, or the store is gone.
+    """
+    begin = time.monotonic()
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+        return store.get(key)
+    except (dist.DistStoreError, RuntimeError) as error:
+        waited_s = time.monotonic() - begin
+        raise DeadlinePassed(rank, f"{what} in the store ({type(error).__name__})", waited_s) from None
 
 
 def interface_to_master(size: int) -> str:

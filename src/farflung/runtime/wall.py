@@ -45,6 +45,7 @@ from farflung.runtime.decisions import (
 )
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
+from farflung.runtime.seat import told_by
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
@@ -406,14 +407,8 @@ class WallRuntime:
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
         """What a replica has published."""
-        key, begin = _place(rank), self.now()
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, until - begin)))
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise DeadlinePassed(
-                rank, f"its address in the store ({type(error).__name__})", self.now() - begin
-            ) from None
-        peer = Peer.from_json(store.get(key))
+        told = told_by(rank, store, _place(rank), "its address", max(0.001, until - self.now()))
+        peer = Peer.from_json(told)
         if peer.rank != rank:
             raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
         return peer
