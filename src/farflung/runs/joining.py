@@ -23,7 +23,7 @@ from farflung.runs.config import RunConfig
 from farflung.runs.preparing import Prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
-from farflung.runs.simulation import one_thread, whole
+from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.runtime import Seat, WallRuntime
 from farflung.runtime.seat import told_by
@@ -111,9 +111,10 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    with one_thread(), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
+    threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
+    with torch_threads(threads), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
-        telemetry.emit("hello", pid=os.getpid())
+        telemetry.emit("hello", pid=os.getpid(), threads=threads)
         runtime = WallRuntime(
             rank,
             size,
