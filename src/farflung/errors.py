@@ -119,7 +119,7 @@ class RunLost(FarflungError):
 
 
 class PeerLost(RunLost):
-    """The connection to a replica was closed from its end.
+    """The connection to a replica was closed from its end, or a message of it was refused.
 
     Args:
       rank: the lost replica.

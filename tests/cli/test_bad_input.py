@@ -137,6 +137,7 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--optimizer", "adam(eps=1e999)"], "adam: eps inf must be a number of at least 0"),
         (["--deadline", "nan"], "--deadline nan: must be a number of seconds above 0"),
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
+        (["--threads", "-1"], "--threads -1: must be 1 or more, or 0 to leave it to the machine"),
         (["--data", "elsewhere"], "elsewhere"),
         (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),
         (["--stream", "rate(0)"], "stream rate(0): must be a number of samples per second above 0"),

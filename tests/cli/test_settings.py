@@ -187,8 +187,8 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert prepare_training({}).config.workers == 3
-    assert prepare_training({"workers": 3}).config.workers == 3
+    assert prepare_training({}, out=tmp_path).config.workers == 3
+    assert prepare_training({"workers": 3}, out=tmp_path).config.workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert prepare_training({"workers": 2}, {}).config.workers == 3, "a file is for any number"
+    assert prepare_training({"workers": 2}, {}, out=tmp_path).config.workers == 3, "a file is for any number"

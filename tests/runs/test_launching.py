@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from farflung.comm import View
 from farflung.runs import launching, prepare_training, train
@@ -37,7 +38,7 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
         return parent.poll()
 
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
-    monkeypatch.setattr(launching, "parent_of", lambda log: replace(parent, poll=asked))
+    monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
@@ -74,3 +75,28 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert "messages" not in str(ended)
     resumed = train(resume=tmp_path / "run", steps=4)
     assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}
+
+
+@pytest.mark.parametrize(("workers", "threads", "expected"), [(1, 0, 2), (2, 0, 1), (2, 3, 3)])
+def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
+    workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    told = {} if threads == 0 else {"threads": threads}
+    run = train("synthetic/quadratic", workers=workers, steps=1, out=tmp_path / "run", **told)
+    found = [
+        event["threads"] for rank in range(workers) for event in run.events[rank] if event["event"] == "hello"
+    ]
+    assert found == [expected] * workers
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(0, 2), (3, 3)])
+def test_a_replica_alone_on_its_machine_has_the_threads_of_torch_unless_told(
+    threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(2)
+    run = train("synthetic/quadratic", steps=1, threads=threads, out=tmp_path / "run")
+    assert [event["threads"] for event in run.events[0] if event["event"] == "hello"] == [expected]
+    assert torch.get_num_threads() == 2, "as it was before"

@@ -24,7 +24,7 @@ __all__ = ["Compare"]
 
 @dataclass(frozen=True)
 @with_settings(
-    SimulatedConfig, without=(*MEMBERS, "recipe", "network", "seed", "encrypt", "checkpoint_every")
+    SimulatedConfig, without=(*MEMBERS, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every")
 )
 class Compare:
     """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and where the time goes.

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -91,7 +90,6 @@ class RunInLab:
                 + (f"the delays of {off} as this machine makes them" if off else "all as they should be")
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
             environment.pop(EVENTS, None)
             if self._trains:
                 environment[EVENTS] = told.getsockname()

@@ -17,7 +17,7 @@ __all__ = ["Simulate"]
 
 
 @dataclass(frozen=True)
-@with_settings(SimulatedConfig, without=("encrypt",))
+@with_settings(SimulatedConfig, without=("encrypt", "threads"))
 class Simulate(RunOptions):
     """Train in virtual time: as farflung train would, on a network and devices that need not be there.
 
@@ -26,7 +26,7 @@ class Simulate(RunOptions):
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset(
-        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port"}
+        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port", "threads"}
     )
 
     def start(self, filed: Mapping[str, Json]) -> int:

@@ -61,6 +61,8 @@ class RunConfig:
         from each replica's own samples.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
+      threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
+        otherwise torch's default for its cores.
       task: what ``workload`` has made.
 
     Raises:
@@ -75,6 +77,7 @@ class RunConfig:
     partition: str | Partition
     deadline: float
     encrypt: bool
+    threads: int
     task: Workload = field(compare=False, repr=False)
 
     command: ClassVar[str] = "train"
@@ -83,6 +86,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        if self.threads < 0:
+            raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
         if not (self.deadline > 0 and math.isfinite(self.deadline)):
             raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
 
@@ -173,6 +178,7 @@ class RunConfig:
             "partition": said.get("partition", "iid" if apart else "shared"),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
+            "threads": int(said.get("threads", 0)),
             "task": task,
         }
 

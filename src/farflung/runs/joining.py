@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from farflung.comm import collective_named
 from farflung.comm.keys import Keys
@@ -18,20 +20,23 @@ from farflung.files import write_json
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
-from farflung.runs.preparing import Prepared
+from farflung.runs.preparing import Prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
-from farflung.runs.simulation import one_thread, whole
+from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.runtime import Seat, WallRuntime
+from farflung.runtime.stores import told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["NETWORK", "Reach", "join"]
+__all__ = ["NETWORK", "Reach", "agreed_folder", "join", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Tells a replica under torchrun what lies between it and the others, where that is known: a name or a TOML file."""
 JOIN_S = 60.0
+_FOLDER = "farflung/folder"
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,23 @@ class Reach:
           ConfigError: the master address is unknown, or there is no way to it.
         """
         return self.interface or seat.interface()
+
+
+def meeting(seat: Seat) -> dist.Store | None:
+    """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
+    store = seat.store(JOIN_S)
+    return None if store is None else dist.PrefixStore(f"run-{next(_numbers)}", store)
+
+
+def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
+    """Names a new folder on rank 0, and takes that name over on the other ranks.
+
+    Raises:
+      DeadlinePassed: rank 0 did not name one.
+    """
+    if rank == 0:
+        store.set(_FOLDER, str(run_folder(title)))
+    return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
 def join(
@@ -89,22 +111,21 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    met = (
-        seat.meeting is not None
-    )  # in a file, where nothing is waited for long, and the command ends its workers
+    met = seat.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
         asked.set()
         if not met:
             raise KeyboardInterrupt
 
-    with one_thread(), on_stop(ask), JsonLines(files.telemetry(rank)) as file:
+    threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
+    with torch_threads(threads), on_stop(ask), JsonLines(files.telemetry(rank)) as file:
         telemetry = Telemetry(rank, file, show)
-        telemetry.emit("hello", pid=os.getpid())
+        telemetry.emit("hello", pid=os.getpid(), threads=threads)
         runtime = WallRuntime(
             rank,
             size,
-            seat.store(JOIN_S),
+            run.store or meeting(seat),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,

@@ -65,7 +65,7 @@ def launch(
         if network:
             profile = network_profile(network).for_nodes(config.workers)
             stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
-        parent = parent_of(folder.log)
+        parent = parent_of(folder.log, workers=config.workers)
         parent.begin(
             Job(
                 str(folder.path), folder.resumed, config.workers, scratch,

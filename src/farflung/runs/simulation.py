@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ __all__ = [
     "simulate",
     "simulate_prepared",
     "timing_decisions",
+    "torch_threads",
     "whole",
 ]
 
@@ -317,11 +318,16 @@ def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: Virtu
     return run.ended(found)
 
 
+def one_thread() -> AbstractContextManager[None]:
+    """Has torch compute on one thread, as workers that share a machine do: the bits depend on it."""
+    return torch_threads(1)
+
+
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch computes on one thread, as real workers do: the bits depend on it."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Has torch compute on so many threads inside."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

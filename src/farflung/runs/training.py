@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
@@ -17,9 +20,9 @@ from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import NETWORK, Reach, join
+from farflung.runs.joining import NETWORK, Reach, agreed_folder, join, meeting
 from farflung.runs.launching import launch
-from farflung.runs.preparing import Prepared, prepared
+from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
 from farflung.runtime import Seat
@@ -105,19 +108,29 @@ def prepare_training(
     resume: Path | str | None = None,
     replay: Path | str | None = None,
 ) -> Prepared[RunConfig]:
-    """See :func:`farflung.runs.prepared`; under torchrun rank 0 alone looks whether it can work.
+    """See :func:`farflung.runs.prepared`; under torchrun, Slurm and MPI rank 0 alone looks whether it can work.
+
+    There rank 0 also names a new folder, and tells the other ranks through the store.
 
     Raises:
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
     seat = Seat.taken()
-    if seat is not None:
-        given = layers[-1].get("workers") if layers else None
-        if given not in (None, seat.size):
-            raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
-        layers = (*layers, {"workers": seat.size})
-    check = seat is None or seat.rank == 0
-    return prepared(RunConfig, *layers, out=out, resume=resume, replay=replay, check=check)
+    where: dict[str, Any] = {"out": out, "resume": resume, "replay": replay}
+    if seat is None:
+        return prepared(RunConfig, *layers, **where)
+    given = layers[-1].get("workers") if layers else None
+    if given not in (None, seat.size):
+        raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
+    store: dist.Store | None = None
+
+    def folder(title: str) -> Path:
+        nonlocal store
+        store = meeting(seat)
+        return run_folder(title) if store is None else agreed_folder(store, seat.rank, title)
+
+    run = prepared(RunConfig, *layers, {"workers": seat.size}, **where, check=seat.rank == 0, folder=folder)
+    return replace(run, store=store)
 
 
 @contextmanager

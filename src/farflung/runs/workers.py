@@ -54,6 +54,9 @@ def serve(pipe: int) -> int:
     with job.files.log.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if job.workers > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     ranks: dict[int, int] = {}

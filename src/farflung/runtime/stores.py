@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from farflung.errors import DeadlinePassed
 
-__all__ = ["published", "reached", "serving"]
+__all__ = ["published", "reached", "serving", "told_by"]
 
 S = TypeVar("S", bound=dist.Store)
 
@@ -87,6 +87,36 @@ def published(store: dist.Store, key: str, patience_s: float, ended: threading.E
         if time.monotonic() >= until or ended.wait(_LOOK_S):
             return False
     return True
+
+
+def told_by(
+    rank: int,
+    store: dist.Store,
+    key: str,
+    what: str,
+    patience_s: float,
+    ended: threading.Event | None = None,
+) -> bytes:
+    """Waits until a rank has set a key of a store; the value.
+
+    Args:
+      rank: sets the key.
+      store: of the job.
+      key: to wait for.
+      what: the value is, for messages.
+      patience_s: how long to wait, in seconds.
+      ended: ends the wait when it is set.
+
+    Raises:
+      DeadlinePassed: the rank has not set the key, or the store has ended.
+    """
+    begin, why = time.monotonic(), ""
+    try:
+        if published(store, key, patience_s, ended):
+            return store.get(key)
+    except RuntimeError as error:  # the store has ended
+        why = f" ({type(error).__name__})"
+    raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
 
 
 def _apart(connect: Callable[[], S], patience_s: float) -> S:

@@ -45,7 +45,7 @@ from farflung.runtime.decisions import (
 )
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
-from farflung.runtime.stores import published
+from farflung.runtime.stores import told_by
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
@@ -359,15 +359,9 @@ class WallRuntime:
             raise ConfigError("a replica that runs alone has no store where another could be found")
         greeted: Pending[None] = Pending()
 
-        def end(admitted: Pending[None]) -> None:
-            if admitted.error is None:
-                greeted.set(None)
-            else:
-                greeted.fail(admitted.error)
-
         def let_in(peer: Peer) -> None:
             try:
-                self.view.admit(peer).on_done(end)
+                greeted.follow(self.view.admit(peer))
             except FarflungError as error:
                 greeted.fail(error)
                 return
@@ -402,14 +396,8 @@ class WallRuntime:
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
         """What a replica publishes before a time, and before this one leaves."""
-        key, begin, why = _place(rank), self.now(), ""
-        try:
-            there = published(store, key, until - begin, self._closes)
-        except RuntimeError as error:  # the store has ended
-            there, why = False, f" ({type(error).__name__})"
-        if not there:
-            raise DeadlinePassed(rank, f"its address in the store{why}", self.now() - begin)
-        peer = Peer.from_json(store.get(key))
+        left_s = max(0.0, until - self.now())
+        peer = Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s, self._closes))
         if peer.rank != rank:
             raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
         return peer
@@ -427,9 +415,10 @@ class WallRuntime:
             self.close(error)
             raise
 
-    def _stage(self, payload: Payload, then: Callable[[Payload], object]) -> None:
+    def _stage(self, payload: Payload) -> Pending[Payload]:
         """Brings a payload to the host; another thread waits for the device."""
         host, wait = to_host(payload)
+        staged: Pending[Payload] = Pending()
 
         def copied() -> None:
             try:
@@ -437,13 +426,12 @@ class WallRuntime:
             except RuntimeError as error:  # the device is out of order
                 lost = RunLost(f"a gradient could not be copied from its device: {error}")
                 self._thread.soon(lambda: self.view.end(lost))
+                self._thread.soon(lambda: staged.fail(lost))
             else:
-                self._thread.soon(arrived)
-
-        def arrived() -> None:
-            then(host)
+                self._thread.soon(lambda: staged.set(host))
 
         self._staging.submit(copied)
+        return staged
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
