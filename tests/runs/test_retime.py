@@ -206,7 +206,9 @@ def test_a_run_whose_learning_depended_on_time_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _, stored = made(tmp_path / "base")
-    DecisionLog(stored.decisions).record(Decision("width", 2, 3))
+    log = DecisionLog(stored.decisions)
+    log.record(Decision("width", 2, 3))
+    log.write()
     said = refused(capsys, stored.path, "--network", "4g")
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
 

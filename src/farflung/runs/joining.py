@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -89,8 +90,13 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    with one_thread(), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
-        telemetry = Telemetry(rank, file, show)
+    decisions = files.decision_log()
+    with ExitStack() as stack:
+        stack.enter_context(one_thread())
+        stack.enter_context(on_stop(asked.set))
+        file = stack.enter_context(JsonLines(files.telemetry(rank)))
+        stack.callback(decisions.write)
+        telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid())
         runtime = WallRuntime(
             rank,
@@ -105,7 +111,7 @@ def join(
             advertise=reach.advertise,
             encrypt=config.encrypt,
             keys=reach.keys,
-            decisions=files.decision_log(),
+            decisions=decisions,
             device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,
