@@ -83,6 +83,26 @@ def test_the_command_line_wins(tmp_path: Path, resolved: dict[str, Any]) -> None
     assert (resolved["codec"], resolved["collective"]) == ("identity", "ring")
 
 
+def test_the_command_line_switches_off_what_a_file_switches_on(
+    tmp_path: Path, resolved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'workload = "synthetic/quadratic"\nencrypt = true\nquiet = true\ndata_stays = true\n'
+    file = written(tmp_path, text)
+    train("--config", file)
+    assert resolved["encrypt"] is True
+    train("--config", file, "--no-encrypt")
+    assert resolved["encrypt"] is False
+    started: list[tuple[bool | None, bool | None]] = []
+
+    def start(self: Train, filed: object) -> int:
+        started.append((self.quiet, self.data_stays))
+        return 0
+
+    monkeypatch.setattr(Train, "start", start)
+    assert main(["train", "--config", file, "--no-quiet"]) == 0
+    assert started == [(False, True)]
+
+
 def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[str, Any]) -> None:
     config = RunConfig.resolve(
         {
