@@ -151,6 +151,7 @@ def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
         ("learning-rate = false", "learning-rate must be a number, not False"),
         ("codec = 16", "codec must be text, in quotes, not 16"),
         ("out = 1", "out must be a path, in quotes, not 1"),
+        ('out = ""', "out must be a path, in quotes, not ''"),
         ("quiet = 1", "quiet must be true or false, not 1"),
         ("batch-size = 3\nbatch_size = 3", "'batch_size' is there twice, with - and with _"),
         ("steps = ", "not TOML ("),

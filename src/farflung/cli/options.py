@@ -144,10 +144,9 @@ def spoken(command: type[T]) -> type[T]:
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         kinds = get_args(plain)
         if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
-            flag = kinds[0] is bool
-            said = tyro.conf.arg(metavar=None if flag else kinds[0].__name__.upper(), help_behavior_hint="")
-            marked = tyro.conf.DisallowNone[hint] if flag else hint
-            command.__annotations__[name] = Annotated[marked, said]
+            metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
+            said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            command.__annotations__[name] = Annotated[tyro.conf.DisallowNone[hint], said]
     return command
 
 

@@ -254,7 +254,9 @@ def _retimed(
                     config.task,
                     config.recipe,
                     config.training,
-                    Telemetry(rank, retimed_events(events[rank], file, show), world.injector, decisions.write),
+                    Telemetry(
+                        rank, retimed_events(events[rank], file, show), world.injector, decisions.write
+                    ),
                     shares=shares,
                     kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
                 )

@@ -159,7 +159,7 @@ def read_decisions(path: Path) -> list[Decision]:
     Raises:
       ConfigError: a file cannot be read, or a line is no decision; one line with file and line.
     """
-    own = sorted(path.with_suffix("").glob("rank-*.jsonl"))
+    own = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
     files = own if own and not path.exists() else [path, *own]
     return [decision for file in files for decision in _read(file)]
 
