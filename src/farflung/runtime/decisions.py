@@ -63,7 +63,7 @@ class DecisionLog:
     """The decisions of a run, in order. With an equal log a run is a function of its seed.
 
     Args:
-      path: the file that takes those for all replicas, a JSON object on each line, at each :meth:`write`. What a replica
+      path: the file that takes those for all replicas at each :meth:`write`, a JSON object on each line. What a replica
         decides for itself goes beside it, for ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file appears with
         its first decision, and whatever it holds already stays.
       replay: decisions to make again. Where a choice depends on time or arrival, nothing else is decided then.
