@@ -62,7 +62,8 @@ class Training:
     learning_rate_schedule: str | RateSchedule = "constant"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("evaluate_every", 0), ("checkpoint_every", 0)):
+        least_of = {"steps": 1, "batch_size": 1, "seed": 0, "evaluate_every": 0, "checkpoint_every": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"--{_option(name)} {getattr(self, name)}: must be {least} or more")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):

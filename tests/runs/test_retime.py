@@ -202,11 +202,20 @@ def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str
     return said
 
 
+def test_a_run_is_retimed_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "base")
+    monkeypatch.chdir(tmp_path / "base")
+    assert main(["retime", ".", "--network", "4g", "--quiet"]) == 0
+    assert (tmp_path / "base-on-4g-cpu-core" / "summary.json").exists()
+
+
 def test_a_run_whose_learning_depended_on_time_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _, stored = made(tmp_path / "base")
-    DecisionLog(stored.decisions).record(Decision("width", 2, 3))
+    log = DecisionLog(stored.decisions)
+    log.record(Decision("width", 2, 3))
+    log.write()
     said = refused(capsys, stored.path, "--network", "4g")
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
 

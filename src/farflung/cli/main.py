@@ -7,9 +7,11 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from farflung.cli.calibrate import Calibrate
 from farflung.cli.codecs import Codecs
@@ -85,10 +87,34 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
 
 
+_TYPES = ConstructorRegistry()
+"""How options of some types are read."""
+
+
+@_TYPES.primitive_rule
+def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Refuses an empty path, which ``Path`` takes for the current folder."""
+    if option.type is not Path:
+        return None
+
+    def made(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("empty")
+        return Path(words[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=made,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
 def _parse(args: Sequence[str]) -> Command:
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
                 prog="farflung",

@@ -46,11 +46,11 @@ class RunOptions:
     """Continue the run in this folder from its last checkpoint; other options change its settings."""
     replay: Path | None = None
     """Decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did."""
-    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    tensorboard: bool | None = None
     """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool | None = None
     """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    quiet: bool | None = None
     """Show no progress."""
 
     def run(self) -> int:
@@ -61,7 +61,7 @@ class RunOptions:
         said = read_settings(self.config, known, ignored=self.elsewhere)
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
-        missing = {name: value for name, value in others.items() if not getattr(self, name)}
+        missing = {name: value for name, value in others.items() if getattr(self, name) is None}
         return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
 
     def _start(self, filed: Mapping[str, Json]) -> int:
@@ -122,11 +122,8 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
             if name not in own:
                 words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
                 about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
-                if setting.kind is bool:
-                    own[name] = Annotated[bool, tyro.conf.FlagCreatePairsOff, about]
-                else:
-                    own[name] = Annotated[setting.kind | None, about]
-                setattr(command, name, False if setting.kind is bool else None)
+                own[name] = Annotated[setting.kind | None, about]
+                setattr(command, name, None)
         return command
 
     return give
@@ -135,17 +132,21 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:
     """Those of some settings that are on a command line."""
     said = {name: getattr(command, name, None) for name in settings}
-    return {name: value for name, value in said.items() if value is not None and value is not False}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def spoken(command: type[T]) -> type[T]:
-    """A decorator: the help of a command names the kind of value of an option that may be left out, and no default."""
+    """Names the kind of value of each option that may be left out, in a command's help, and no default.
+
+    One that is true or false is a pair of flags: a file may have set it, so the command line can unset it.
+    """
     for name, hint in get_type_hints(command, include_extras=True).items():
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         kinds = get_args(plain)
         if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
-            said = tyro.conf.arg(metavar=kinds[0].__name__.upper(), help_behavior_hint="")
-            command.__annotations__[name] = Annotated[hint, said]
+            metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
+            said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            command.__annotations__[name] = Annotated[tyro.conf.DisallowNone[hint], said]
     return command
 
 

@@ -32,7 +32,7 @@ class Simulate(RunOptions):
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
-        progress = Progress(quiet=self.quiet or self.json, simulated=True)
+        progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
         with asked_to_stop() as stop, ExitStack() as stack:
             opened: list[Sink] = []
 
@@ -43,5 +43,5 @@ class Simulate(RunOptions):
                 opened[0](event)
 
             ended = simulate_prepared(run, tell, stop_asked=stop.is_set)
-        finish(ended, as_json=self.json)
+        finish(ended, as_json=bool(self.json))
         return 130 if stop.is_set() else 0

@@ -53,7 +53,7 @@ class Train(RunOptions):
     pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
     time has passed; steps for which this machine is too slow are counted."""
-    data_stays: bool = False
+    data_stays: bool | None = None
     """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""
 
     def start(self, filed: Mapping[str, Json]) -> int:
@@ -70,12 +70,12 @@ class Train(RunOptions):
             network=self.network,
             device=self.device,
             pace=self.pace,
-            data_stays=self.data_stays,
+            data_stays=bool(self.data_stays),
         )
         with ready as begin:
             self.show(run)
-            with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+            with self.shown(run, Progress(quiet=bool(self.quiet or self.json) or not leads)) as events:
                 ended = begin(events)
         if leads:
-            finish(ended, as_json=self.json)
+            finish(ended, as_json=bool(self.json))
         return 130 if ended.summary.get("interrupted") else 0

@@ -37,8 +37,7 @@ class Record:
     def tell(self, event: str, **values: Json) -> None:
         """One line."""
         entry: Event = {"event": event, **values}
-        self._events.add(entry)
-        self._events.flush()
+        self._events.add(entry, flush=True)
         self._told(entry)
 
     def keep_roster(self, roster: Roster) -> None:
@@ -73,4 +72,4 @@ class Record:
 
     def close(self) -> None:
         """Nothing more happens."""
-        self._events.__exit__(None, None, None)
+        self._events.close()

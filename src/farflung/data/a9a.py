@@ -28,7 +28,18 @@ SOURCE = Source(
     title="32,561 + 16,281 people, 123 yes-or-no columns, income above or below $50,000",
     licence="CC BY 4.0",
     homepage=f"{_HOME}.html#a9a",
-    files=(File("a9a", url=f"{_HOME}/a9a"), File("a9a.t", url=f"{_HOME}/a9a.t")),
+    files=(
+        File(
+            "a9a",
+            url=f"{_HOME}/a9a",
+            lines_sha256="4a64288fba73c4362cf066e219c35663b450f1658867b7ed7bcc1f6accfc4949",
+        ),
+        File(
+            "a9a.t",
+            url=f"{_HOME}/a9a.t",
+            lines_sha256="506954ec230f3de29ee7ba703521446f458e81ecc317a9661ddc10d908e9d6f0",
+        ),
+    ),
     layouts=(("a9a.gz", "a9a.t.gz"), ("a9a.bz2", "a9a.t.bz2")),
     samples=(32_561, 16_281),
 )
@@ -58,7 +69,8 @@ def read(
     Args:
       found: where they are.
       counts: rows there must be in each.
-      above: how many of these are labelled 1; no checksum of the files is published, so this is looked at instead.
+      above: how many of these are labelled 1; files that were packed again have no checksum, so this is looked at
+        instead.
 
     Raises:
       DataError: truncated, or lines that are not what they should be; names file and line.

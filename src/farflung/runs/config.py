@@ -242,6 +242,11 @@ class RunConfig:
                 f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
+        if self.training.batch_size > len(train):
+            raise ConfigError(
+                f"--batch-size {self.training.batch_size}: {self.workload} has {len(train)} training samples; use at "
+                "most as many"
+            )
         shares = self.split()
         self.recipe.parts(self.seed, 0 if shares else None)
         return shares

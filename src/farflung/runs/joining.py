@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -119,8 +120,13 @@ def join(
             raise KeyboardInterrupt
 
     threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
-    with torch_threads(threads), on_stop(ask), JsonLines(files.telemetry(rank)) as file:
-        telemetry = Telemetry(rank, file, show)
+    decisions = files.decision_log()
+    with ExitStack() as stack:
+        stack.enter_context(torch_threads(threads))
+        stack.enter_context(on_stop(ask))
+        file = stack.enter_context(JsonLines(files.telemetry(rank)))
+        stack.callback(decisions.write)
+        telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
         runtime = WallRuntime(
             rank,
@@ -135,7 +141,7 @@ def join(
             advertise=reach.advertise,
             encrypt=config.encrypt,
             keys=reach.keys,
-            decisions=files.decision_log(),
+            decisions=decisions,
             device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,

@@ -128,9 +128,11 @@ def _simulated(
     run: Prepared[SimulatedConfig], show: Sink, stop_asked: Callable[[], bool], checkpointed: bool
 ) -> Run:
     config, files = run.config, run.files
-    world = config.make_world(files.decision_log())
+    decisions = files.decision_log()
+    world = config.make_world(decisions)
     shares = config.make_shares()
     with ExitStack() as open_files:
+        open_files.callback(decisions.write)
         recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.workers))
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
@@ -141,7 +143,7 @@ def _simulated(
                 config.task,
                 config.recipe,
                 config.training,
-                Telemetry(rank, file, show, world.injector),
+                Telemetry(rank, file, show, world.injector, decisions.write),
                 shares=shares,
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
@@ -239,9 +241,11 @@ def _retimed(
     checkpointed: bool,
 ) -> Run:
     config, files = run.config, run.files
-    world = config.make_world(files.decision_log())
+    decisions = files.decision_log()
+    world = config.make_world(decisions)
     shares = config.make_shares()
     with ExitStack() as open_files:
+        open_files.callback(decisions.write)
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
@@ -251,7 +255,9 @@ def _retimed(
                     config.task,
                     config.recipe,
                     config.training,
-                    Telemetry(rank, retimed_events(events[rank], file, show), world.injector),
+                    Telemetry(
+                        rank, retimed_events(events[rank], file, show), world.injector, decisions.write
+                    ),
                     shares=shares,
                     kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
                 )

@@ -79,7 +79,7 @@ class WallRuntime:
         the one that is bound: behind port forwarding, in a container. ``"none"``: nobody can connect to it; it connects
         to those that can be reached, and the lowest rank of these relays its messages for the others.
       encrypt: whether to encrypt on loopback too; elsewhere everything is.
-      decisions: where decisions are kept; a fresh log when not given.
+      decisions: where decisions are kept; they are not when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
         wherever it is); otherwise replicas make their own and publish them in the store.
       device: a slower device whose pace to keep; ``None``: as fast as this machine is.
@@ -137,7 +137,7 @@ class WallRuntime:
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
         self._store, self._whole = store, whole
-        self.decisions = decisions or DecisionLog()
+        self.decisions = decisions or DecisionLog(keep=False)
         if native and size > 1:
             assert store is not None
             self._group = _gloo(store, rank, size, address, deadline_s)
