@@ -69,7 +69,9 @@ class Reach:
 def meeting(seat: Seat) -> dist.Store | None:
     """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
     store = seat.store(JOIN_S)
-    return None if store is None else dist.PrefixStore(f"run-{next(_numbers)}", store)
+    if store is None or seat.meeting is not None:  # a file is of one run alone
+        return store
+    return dist.PrefixStore(f"run-{next(_numbers)}", store)
 
 
 def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
