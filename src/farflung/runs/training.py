@@ -20,7 +20,7 @@ from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
-from farflung.runs.events import EVENTS, teller
+from farflung.runs.events import EVENTS, Buffered, teller
 from farflung.runs.joining import NETWORK, Reach, agreed_folder, join, meeting
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
@@ -79,7 +79,8 @@ def train(
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
       data_stays: refuses a recipe by which samples would be sent to other replicas, or computed by them.
-      show: gets the events as they happen: of all workers that are started here, of this replica under torchrun.
+      show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
+        replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
       settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
 
     Raises:
@@ -182,7 +183,8 @@ def ready_to_train(
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-            return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
+            with Buffered(sink) as shown:
+                return join(run, shown, seat, reach, device=device, pace=pace or "", network=known)
 
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined

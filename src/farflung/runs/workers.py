@@ -22,12 +22,12 @@ import torch
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
-from farflung.runs.events import teller
+from farflung.runs.events import Buffered, teller
 from farflung.runs.job import Job
 from farflung.runs.joining import Reach, join
 from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
-from farflung.telemetry import Event
+from farflung.telemetry import Event, Sink
 
 __all__ = ["serve"]
 
@@ -106,7 +106,11 @@ def _wait(job: Job, ranks: dict[int, int], over: threading.Event) -> int:
 
 def _train(job: Job, rank: int) -> int:
     """One replica: tells the starting process of every event, and of any error."""
-    tell = teller(job.events)
+    with Buffered(teller(job.events)) as tell:
+        return _trained(job, rank, tell)
+
+
+def _trained(job: Job, rank: int, tell: Sink) -> int:
     seat = Seat(rank, job.workers, rank, job.workers, job.meeting)
     try:
         config = RunConfig.resolve(job.files.stored_config())
