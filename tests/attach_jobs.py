@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 import farflung
 import farflung.recipes
@@ -44,6 +45,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(32)
         self.outer = nn.Linear(32, 5)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.outer(torch.relu(self.norm(self.inner(x))))
         return y
@@ -286,10 +288,12 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
 
     class Fails(torch.autograd.Function):
         @staticmethod
+        @override
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
 
         @staticmethod
+        @override
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             raise ValueError("half-way")
 
@@ -311,6 +315,9 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
 class Observed(Delayed):
     """Its delay is another one once it is told of the step at which one replica skips its update."""
 
+    late = True
+
+    @override
     def observe(self, state: State, stats: SharedStats) -> State:
         """As if an exchange took two steps from there on."""
         return super().observe(state, replace(stats, step_s=1.0, exchange_s=2.0 if stats.step >= 3 else 0.0))
@@ -392,6 +399,7 @@ class Branches(nn.Module):
         self.stem = nn.Linear(12, 8)
         self.branches = nn.ModuleList(nn.Linear(8, 5) for _ in range(3))
 
+    @override
     def forward(self, x: Tensor, used: list[int]) -> Tensor:
         hidden = torch.relu(self.stem(x))
         out: Tensor = sum(self.branches[index](hidden) for index in used)
@@ -567,6 +575,7 @@ class Checkpointed(nn.Module):
         self.spare = nn.Linear(2, 2) if "s" in places else None
         self.places = places
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         x.requires_grad_(True)
         for layer, place in zip(self.layers, self.places, strict=False):

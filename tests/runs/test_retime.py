@@ -73,6 +73,13 @@ PARTS: list[dict[str, Any]] = [
         "bucket_nbytes": 2000,
         "learning_rate_schedule": "cosine(warmup=2)",
     },
+    {
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "partition": "iid",
+        "sampler": "grouped_importance(groups=5, scored_by='gradient_bound')",
+    },
 ]
 BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 """A network to simulate on, and those to retime to."""

@@ -44,9 +44,6 @@ from farflung.types import (
 
 __all__ = ["Exchanges", "Settled"]
 
-_LATER = 1 << 40
-"""A step that comes after any warm-up."""
-
 
 @dataclass(slots=True)
 class Settled:
@@ -177,9 +174,8 @@ class Exchanges:
 
     @property
     def at_once(self) -> bool:
-        """Whether each step's optimizer steps on the mean of that step's gradients, at the start and later on."""
-        plans = ((step, self._schedule.plan(self._state, self._in_order, step)) for step in (0, _LATER))
-        return not self.moves_parameters and all(t.due_step == step for step, plan in plans for t in plan)
+        """Whether optimizers step on means of gradients alone, each at the step that they were taken at."""
+        return not self.moves_parameters and not self._schedule.late
 
     @property
     def waited_s(self) -> float:
@@ -519,6 +515,10 @@ class Exchanges:
             )
         if transfer.part not in self._numbers:
             raise Unsupported(f"{named}: plans a part that is not among its parts: name it there")
+        if transfer.due_step > self._step and not self._schedule.late:
+            raise Unsupported(
+                f"{named}: plans a result for step {transfer.due_step}, and its late is False: make it True"
+            )
 
     def _of(self, kind: type) -> list[Flight]:
         return [flight for flight in self._in_flight if type(flight.transfer.merge) is kind]

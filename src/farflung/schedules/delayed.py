@@ -125,6 +125,11 @@ class Delayed:
         """The swap or the pull."""
         return (self._merge,)
 
+    @property
+    def late(self) -> bool:
+        """With a delay, or one that is yet to be chosen."""
+        return self.delay != 0
+
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """The buckets themselves."""
         return buckets
