@@ -146,7 +146,7 @@ def spoken(command: type[T]) -> type[T]:
         if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
             metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
             said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-            command.__annotations__[name] = Annotated[tyro.conf.DisallowNone[hint], said]
+            command.__annotations__[name] = Annotated[tyro.conf.DisallowNone[hint], said]  # type: ignore[misc, valid-type]
     return command
 
 

@@ -64,7 +64,7 @@ def reached(host: str, port: int, connect: Callable[[], S], what: str, patience_
     while (left_s := until - time.monotonic()) > 0:
         try:
             socket.create_connection((host, port), timeout=min(left_s, _TRY_S)).close()
-            return _apart(connect, min(left_s, _TRY_S))
+            return _on_a_thread(connect, min(left_s, _TRY_S))
         except TimeoutError:
             seen = "no answer"
         except (OSError, RuntimeError) as error:
@@ -119,7 +119,7 @@ def told_by(
     raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
 
 
-def _apart(connect: Callable[[], S], patience_s: float) -> S:
+def _on_a_thread(connect: Callable[[], S], patience_s: float) -> S:
     """Connects on another thread: torch waits for ever for a process that listens and is no store."""
     made: Future[S] = Future()
 
