@@ -90,8 +90,7 @@ def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
     workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    told: dict[str, Any] = {} if threads == 0 else {"threads": threads}
-    run = train("synthetic/quadratic", workers=workers, steps=1, out=tmp_path / "run", **told)
+    run = train("synthetic/quadratic", workers=workers, steps=1, threads=threads, out=tmp_path / "run")
     found = [
         event["threads"] for rank in range(workers) for event in run.events[rank] if event["event"] == "hello"
     ]

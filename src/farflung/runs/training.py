@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -118,9 +117,9 @@ def prepare_training(
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
     seat = Seat.taken()
-    where: dict[str, Any] = {"out": out, "resume": resume, "replay": replay}
+    ready = partial(prepared, RunConfig, out=out, resume=resume, replay=replay)
     if seat is None:
-        return prepared(RunConfig, *layers, **where)
+        return ready(*layers)
     given = layers[-1].get("workers") if layers else None
     if given not in (None, seat.size):
         raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
@@ -131,7 +130,7 @@ def prepare_training(
         store = meeting(seat)
         return run_folder(title) if store is None else agreed_folder(store, seat.rank, title)
 
-    run = prepared(RunConfig, *layers, {"workers": seat.size}, **where, check=seat.rank == 0, folder=folder)
+    run = ready(*layers, {"workers": seat.size}, check=seat.rank == 0, folder=folder)
     return replace(run, store=store)
 
 
