@@ -231,6 +231,7 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
     [
         ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
         ("added", ["given parameters after attach()"]),
+        ("added, no_sync", ["given parameters after attach()"]),
         ("grad", ["followed no exchange since step 1"]),
         ("no_sync", ["followed no exchange since step 1"]),
         ("finished", ["trains on after finish()"]),
@@ -241,6 +242,18 @@ def test_what_would_train_apart_is_said_once(pool: Pool, kind: str, says: list[s
     for said in pool.run(2, "tests.attach_jobs.said_once", kind=kind):
         assert len(said) == len(says)
         assert all(words in line for words, line in zip(says, said, strict=True))
+
+
+def test_what_trains_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(farflung.Handle, "_check_all_known", lambda handle: looked.append(handle.step))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with farflung.attach(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert looked == [0, 1, 2]
 
 
 # --- parameters that no loss reached ------------------------------------------------------------------------------

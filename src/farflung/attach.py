@@ -521,7 +521,8 @@ class Handle:
     # --- around the optimizer ---------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
-        self._check_all_known()
+        if not self._exchanged:  # else the backward pass has checked
+            self._check_all_known()
         if self.size > 1 and not self._exchanged and not self._said_apart and self._has_gradients():
             self._said_apart = True
             warnings.warn(
