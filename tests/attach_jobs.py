@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import farflung
 import farflung.recipes
-from farflung.attach import Handle
+from farflung.handle import Handle
 from farflung.runtime import Seat
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
