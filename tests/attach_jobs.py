@@ -26,7 +26,7 @@ from typing_extensions import override
 
 import farflung
 import farflung.recipes
-from farflung.attach import Handle
+from farflung.handle import Handle
 from farflung.runtime import Seat
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State

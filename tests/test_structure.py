@@ -24,6 +24,7 @@ ORDER: list[set[str]] = [
         "types",
         "errors",
         "extras",
+        "lazy",
         "tasks",
         "seeding",
         "noise",
@@ -47,7 +48,7 @@ ORDER: list[set[str]] = [
     {"replica"},
     {"runtime"},
     {"timing", "recipes"},
-    {"attach", "importance", "coded"},
+    {"handle", "importance", "coded"},
     {"ddp"},
     {"integrations"},
     {"report"},
@@ -222,6 +223,16 @@ def test_all_names_what_is_public(path: Path) -> None:
     assert set(declared) - {"__version__"} == public_names(path)
     for name in declared:
         assert hasattr(module, name), f"{path}: __all__ names {name}, which is not there"
+
+
+def test_no_name_that_is_imported_when_used_is_that_of_a_module_beside_it() -> None:
+    lazy = [path for path in PACKAGES if "lazy(__name__)" in path.read_text(encoding="utf-8")]
+    assert PACKAGE / "__init__.py" in lazy
+    for path in lazy:
+        beside = {other.stem for other in path.parent.iterdir()}
+        assert not public_names(path) & beside, (
+            f"{path}: importing the module would put it in the name's place"
+        )
 
 
 def test_what_is_public_has_a_docstring() -> None:

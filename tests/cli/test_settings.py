@@ -32,7 +32,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.cli.train.ready_to_train", instead)
+    monkeypatch.setattr("farflung.runs.ready_to_train", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen

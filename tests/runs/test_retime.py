@@ -170,7 +170,7 @@ def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
-    monkeypatch.setattr("farflung.runs.config.forward_flops", lambda task: 128.0)
+    monkeypatch.setattr("farflung.timing.forward_flops", lambda task: 128.0)
     for name in ("forward", "backward", "update"):
         monkeypatch.setattr(Replica, name, never)
     monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)

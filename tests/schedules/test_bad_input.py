@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.attach import attach, carries
 from farflung.errors import ConfigError, NonFinite, Unsupported
+from farflung.handle import attach, carries
 from farflung.recipes import recipe
 from farflung.runs import RunConfig
 from farflung.types import Batch

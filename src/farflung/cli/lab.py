@@ -26,7 +26,7 @@ from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
 from farflung.types import Json
 
-__all__ = ["RunInLab", "with_dashes"]
+__all__ = ["RunInLab"]
 
 INTERRUPTED = 130
 
@@ -156,19 +156,6 @@ class RunInLab:
     def _say(self, what: str) -> None:
         if not self.quiet:
             print(f"farflung lab: {what}", file=sys.stderr, flush=True)
-
-
-def with_dashes(args: Sequence[str]) -> list[str]:
-    """The command line with dashes before what the nodes are to run: ``lab ... train ...`` is short for
-    ``lab ... -- farflung train ...``.
-    """
-    said = list(args)
-    if said[:1] != ["lab"] or "train" not in said:
-        return said
-    place = said.index("train")
-    if "--" in said[:place]:
-        return said
-    return [*said[:place], "--", sys.executable, "-m", "farflung", *said[place:]]
 
 
 def _found(command: Sequence[str]) -> Sequence[str]:

@@ -9,21 +9,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
 from rich.console import Console
 
-from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
-from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table, sampling_picture
-from farflung.runs import Filed, Prepared, Run, RunConfig, Setting
+from farflung.runs import RunConfig, Setting
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
-__all__ = ["RunOptions", "finish", "given", "spoken", "with_options", "with_settings"]
+if TYPE_CHECKING:  # these import torch, which help does without
+    from farflung.cli.progress import Progress
+    from farflung.runs import Prepared, Run
+
+__all__ = ["RunOptions", "finish", "given", "with_options", "with_settings"]
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -55,6 +56,8 @@ class RunOptions:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
+        from farflung.runs import Filed
+
         if self.config is None:
             return self._start({})
         known = option_types(type(self), without=("config", "resume"))
@@ -85,6 +88,8 @@ class RunOptions:
     @contextmanager
     def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
         """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
+        from farflung.report import TensorBoard
+
         with ExitStack() as stack:
             stack.enter_context(progress)
             sinks: list[Sink] = [progress]
@@ -99,6 +104,8 @@ class RunOptions:
 
     def show(self, run: Prepared[C]) -> None:
         """How the training set is split, where it is."""
+        from farflung.report import partition_table
+
         if run.shares and not (self.quiet or self.json):
             Console(stderr=True).print(partition_table(run.shares, run.config.split_text))
 
@@ -135,23 +142,10 @@ def given(command: object, settings: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def spoken(command: type[T]) -> type[T]:
-    """Names the kind of value of each option that may be left out, in a command's help, and no default.
-
-    One that is true or false is a pair of flags: a file may have set it, so the command line can unset it.
-    """
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        kinds = get_args(plain)
-        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
-            metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
-            said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-            command.__annotations__[name] = Annotated[tyro.conf.DisallowNone[hint], said]  # type: ignore[misc, valid-type]
-    return command
-
-
 def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
+    from farflung.report import buffers_picture, partition_picture, sampling_picture
+
     picture = run.picture()
     buffers, shares = run.files.buffers_picture, run.files.partition_picture
     events, how = run.events, run.files.sampling_picture

@@ -10,7 +10,7 @@ import tyro
 
 from farflung.cli.options import finish
 from farflung.cli.progress import Progress
-from farflung.runs import RunFolder, SimulatedConfig, retime
+from farflung.runs import SimulatedConfig
 
 __all__ = ["Retime"]
 
@@ -38,6 +38,8 @@ class Retime:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
+        from farflung.runs import RunFolder, retime
+
         before = SimulatedConfig.stored_in(RunFolder(self.run_folder))
         network, device = self.network or str(before["network"]), self.device or str(before["device"])
         stored = self.run_folder.resolve()  # which has a name where this one is a dot

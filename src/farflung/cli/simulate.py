@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
-from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop, prepared, simulate_prepared
+from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -31,6 +30,9 @@ class Simulate(RunOptions):
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
+        from farflung.cli.progress import Progress
+        from farflung.runs import prepared, simulate_prepared
+
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
         progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
         with asked_to_stop() as stop, ExitStack() as stack:

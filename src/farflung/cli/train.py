@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from farflung.cli.options import RunOptions, finish, with_settings
-from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, prepare_training, ready_to_train
-from farflung.runtime import Seat
+from farflung.runs import RunConfig
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -58,6 +56,10 @@ class Train(RunOptions):
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
+        from farflung.cli.progress import Progress
+        from farflung.runs import prepare_training, ready_to_train
+        from farflung.runtime import Seat
+
         run = prepare_training(filed, self.given(), **self.where)
         seat = Seat.taken()
         leads = seat is None or seat.rank == 0

@@ -15,34 +15,15 @@ import torch
 from torch import Tensor
 
 from farflung.data.archive import content
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate
+from farflung.data.source import Location, locate
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "as_float", "load", "read"]
 
-_HOME = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary"
+SOURCE = CATALOG["a9a"]
 
-SOURCE = Source(
-    name="a9a",
-    title="32,561 + 16,281 people, 123 yes-or-no columns, income above or below $50,000",
-    licence="CC BY 4.0",
-    homepage=f"{_HOME}.html#a9a",
-    files=(
-        File(
-            "a9a",
-            url=f"{_HOME}/a9a",
-            lines_sha256="4a64288fba73c4362cf066e219c35663b450f1658867b7ed7bcc1f6accfc4949",
-        ),
-        File(
-            "a9a.t",
-            url=f"{_HOME}/a9a.t",
-            lines_sha256="506954ec230f3de29ee7ba703521446f458e81ecc317a9661ddc10d908e9d6f0",
-        ),
-    ),
-    layouts=(("a9a.gz", "a9a.t.gz"), ("a9a.bz2", "a9a.t.bz2")),
-    samples=(32_561, 16_281),
-)
 
 _COLUMNS = 123
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from farflung.attach import Handle, attach
 from farflung.errors import RunLost, Unsupported
 from farflung.extras import need
+from farflung.handle import Handle, attach
 from farflung.integrations.own_files import restore_own
 from farflung.recipes import Recipe
 from farflung.replica import save_tree

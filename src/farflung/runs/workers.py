@@ -19,6 +19,10 @@ from pathlib import Path
 
 import torch
 
+# What a configuration imports only when it is used: here once for all workers.
+import farflung.optimizers
+import farflung.recipes.parts
+import farflung.workloads  # noqa: F401
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig

@@ -15,7 +15,7 @@ import tyro
 from rich.filesize import decimal
 
 from farflung.cli.coded.reach import ReachOptions
-from farflung.cli.options import spoken
+from farflung.cli.main import spoken
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.coded.attendance import take_part
