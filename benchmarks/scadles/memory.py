@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.scadles.streamed import NETS
@@ -22,7 +22,7 @@ def memory(net: str, batch: int, optimizer: str) -> dict[str, Any]:
 
     What is kept is counted once for each storage, weights left out; the optimizer has taken a step with momentum 0.9.
     """
-    model = nn.Sequential(nn.AvgPool2d(2), NETS[net].network())
+    model = NETS[net].network()
     weights = list(model.parameters())
     stored = {one.untyped_storage().data_ptr() for one in weights}
     kept: dict[int, int] = {}
