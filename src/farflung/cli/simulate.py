@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop
 from farflung.telemetry import Event, Sink
@@ -28,6 +30,7 @@ class Simulate(RunOptions):
         {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port", "threads"}
     )
 
+    @override
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         from farflung.cli.progress import Progress

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.cli.options import RunOptions, finish, with_settings
 from farflung.runs import RunConfig
 from farflung.types import Json
@@ -54,6 +56,7 @@ class Train(RunOptions):
     data_stays: bool | None = None
     """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""
 
+    @override
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
         from farflung.cli.progress import Progress

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from farflung.codecs.bits import pack, pack_wide, unpack, unpack_wide
 from farflung.codecs.options import density_option, indexable
@@ -90,6 +91,7 @@ class ChunkedTopK(Sparse):
             return Payload((whole.view(-1)[: len(flat)].clone(),)), state
         return Payload(parts), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

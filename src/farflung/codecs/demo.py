@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.bits import pack_wide, unpack_wide
 from farflung.codecs.options import floating
@@ -97,6 +98,7 @@ class DeMo(Sparse):
         kept = momentum.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"momentum": kept})
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.routed import join, take
@@ -118,6 +119,7 @@ class DGC(Sparse):
             velocity[start : start + numel].nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

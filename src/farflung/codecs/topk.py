@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept, largest
@@ -67,6 +68,7 @@ class TopK(Sparse):
             return Payload((torch.zeros_like(flat).index_copy_(0, indices, values),)), state
         return Payload((values, indices.to(torch.int32))), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

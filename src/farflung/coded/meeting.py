@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from farflung.comm.interface import check_host, route_to
 from farflung.comm.keys import Keys
@@ -63,6 +64,7 @@ class Address:
             raise ConfigError(f"{text!r}: an address is HOST:PORT, such as 192.168.1.5:29500")
         return Address(host.strip("[]"), int(port))
 
+    @override
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm.channel import RELAYED, kind_of
 from farflung.comm.collectives import collective_named
@@ -61,6 +62,7 @@ class WallCommunicator(Receiving):
         self._stage(payload).on_done(staged)
         return left
 
+    @override
     def _wait_begins(self, deadline_s: float | None) -> float:
         del deadline_s
         return self.view.now()

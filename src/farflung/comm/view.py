@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from farflung.comm.blame import Blame, Holdup
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
@@ -119,6 +120,7 @@ class View(Meeting):
         """The view's clock, in seconds."""
         return self._now()
 
+    @override
     def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         source, destination, _ = message.route
@@ -131,6 +133,7 @@ class View(Meeting):
             self.malformed(source if relayed else rank, message.payload.nbytes, str(error))
             raise
 
+    @override
     def malformed(self, rank: int, nbytes: int, why: str) -> None:
         """See :class:`farflung.comm.transport.Listener`; the member is told, and lost."""
         if rank in self._left:
@@ -184,6 +187,7 @@ class View(Meeting):
         else:
             self._control(rank, message)
 
+    @override
     def closed(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         self._is_gone(rank, CLOSED)
@@ -203,6 +207,7 @@ class View(Meeting):
                 body: dict[str, Json] = {"rank": rank, "token": self._routes.token(rank), "detail": why}
                 self._say(Kind.LOST, other, body, last=True)
 
+    @override
     def denied(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         if rank not in self._greeted:
@@ -210,6 +215,7 @@ class View(Meeting):
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
             )
 
+    @override
     def broken(self, error: BaseException) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         self.end(error)
@@ -287,12 +293,14 @@ class View(Meeting):
         if body.get("token") == self._routes.token(rank):
             self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
+    @override
     def _begin_anew(self, rank: int) -> None:
         self.relay.lost(rank)
         self._early.pop(rank, None)
         self._farewells.pop(rank, None)
         self._heard[rank] = self._sent[rank] = 0
 
+    @override
     def _greet(self, rank: int) -> None:
         """Says who this is; where a relay holds the greeting until the other has come, also who that is."""
         body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}

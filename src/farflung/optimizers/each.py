@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 __all__ = ["EachParameter"]
 
@@ -20,6 +21,7 @@ class EachParameter(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
+    @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Makes a step, and computes the loss anew before where a closure is given."""
         loss = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.optimizers.each import EachParameter
@@ -56,6 +57,7 @@ class Lars(EachParameter):
             params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         )
 
+    @override
     def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         rate, decay = group["lr"], group["weight_decay"]
         change = gradient

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from farflung.optimizers.each import EachParameter
 from farflung.options import number_option
@@ -41,6 +42,7 @@ class SignSGD(EachParameter):
         number_option("sign_sgd", "weight_decay", weight_decay, 0)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
+    @override
     def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(gradient.sign(), alpha=-group["lr"])

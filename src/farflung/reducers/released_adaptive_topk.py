@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, floating
 from farflung.codecs.selection import largest
@@ -179,6 +180,7 @@ class _Entries(Sparse):
         del step, count
         return Payload((grad[self.places], self.places.to(torch.int32))), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.files import held, naming, writing
@@ -85,6 +87,7 @@ class Comparison:
         comparison_picture(self.courses, Path(path), title=self.title, target=self.target)
         return Path(path)
 
+    @override
     def __str__(self) -> str:
         from farflung.report import as_text
 

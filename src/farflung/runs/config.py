@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
+from typing_extensions import override
+
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
@@ -347,6 +349,7 @@ class SimulatedConfig(RunConfig):
     command: ClassVar[str] = "simulate"
 
     @property
+    @override
     def title(self) -> str:
         """For people."""
         return f"{self.workload}, {self.recipe.name}, {self.network_name}"
@@ -357,11 +360,13 @@ class SimulatedConfig(RunConfig):
         return self.network if isinstance(self.network, str) else self.network.name
 
     @classmethod
+    @override
     def lacks(cls, stored: Mapping[str, Json]) -> bool:
         """Whether it is a run of the other world."""
         return "network" not in stored
 
     @classmethod
+    @override
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
         of_the_world = {name: said.get(name, value) for name, value in _WORLD.items()}
         count = _profile(of_the_world["network"]).nodes
@@ -404,6 +409,7 @@ class SimulatedConfig(RunConfig):
             count_evaluation=self.count_evaluation,
         )
 
+    @override
     def check(self) -> list[Share]:
         """See :meth:`RunConfig.check`."""
         from farflung.comm import collective_named
@@ -432,6 +438,7 @@ class SimulatedConfig(RunConfig):
             "changes": list(profile.changes),
         }
 
+    @override
     def to_json(self) -> dict[str, Json]:
         """See :meth:`RunConfig.to_json`."""
         return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from farflung.comm import View
 from farflung.errors import RunLost
 from farflung.tasks import Pending, Task
@@ -83,6 +85,7 @@ class CommunicationThread(threading.Thread):
         self._bell.close()
         self._ear.close()
 
+    @override
     def run(self) -> None:
         """The loop; an error in it fails everything that waits."""
         try:

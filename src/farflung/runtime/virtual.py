@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from farflung import tasks
 from farflung.comm import AUTO, Mailbox, VirtualNetwork, collective_named
 from farflung.comm.virtual import Lane, VirtualClock
@@ -350,6 +352,7 @@ class _OffClock(VirtualRuntime):
         self.lane = None
         self.soon = world.stage.soon_of(comm.rank)
 
+    @override
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts at once, with the replica as it is now."""
         return Task(exchange, self.soon, at_once=True)

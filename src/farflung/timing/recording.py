@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import Unsupported
 from farflung.files import JsonLinesFile
@@ -112,11 +113,13 @@ class RecordedReplica(Replica):
 
     recorder: TrafficRecorder | None = None
 
+    @override
     def __post_init__(self) -> None:
         if self.recorder is not None:
             self.parts = replace(self.parts, reducer=_RecordingReducer(self.parts.reducer, self.recorder))
         Replica.__post_init__(self)
 
+    @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """The replica's."""
         order: list[int] = []

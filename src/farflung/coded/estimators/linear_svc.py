@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.estimators.classifier import CodedClassifier, signs, solver_options
 from farflung.coded.objectives import Hinge, Objective, SquaredHinge
@@ -74,6 +75,7 @@ class CodedLinearSVC(CodedClassifier):
         self.code = code
         self.seed = seed
 
+    @override
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
         losses: dict[str, type[Hinge | SquaredHinge]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
         if self.loss not in losses:
@@ -83,6 +85,7 @@ class CodedLinearSVC(CodedClassifier):
         )
         return objective, signs(codes)
 
+    @override
     def _solver(self) -> Solver[Any]:
         one: Solver[Any]
         name = self.solver or ("bundle" if self.loss == "hinge" else "lbfgs")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.estimators.classifier import CodedClassifier, signs, solver_options
 from farflung.coded.objectives import Logistic, Multinomial, Objective
@@ -78,6 +79,7 @@ class CodedLogisticRegression(CodedClassifier):
             margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
         return margins.log_softmax(dim=1).numpy()
 
+    @override
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
         options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
         classes = len(self.classes_)
@@ -85,6 +87,7 @@ class CodedLogisticRegression(CodedClassifier):
             return Logistic(**options), signs(codes)
         return Multinomial(classes=classes, **options), codes
 
+    @override
     def _solver(self) -> Solver[Any]:
         if self.solver == "lbfgs":
             return LBFGS(**solver_options(tol=self.tol))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import COLLECTIVES, collective_named
@@ -222,6 +223,7 @@ class VirtualCommunicator(Receiving):
         self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
+    @override
     def _wait_begins(self, deadline_s: float | None) -> float:
         self._network.ends_wait(self.rank, deadline_s)
         return self._network.now()
