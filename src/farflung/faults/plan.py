@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError, UnknownName, Unsupported
 
 __all__ = ["FAULTS", "Fault", "FaultPlan"]
@@ -106,6 +108,7 @@ class Fault:
             if peer != self.rank:
                 yield from ((self.rank, peer), (peer, self.rank))
 
+    @override
     def __str__(self) -> str:
         """For messages.
 
