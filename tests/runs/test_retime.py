@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from farflung.cli.main import main
 from farflung.devices import CodingRates, DeviceProfile, Points, Varying
@@ -113,6 +114,7 @@ def test_on_other_devices(tmp_path: Path) -> None:
 class Everything(dict[tuple[str, str], Points]):
     """Points of every operation of every method, unlike each other."""
 
+    @override
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         del default
         letters = sum(map(ord, "".join(key)))

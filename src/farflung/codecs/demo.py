@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from farflung.codecs.bits import pack_wide, unpack_wide
 from farflung.codecs.options import floating
-from farflung.codecs.sparse import Sparse
+from farflung.codecs.sparse import Sparse, add_dense
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
@@ -91,10 +91,8 @@ class DeMo(Sparse):
             values.append(components.gather(1, found).view(-1))
             places.append(found.view(-1))
         payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
-        sent = torch.zeros_like(momentum)
-        self.accumulate(state, payload, sent, step=step, count=count)
-        if payload.nbytes >= grad.nbytes:
-            payload = Payload((sent.view(-1),))
+        sent = self.decode(state, payload, TensorSpec.of(grad), step=step, count=count)
+        payload = self.or_dense(state, payload, grad, step=step, count=count)
         kept = momentum.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"momentum": kept})
 
@@ -104,11 +102,11 @@ class DeMo(Sparse):
     ) -> None:
         """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
-        values, *rest = payload.tensors()
-        if not rest:
-            total.add_(values.view(total.shape), alpha=alpha)
+        parts = tuple(payload.tensors())
+        if add_dense(total, parts, alpha):
             return
-        places = unpack_wide(rest[0], rest[1], self._index_bits, len(values))
+        values, low, high = parts
+        places = unpack_wide(low, high, self._index_bits, len(values))
         start = 0
         for where in _each(state):
             keep = min(self.keep, where.size)

@@ -17,7 +17,7 @@ from farflung.codecs.selection import largest
 from farflung.codecs.sparse import Sparse, add_entries
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
-from farflung.reducers.adaptive_topk import compressed_share
+from farflung.reducers.adaptive_topk import compressed_share, counted
 from farflung.reducers.journeys import Exchange, Gathered, Journey, Parcel, Summed
 from farflung.reducers.methods import method_of_rounds
 from farflung.reducers.rounds import check_rounds
@@ -133,8 +133,7 @@ class ReleasedAdaptiveTopK:
         result = reduced(channel, *await journey.finish())
 
         def learn(now: CodecState) -> CodecState:
-            counted = {"steps": now.shared["steps"] + 1, "compressed": now.shared["compressed"] + compress}
-            return CodecState({**now.shared, **counted}, now.local)
+            return CodecState(counted(now.shared, compress), now.local)
 
         return Reduced(result.mean, result.weight, result.rider, learn)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from farflung.comm import AUTO
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import naming, reading, write_json, write_whole
@@ -45,6 +48,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+MESSAGE_S = 5e-5
+"""What it takes to simulate one message, on a processor of today."""
+LONG_S = 10.0
+"""An exchange that takes as long to simulate is warned of."""
 
 
 def nowhere(event: Event) -> None:
@@ -157,9 +165,29 @@ def _simulated(
                 replica.resume(start)
         if not config.make_faults().faults:
             keep_once(replicas)
+        _say_if_long(world, config.recipe, replicas[0])
         summary, model = _run(world, replicas, whole)
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective}, world)
+
+
+def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
+    """Warns in one line, before a run begins, of exchanges that take long to simulate."""
+    auto = replica.runtime.comm.auto
+    names = [
+        auto.get(spec.nbytes, "direct") if recipe.collective == AUTO else recipe.collective
+        for spec in replica.bucket_specs
+    ]
+    messages = sum(map(world.network.messages, names))
+    if messages * MESSAGE_S >= LONG_S:
+        logging.getLogger("farflung").warning(
+            "an exchange of %s replicas by %s has about %s messages, which are simulated one by one: each will take "
+            "about %s",
+            f"{len(world.runtimes):,}",
+            ", ".join(dict.fromkeys(names)),
+            f"{messages:,}",
+            timedelta(seconds=round(messages * MESSAGE_S)),
+        )
 
 
 async def whole(replica: Replica) -> tuple[Summary, State]:
@@ -264,6 +292,7 @@ def _retimed(
             )
         settle = partial(world.settle_collective, anew=True)
         collective = settled_collective(settle, config.recipe, replicas[0])
+        _say_if_long(world, config.recipe, replicas[0])
         with reading(
             stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
         ):
