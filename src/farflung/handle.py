@@ -1,4 +1,4 @@
-"""farflung in somebody's own training loop: three lines, and the loop stays as it is."""
+"""farflung in a training loop of its user's: three lines, and the loop stays as it is."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ def attach(
       interface: the address or network interface to listen on; that of the route to the master when not given.
       port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
       advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
-        ``"none"`` where nobody can connect to it.
+        ``"none"`` where no peer can connect to it.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
-        waits for the device. ``None``: nobody looks, as under DistributedDataParallel; for loops with a ``GradScaler``.
+        waits for the device. ``None``: no bucket is checked, as under DistributedDataParallel; for loops with a ``GradScaler``.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
 
@@ -561,7 +561,7 @@ class Handle:
             self._tell()
 
     def _tell(self) -> None:
-        """An event of the step that is through, which reaches from the one before to here, to whoever wants it."""
+        """Emits an event of the step that has ended, from the end of the one before to its own."""
         if self._telemetry is None:
             return
         begin, waited = self._told_s, self._told_waited_s
@@ -636,7 +636,7 @@ class Handle:
 
 
 class _End:
-    """Told by autograd that a run is through. Nobody else keeps it, so it is gone with a run that broke off."""
+    """Told by autograd that a run is through. Autograd alone keeps it, so it is gone with a run that broke off."""
 
     def __init__(self, ended: Callable[[int], None], task: int) -> None:
         self._ended, self._task = ended, task

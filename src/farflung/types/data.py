@@ -78,7 +78,7 @@ class Partition(Protocol):
     """A way to split a data set among replicas."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part: every sample in exactly one of them, the same for everybody who asks.
+        """The ids of each part: every sample in exactly one of them, the same at each call.
 
         Raises:
           ConfigError: numbers that cannot work.
@@ -267,7 +267,7 @@ class Gate(Protocol):
         """Waits until it is open.
 
         Args:
-          rest_s: seconds to leave the link alone before, if exchanges are under way that nobody waits for yet.
+          rest_s: seconds to leave the link alone before, if exchanges are under way that no step waits for yet.
 
         Returns:
           When that is.
@@ -302,7 +302,7 @@ class Reshards(Protocol):
         ...
 
     def partner(self, step: int, rank: int, size: int) -> int | None:
-        """With whom a replica swaps in the round that begins at ``step``; ``None``: with nobody."""
+        """The rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
         ...
 
     def outgoing(self, held: int, sampler: Carries | None, *, step: int, rank: int) -> SampleIds:
