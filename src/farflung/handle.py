@@ -155,7 +155,8 @@ def attach(
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
-        waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a ``GradScaler``.
+        waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
+        ``GradScaler``.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
 
