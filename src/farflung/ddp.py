@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from farflung._torch import after_backward
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
@@ -262,7 +263,7 @@ class HookState:
                     self._enter(waiting)
                 self._waiting.clear()
         if bucket.is_last():
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            after_backward(self._end)
         return future
 
     def _end(self) -> None:
