@@ -308,9 +308,9 @@ def test_a_run_that_cannot_go_on_ends_with_a_line(broker: Broker, tmp_path: Path
 
 
 def test_messages_for_a_partition_that_is_not_there_are_not_lost_in_silence(broker: Broker) -> None:
-    broker.make("absent", 4)
+    broker.make("four", 4)
     with pytest.raises(AssertionError, match=r"2 messages did not arrive: .*[Uu]nknown partition"):
-        broker.put("absent", 4, VALUES[:2])
+        broker.put("four", 4, VALUES[:2])
 
 
 def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) -> None:
