@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import Unsupported
-from farflung.recipes import Recipe
 from farflung.replica import GradientBuckets, Replica, Vote, load_tree
 from farflung.replica.flights import Flight
 from farflung.replica.merges import MERGERS, Merger
@@ -363,7 +362,7 @@ class Learning:
 
 
 def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recipe, "_reducer", lambda recipe: Learning())
+    monkeypatch.setattr("farflung.recipes.parts._reducer", lambda recipe: Learning())
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
         assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4

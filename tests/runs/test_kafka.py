@@ -271,7 +271,7 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
     with farflung("train", *options) as first:
         assert main(produce(broker, "readings", "300", "--samples", str(60 * BATCH))) == 0
         until(first.stderr, "step-00000050")
-        with producing(broker, "readings", "[80, 120, 160, 200]"):
+        with producing(broker, "readings", "[20, 40, 60, 80]"):
             until(first.stderr, "step-00000100")
             broker.stop()
             if broker.real:

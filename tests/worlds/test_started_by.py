@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from farflung import attach, train
+from farflung.runs import joining
 from tests.listening import listening
 from tests.pool import Pool, digest
 
@@ -67,7 +69,8 @@ def kept(rank: int, size: int, store: dist.Store, *, environment: dict[str, str]
     os.environ.update({name: value.format(rank=rank, size=size) for name, value in environment.items()})
     del store
     found = []
-    with contextlib.chdir(cwd):
+    # The processes of the pool have made unlike numbers of runs before.
+    with contextlib.chdir(cwd), mock.patch.object(joining, "_numbers", itertools.count()):
         for hour in (1, 2):
             with mock.patch("time.strftime", return_value=f"{hour}-by-the-clock-of-{rank}"):
                 run = train("synthetic/quadratic", steps=2, checkpoint_every=1)
