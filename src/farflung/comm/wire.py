@@ -59,7 +59,7 @@ INLINE = 4096
 """Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
 PIECE = 1 << 17
 """Bytes of each frame but the last of a tensor that is encrypted, which takes less than half a millisecond."""
-WHOLE = 1 << 22
+WHOLE = 1 << 25
 """The same where nothing is encrypted: a tensor of up to this size comes in one frame."""
 
 _HEADER = struct.Struct("<2sBBIQIIIIIiII")
