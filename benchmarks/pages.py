@@ -53,11 +53,11 @@ differ. A star marks rows whose commit is the one that stored them. Figures of v
 
 **Verdicts** compare with the figure that a source publishes. A row is *reproduced* where ours is as good within its
 tolerance: 0.5 points, or 10 % of any other figure, unless `expected.toml` says otherwise. It is *better* or *worse*
-where ours and its whole spread lie beyond, and *undecided* where the spread is wider than twice the tolerance. *Not reached*
-is a target that ours missed: best and target stand in the place of the figure. *Not comparable* comes with the reason
-below its table. A baseline counts as converged where twice its steps gain less than 0.5 points. *Goals* are farflung's
-own and do not enter the verdict, and a *peer* is another system that was measured. Rows without a published figure have
-no verdict.
+where ours and its whole spread lie beyond, and *undecided* where the spread is wider than twice the tolerance.
+*Not reached* is a target that ours missed: best and target stand in the place of the figure. *Not comparable* comes
+with the reason below its table. A baseline counts as converged where twice its steps gain less than 0.5 points. *Goals*
+are farflung's own and do not enter the verdict, and a *peer* is another system that was measured. Rows without a
+published figure have no verdict.
 
 ## Six published systems
 """
@@ -241,9 +241,7 @@ def pictured(page: Page, path: Path) -> None:
         _mark(axes, place, row, result, verdict)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_yticks(range(len(rows)), [row.name for row, _, _ in reversed(rows)], fontsize=7)
-    axes.set_xlabel(
-        "difference to the paper's figure, in tolerances (0.5 points, or 10 %); to the right: better"
-    )
+    axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
     axes.set_title(page.title, loc="left")
     axes.margins(x=0.08)
     for verdict in dict.fromkeys(verdict for _, _, verdict in rows):

@@ -18,6 +18,7 @@ from farflung.recipes import recipe
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--codec", default="int8")
 parser.add_argument("--passes", type=int, default=2)
+parser.add_argument("--accumulate", type=int, default=1)
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -25,7 +26,7 @@ inputs = torch.randn(256, 8)
 samples = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
 model = nn.Linear(8, 1)
 
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
 optimizer, loader = accelerator.prepare(
     torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples, batch_size=8, shuffle=True)
 )
@@ -33,9 +34,10 @@ model.to(accelerator.device)
 with farflung.attach(model, optimizer, recipe("synchronous").but(codec=options.codec)) as handle:
     for _ in range(options.passes):
         for batch, targets in loader:
-            optimizer.zero_grad()
-            accelerator.backward(nn.functional.mse_loss(model(batch), targets))
-            optimizer.step()
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(nn.functional.mse_loss(model(batch), targets))
+                optimizer.step()
     accelerator.print(
-        f"{handle.step} steps, loss {nn.functional.mse_loss(model(inputs), samples.tensors[1]).item():.2g}"
+        f"{handle.step} exchanges, loss {nn.functional.mse_loss(model(inputs), samples.tensors[1]).item():.2g}"
     )

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 import farflung
 import farflung.recipes
-from farflung.attach import Handle
+from farflung.handle import Handle
 from farflung.runtime import Seat
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
@@ -44,6 +45,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(32)
         self.outer = nn.Linear(32, 5)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.outer(torch.relu(self.norm(self.inner(x))))
         return y
@@ -244,6 +246,17 @@ def starts_alike(rank: int, size: int, store: dist.Store) -> str:
         return digest(dict(handle._model.state_dict()))
 
 
+def uneven(rank: int, size: int, store: dist.Store) -> str:
+    """Rank 1 has more batches than rank 0."""
+    try:
+        with attached(rank, size, store) as handle:
+            for x, y in batches(rank, 2 + rank):
+                one_step(handle._model, handle._optimizer, x, y)
+    except farflung.errors.PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
 def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     """Running statistics inside and outside of averaged()."""
     with attached(rank, size, store) as handle:
@@ -255,15 +268,32 @@ def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
         return {"own": own, "mean": mean, "kept": torch.equal(own, after)}
 
 
+def after_the_end(rank: int, size: int, store: dist.Store) -> list[str]:
+    """What a handle says that has finished."""
+    said = []
+    with attached(rank, size, store) as handle:
+        plain(handle._model, handle._optimizer, handle.no_sync, rank)
+        spent_s = handle.communication_cpu_s
+    for ask in (handle.state_dict, handle.averaged().__enter__):
+        try:
+            ask()
+        except farflung.errors.RunLost as error:
+            said.append(str(error))
+    assert handle.communication_cpu_s >= spent_s
+    return said
+
+
 def breaks_off(rank: int, size: int, store: dist.Store) -> str:
     """A backward pass that fails half-way on rank 1, after part of its gradients have left."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
+        @override
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
 
         @staticmethod
+        @override
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             raise ValueError("half-way")
 
@@ -285,6 +315,9 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
 class Observed(Delayed):
     """Its delay is another one once it is told of the step at which one replica skips its update."""
 
+    late = True
+
+    @override
     def observe(self, state: State, stats: SharedStats) -> State:
         """As if an exchange took two steps from there on."""
         return super().observe(state, replace(stats, step_s=1.0, exchange_s=2.0 if stats.step >= 3 else 0.0))
@@ -366,6 +399,7 @@ class Branches(nn.Module):
         self.stem = nn.Linear(12, 8)
         self.branches = nn.ModuleList(nn.Linear(8, 5) for _ in range(3))
 
+    @override
     def forward(self, x: Tensor, used: list[int]) -> Tensor:
         hidden = torch.relu(self.stem(x))
         out: Tensor = sum(self.branches[index](hidden) for index in used)
@@ -468,11 +502,15 @@ def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
     both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     refused("foreign parameters", model, both)
     refused("sparse", nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    refused("lazy", nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+    refused("lazy buffer", nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)))
     refused("complex", nn.Linear(4, 4, dtype=torch.complex64))
     model = Net()
     refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")
     refused("closure, delayed", model, torch.optim.LBFGS(model.parameters()), "delayed(2)")
     refused("nonfinite", model, nonfinite="perhaps")
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    refused("devices", spread, how="streaming_diloco(4, fragments=1)")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with farflung.attach(model, optimizer, store=dist.PrefixStore("first", store)):
@@ -509,10 +547,10 @@ def said_once(rank: int, size: int, store: dist.Store, *, kind: str) -> list[str
                 step(Tensor.backward)
                 if kind == "unfrozen":
                     model.inner.requires_grad_(True)
-                elif kind == "added":
+                elif kind.startswith("added"):
                     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
                 for _ in range(2):
-                    if kind == "no_sync":
+                    if kind.endswith("no_sync"):
                         with handle.no_sync():
                             step(Tensor.backward)
                     else:
@@ -537,6 +575,7 @@ class Checkpointed(nn.Module):
         self.spare = nn.Linear(2, 2) if "s" in places else None
         self.places = places
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         x.requires_grad_(True)
         for layer, place in zip(self.layers, self.places, strict=False):

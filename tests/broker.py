@@ -15,7 +15,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message
+    from confluent_kafka.admin import AdminClient
 
 HOME = os.environ.get("KAFKA_HOME", "")
 READY_S = 120.0
@@ -56,7 +60,7 @@ class Broker:
         self._answers()
 
     def make(self, topic: str, partitions: int) -> None:
-        """Makes a topic; the imitation makes any with 4 partitions when it is asked for it."""
+        """Makes a topic, and waits until clients see it; the imitation makes one of 4 partitions when it is asked."""
         from confluent_kafka.admin import AdminClient
         from confluent_kafka.cimpl import NewTopic
 
@@ -67,9 +71,10 @@ class Broker:
             return
         for future in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
             future.result(READY_S)
+        self._shows(admin, topic, partitions)
 
     def enlarge(self, topic: str, partitions: int) -> None:
-        """Adds partitions to a topic, so that it has as many; the imitation cannot."""
+        """Adds partitions to a topic, and waits until clients see as many; the imitation cannot."""
         from confluent_kafka.admin import AdminClient
         from confluent_kafka.cimpl import NewPartitions
 
@@ -77,17 +82,32 @@ class Broker:
         admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
         for future in admin.create_partitions([NewPartitions(topic, partitions)]).values():
             future.result(READY_S)
+        self._shows(admin, topic, partitions)
+
+    def _shows(self, admin: AdminClient, topic: str, partitions: int) -> None:
+        """Waits until the broker tells clients of so many partitions: its controller knows of them before."""
+        until = time.monotonic() + READY_S
+        while len(admin.list_topics(topic, timeout=READY_S).topics[topic].partitions) < partitions:
+            assert time.monotonic() < until, f"the broker does not show {partitions} partitions of {topic}"
 
     def put(self, topic: str, partition: int, values: Iterable[bytes], **config: Any) -> None:
-        """Sends messages, and waits until the broker has them."""
+        """Sends messages, and waits until the broker has all of them."""
         from confluent_kafka import Producer
+
+        lost: list[str] = []
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            del message
+            if error is not None:
+                lost.append(error.str())
 
         producer = Producer({"bootstrap.servers": self.servers, "log_level": 0, "linger.ms": 0, **config})
         for value in values:
             if len(producer) >= WAITING:
                 assert producer.flush(READY_S) == 0
-            producer.produce(topic, value, partition=partition)
+            producer.produce(topic, value, partition=partition, on_delivery=delivered)
         assert producer.flush(READY_S) == 0
+        assert not lost, f"{len(lost)} messages did not arrive: {lost[0]}"
 
     def stop(self) -> None:
         """It answers nobody, and keeps its connections."""

@@ -34,7 +34,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 # Under pytest-xdist the tests of a file run in one process, for the sake of what they share.
 
 POOLED = (
-    "tests/battery/",
     "tests/integrations/",
     "tests/test_attach.py",
     "tests/test_ddp.py",

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from farflung.comm import door
+from farflung.comm.wire import Route
 from tests.helpers import Group
 from tests.late import Late
 from tests.strangers import FRAME, PLAIN_GREETING, forged, knock
@@ -81,7 +82,7 @@ def late_scenario() -> None:
                 for link in endless:
                     with suppress(OSError):  # cut off, or nobody reads it
                         link.send(PLAIN_GREETING if number == 0 else FRAME)
-                members.raw(2, 0, *forged(), b"more")
+                members.raw(2, 0, *forged(Route(1, 0, 0)))
                 assert descriptors() < LIMIT
             members.until(lambda: members.views[-1].ready.done)
             members.exchange(2, 0, 2)

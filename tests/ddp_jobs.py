@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farflung
 from farflung.ddp import HookState, exchange
-from farflung.errors import FarflungError
+from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
 from farflung.reducers.weights import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
@@ -323,10 +323,19 @@ def _gone(rank: int) -> str:
         if rank == 0:
             F.cross_entropy(ddp(x), y).backward()
         return ""
-    except RuntimeError as error:
-        return f"{error}\nand the error is {state.error!r}"
+    except PeerLost as error:
+        return str(error) if error is state.error else "another error"
     finally:
         state.close()
+
+
+def _closed(rank: int) -> str:
+    ddp, state = _prepared("dgc")
+    x, y = next(batches(rank))
+    F.cross_entropy(ddp(x), y).backward()
+    state.close()
+    state.state_dict()
+    return "nothing was noticed"
 
 
 def _another_model(rank: int) -> str:
@@ -366,10 +375,29 @@ def _sparse(rank: int) -> str:
         state.close()
 
 
-def _fsdp(rank: int) -> str:
-    state, hook = farflung.ddp_hook("int8")
+def _complex(rank: int) -> str:
+    class Turned(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype)).abs()
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), Turned(3, 3, dtype=torch.complex64)))
+    state, hook = farflung.ddp_hook("identity")
+    model.register_comm_hook(state, hook)
     try:
-        hook(state, torch.zeros(3))  # type: ignore[arg-type]
+        model(torch.ones(2, 3)).sum().backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _fsdp(rank: int) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    state, hook = farflung.ddp_hook("int8")
+    model = FullyShardedDataParallel(nn.Linear(3, 3), device_id=torch.device("cpu"))
+    model.register_comm_hook(state, hook)
+    try:
+        model(torch.ones(2, 3)).sum().backward()
         return "nothing was noticed"
     finally:
         state.close()
@@ -378,9 +406,11 @@ def _fsdp(rank: int) -> str:
 FAILURES: dict[str, Callable[[int], str]] = {
     "unlike": _unlike,
     "gone": _gone,
+    "closed": _closed,
     "another model": _another_model,
     "two models": _two_models,
     "sparse": _sparse,
+    "complex": _complex,
     "fsdp": _fsdp,
 }
 

@@ -6,7 +6,6 @@ import contextlib
 import re
 import socket
 import threading
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -96,8 +95,8 @@ class Detour(dist.Store):
     def get(self, key: str) -> bytes:
         return self.store.get(key)
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
-        self.store.wait(keys, timeout)
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
 
     def close(self) -> None:
         for proxy in self.proxies.values():

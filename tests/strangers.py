@@ -13,7 +13,7 @@ import zmq
 
 from farflung.comm import Peer, WallCommunicator
 from farflung.comm.keys import Keys
-from farflung.comm.wire import Kind, encode
+from farflung.comm.wire import DIRECT, Kind, Route, encode
 from farflung.types import Payload
 from tests.helpers import PATIENCE_S, numbered, tag
 
@@ -72,8 +72,8 @@ def with_password(dealer: zmq.Socket[bytes], of: Peer, to: Peer) -> None:
 FORGED = tag(99)
 
 
-def forged() -> list[bytes]:
-    return [bytes(frame) for frame in encode(Kind.DATA, 0, FORGED, numbered(666))]
+def forged(route: Route = DIRECT) -> list[bytes]:
+    return [bytes(frame) for frame in encode(Kind.DATA, 0, FORGED, numbered(666), route=route)]
 
 
 def abort() -> list[bytes]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import farflung
 from farflung.replica import load_tree
 from farflung.telemetry import Event
+from farflung.types import State
 from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
@@ -40,6 +42,12 @@ def test_running_statistics_are_averaged_for_evaluation_only(pool: Pool) -> None
     assert not torch.equal(one["own"], other["own"])
     assert one["kept"]
     assert other["kept"]
+
+
+def test_nothing_waits_after_the_end(pool: Pool) -> None:
+    for said in pool.run(2, "tests.attach_jobs.after_the_end"):
+        assert len(said) == 2
+        assert all("exchanges nothing after finish() or close()" in line for line in said)
 
 
 def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
@@ -129,6 +137,40 @@ def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: st
         assert [end[what] for end in parts] == [end[what] for end in whole], what
 
 
+@pytest.mark.parametrize(
+    "how",
+    ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],
+)
+def test_a_state_comes_to_the_device_of_the_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file read to the host does where the model is on another device; ``meta`` stands for that one."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = farflung.Recipe(schedule=how, codec="error_feedback(topk(0.5))", bucket_nbytes=100)
+    state: State = {}
+    for device in ("cpu", "meta"):
+        model = nn.Linear(12, 5, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with farflung.attach(model, optimizer, recipe) as handle:
+            if state:
+                handle.load_state_dict(state)
+            for _ in range(4):
+                model(torch.ones(2, 12, device=device)).sum().backward()
+                optimizer.step()
+            state = handle.state_dict()
+    assert devices_in(state["exchanges"]) == {"meta"}
+
+
+def devices_in(state: State) -> set[str]:
+    """Those of its tensors, riders apart, which stay on the host."""
+    found: set[str] = set()
+    for name, leaf in state.items():
+        if isinstance(leaf, dict):
+            found |= devices_in(leaf)
+        elif isinstance(leaf, torch.Tensor) and name != "rider":
+            found.add(leaf.device.type)
+    return found
+
+
 def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     script = str(Path(__file__).parent.parent / "examples" / "attach_checkpoint.py")
     for number, (folder, steps) in enumerate([("whole", 7), ("parts", 4), ("parts", 3)]):
@@ -170,10 +212,13 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
         "another's optimizer": "none of the model's parameters",
         "foreign parameters": "2 parameters of the optimizer are not the model's",
         "sparse": "layer 0 has sparse gradients: use sparse=False",
+        "lazy": "1.weight is lazy and has no shape yet: run a batch through the model before",
+        "lazy buffer": "1.running_mean is lazy",
         "complex": "parameter weight is complex",
         "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
         "closure, delayed": "which schedule delayed(2) cannot follow",
         "nonfinite": "must be None or one of stop, skip, exclude",
+        "devices": "fragment 0 holds parameters on cpu and meta: choose a schedule without fragments",
         "twice": "attached already",
         "again": "nothing",
     }.items():
@@ -186,6 +231,7 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
     [
         ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
         ("added", ["given parameters after attach()"]),
+        ("added, no_sync", ["given parameters after attach()"]),
         ("grad", ["followed no exchange since step 1"]),
         ("no_sync", ["followed no exchange since step 1"]),
         ("finished", ["trains on after finish()"]),
@@ -196,6 +242,18 @@ def test_what_would_train_apart_is_said_once(pool: Pool, kind: str, says: list[s
     for said in pool.run(2, "tests.attach_jobs.said_once", kind=kind):
         assert len(said) == len(says)
         assert all(words in line for words, line in zip(says, said, strict=True))
+
+
+def test_what_trains_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(farflung.Handle, "_check_all_known", lambda handle: looked.append(handle.step))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with farflung.attach(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert looked == [0, 1, 2]
 
 
 # --- parameters that no loss reached ------------------------------------------------------------------------------
@@ -269,6 +327,14 @@ def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
         assert not one["said"]
         if (what, how) == ("skip", "synchronous"):
             assert one["trail"][1] == one["trail"][2] != one["trail"][3]
+
+
+def test_unlike_numbers_of_batches_name_join(pool: Pool) -> None:
+    assert pool.run(2, "tests.attach_jobs.uneven") == [
+        "nothing",
+        "lost rank 0: it had left the run; where ranks have unlike numbers of batches, put the loop inside "
+        "handle.join()",
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 4])

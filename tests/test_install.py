@@ -88,6 +88,32 @@ def test_all_is_every_extra_of_users() -> None:
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 
 
+STARTS = """
+import contextlib, io, sys
+import farflung
+from farflung.__main__ import main
+
+for said in ("--version", "--help", "train --help", "simulate --help", "compare --help", "networks", "data list"):
+    sys.argv[1:] = said.split()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main()
+    assert out.getvalue(), said
+    print(said, *({"matplotlib", "numpy", "torch"} & sys.modules.keys()))
+"""
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert len(found) == 7
+    assert [line for line in found if line.endswith(("matplotlib", "numpy", "torch"))] == []
+
+
 # --- the core alone ---------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -157,6 +158,7 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
     assert len(blocks) == len(FENCE.findall(PAGE)) == 7
+    found: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         if block.language == "sh":
             for command in block.commands():
@@ -172,5 +174,8 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         elif "farflung.attach(" in block.text:
             two_replicas(path)
         else:
-            runpy.run_path(str(path), run_name="__main__")
+            found |= runpy.run_path(str(path), run_name="__main__")
+    plain, half, quarter = found["comparison"].rows
+    assert quarter.duration_s < 0.6 * half.duration_s
+    assert half.duration_s < 0.6 * plain.duration_s
     assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")

@@ -24,12 +24,14 @@ ORDER: list[set[str]] = [
         "types",
         "errors",
         "extras",
+        "lazy",
         "tasks",
         "seeding",
         "noise",
         "tables",
         "trees",
         "options",
+        "_torch",
         "spec",
         "optimizers",
         "rates",
@@ -46,7 +48,7 @@ ORDER: list[set[str]] = [
     {"replica"},
     {"runtime"},
     {"timing", "recipes"},
-    {"attach", "importance", "coded"},
+    {"handle", "importance", "coded"},
     {"ddp"},
     {"integrations"},
     {"report"},
@@ -174,7 +176,7 @@ PACKAGES = [path for path in FILES if path.name == "__init__.py"]
 PUBLIC = [  # farflung itself, its packages and its top-level modules
     path
     for path in FILES
-    if path.name != "__main__.py"
+    if (path.name == "__init__.py" or not path.name.startswith("_"))
     and (path.parent == PACKAGE or (path.name == "__init__.py" and path.parent.parent == PACKAGE))
 ]
 
@@ -221,6 +223,16 @@ def test_all_names_what_is_public(path: Path) -> None:
     assert set(declared) - {"__version__"} == public_names(path)
     for name in declared:
         assert hasattr(module, name), f"{path}: __all__ names {name}, which is not there"
+
+
+def test_no_name_that_is_imported_when_used_is_that_of_a_module_beside_it() -> None:
+    lazy = [path for path in PACKAGES if "lazy(__name__)" in path.read_text(encoding="utf-8")]
+    assert PACKAGE / "__init__.py" in lazy
+    for path in lazy:
+        beside = {other.stem for other in path.parent.iterdir()}
+        assert not public_names(path) & beside, (
+            f"{path}: importing the module would put it in the name's place"
+        )
 
 
 def test_what_is_public_has_a_docstring() -> None:

@@ -59,8 +59,8 @@ def beyond(rows: Tensor, orders: np.random.Generator) -> int | None:
     """Answers beyond K until all is decoded, in one random order; ``None`` where all rows, (N, K), do not."""
     partitions = rows.shape[1]
     decoder = Decoder[int](partitions)
-    for place, who in enumerate(orders.permutation(len(rows)).tolist(), 1):
-        decoder.add(who, rows[who])
+    for place, device in enumerate(orders.permutation(len(rows)).tolist(), 1):
+        decoder.add(device, rows[device])
         if place >= partitions and decoder.complete:
             return place - partitions
     return None

@@ -29,7 +29,7 @@ def draw_curve(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
       path: of the picture.
-      lines: as ``results/curve.jsonl`` has them.
+      lines: as ``results/parts/curve.jsonl`` has them.
     """
     sizes = sorted({(line["devices"], line["partitions"]) for line in lines})
     figure, every = plt.subplots(1, len(sizes), figsize=(10, 4), layout="constrained", sharex=True)
@@ -57,7 +57,7 @@ def draw_joins(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
       path: of the picture.
-      lines: as ``results/joins.jsonl`` has them.
+      lines: as ``results/parts/joins.jsonl`` has them.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True)
     for line in lines:

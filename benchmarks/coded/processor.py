@@ -51,11 +51,11 @@ def decode_times(code: Code, draws: int) -> list[float]:
         order = random.permutation(devices).tolist()
         begin = time.process_time()
         decoder = Decoder[int](partitions)
-        for who in order:
-            decoder.add(who, rows[who])
+        for device in order:
+            decoder.add(device, rows[device])
             if decoder.rank == partitions and decoder.complete:
                 break
-        decoder.plan().apply({who: answers[who] for who in decoder.who})
+        decoder.plan().apply({device: answers[device] for device in decoder.who})
         found.append(1e3 * (time.process_time() - begin))
     return found
 

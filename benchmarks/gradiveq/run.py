@@ -59,18 +59,19 @@ CHOSEN = 4608
 
 def times(quick: bool) -> Mapping[str, Measured]:
     """Seconds of a window of 500 iterations, over those of the dense ring and of four bits on its hops."""
-    spec = gradient_of(workload(WORKLOAD).model(generator(0, "model")))
-    sizes = (CHOSEN,) if quick else SLICE_SIZES
+    name, chosen = ("cifar10/resnet8", SLICE_SIZES[0]) if quick else (WORKLOAD, CHOSEN)
+    spec = gradient_of(workload(name).model(generator(0, "model")))
+    sizes, sample_steps = ((chosen,), 5) if quick else (SLICE_SIZES, SAMPLE_STEPS)
     # A ring sends 2 (n - 1) / n of the gradient over each link.
     bandwidth = 2 * (NODES - 1) / NODES * 8 * spec.nbytes / AGGREGATION_S
     network = NetworkProfile.uniform(Link(LATENCY_S, bandwidth), NODES, "the ring's 1.7 s")
     kept = Kept(FOLDER, "coding", quick=quick).once(
         {"sizes": list(sizes), "nodes": NODES},
-        functools.partial(rates, sizes, spec, NODES, 1 if quick else 10),
+        functools.partial(rates, sizes, spec, NODES, 1 if quick else 10, sample_steps),
     )
     cluster = Cluster(network, spec, from_json(kept))
     plain_s, qsgd_s = cluster.plain_s(), cluster.qsgd_s()
-    windows = {size: cluster.windows(size) for size in sizes}
+    windows = {size: cluster.windows(size, sample_steps) for size in sizes}
     losses = {one["choice"]["slice_size"]: one["loss"] for one in _by_slices(_looked(quick))}
     table: dict[int, dict[str, Any]] = {
         size: {
@@ -93,14 +94,14 @@ def times(quick: bool) -> Mapping[str, Measured]:
         "parameters": spec.numel,
         "plain_s": plain_s,
         "qsgd_s": qsgd_s,
-        "slice_size": CHOSEN,
+        "slice_size": chosen,
         "of_slice_sizes": table,
     }
 
     def row(name: str, reason: str = "") -> Measured:
         values = [cell[name] for cell in table.values()]
         return Measured(
-            table[CHOSEN][name], (min(values), max(values)), config, simulated=True, reason=reason
+            table[chosen][name], (min(values), max(values)), config, simulated=True, reason=reason
         )
 
     return {

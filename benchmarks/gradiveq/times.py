@@ -30,12 +30,12 @@ PLAIN_RING = CodecReducer(collective="ring")
 NO_RIDER = torch.zeros(0, dtype=torch.float64)
 
 
-def gradiveq(slice_size: int) -> GradiVeQ:
+def gradiveq(slice_size: int, sample_steps: int = SAMPLE_STEPS) -> GradiVeQ:
     """The paper's settings but for the size of slices, and for the warm-up, which is counted by itself."""
     return GradiVeQ(
         slice_size=slice_size,
         warm_up=0,
-        sample_steps=SAMPLE_STEPS,
+        sample_steps=sample_steps,
         compress_steps=COMPRESS_STEPS,
         collective="ring",
     )
@@ -50,9 +50,12 @@ def gradient_of(model: nn.Module) -> TensorSpec:
     return TensorSpec((start,), parts=tuple(parts))
 
 
-def rates(slice_sizes: Sequence[int], spec: TensorSpec, nodes: int, rounds: int) -> dict[str, Any]:
+def rates(
+    slice_sizes: Sequence[int], spec: TensorSpec, nodes: int, rounds: int, sample_steps: int
+) -> dict[str, Any]:
     """What coding takes on this machine, at the sizes of segments that so many nodes have; as JSON."""
-    reducers: list[Reducer] = [PLAIN_RING, QSGD_RING, *map(gradiveq, slice_sizes)]
+    windows = [gradiveq(size, sample_steps) for size in slice_sizes]
+    reducers: list[Reducer] = [PLAIN_RING, QSGD_RING, *windows]
     tasks = [CodingTask("all", tuple(reducers))]
     found = coding_points(tasks, [spec], rounds=rounds, replicas=nodes)
     return {"operations": [[*key, points] for key, points in found.items()]}
@@ -113,14 +116,14 @@ class Cluster:
         """An exchange of four bits, encoded anew on every hop."""
         return self._exchanges_s(QSGD_RING, 1)[0][0]
 
-    def windows(self, slice_size: int) -> Windows:
+    def windows(self, slice_size: int, sample_steps: int) -> Windows:
         """A window of GradiVeQ's."""
-        reducer = gradiveq(slice_size)
-        seconds, states = self._exchanges_s(reducer, SAMPLE_STEPS + 1 + COMPRESSED)
-        sample_s = statistics.median(seconds[: SAMPLE_STEPS - 1])
-        compress_s = statistics.median(seconds[SAMPLE_STEPS + 1 :])
+        reducer = gradiveq(slice_size, sample_steps)
+        seconds, states = self._exchanges_s(reducer, sample_steps + 1 + COMPRESSED)
+        sample_s = statistics.median(seconds[: sample_steps - 1])
+        compress_s = statistics.median(seconds[sample_steps + 1 :])
         # The last sample teaches the bases; the exchange behind it carries their hash and is one of the compressed.
-        change_s = seconds[SAMPLE_STEPS - 1] - sample_s + seconds[SAMPLE_STEPS] - compress_s
+        change_s = seconds[sample_steps - 1] - sample_s + seconds[sample_steps] - compress_s
         return Windows(sample_s, compress_s, change_s, ratio_of(states[0]))
 
     def _exchanges_s(self, reducer: Reducer, count: int) -> tuple[list[float], list[Mapping[str, Any]]]:

@@ -169,7 +169,9 @@ def measure_producers(quick: bool) -> Mapping[str, Measured]:
 
 def measure_lost(quick: bool) -> Mapping[str, Measured]:
     """Four replicas at four rates; the broker is killed and comes back, then the run is killed and resumed."""
-    steps, away_s = (40, 1.0) if quick else (200, 10.0)
+    if quick:
+        return {}
+    steps, away_s = 200, 10.0
     with brought_up() as broker, tempfile.TemporaryDirectory(prefix="farflung-kafka-") as scratch:
         broker.make("readings", WORKERS)
         folder = Path(scratch)

@@ -46,7 +46,7 @@ COSTS = {
 
 
 def minutes(training: Watched) -> float:
-    """Of one processor core, without what its first steps take."""
+    """Of one processor core."""
     cost = COSTS[training.application]
     step_s = cost.step_s + scored(training) * cost.score_s
     looks_s = training.steps // training.every * (cost.tested + SEEN) * cost.score_s

@@ -171,7 +171,7 @@ class Watched:
         return [Moved(int(since), int(steps), tuple(shares)) for since, steps, *shares in found["moved"]]
 
     def _look(self, replica: Replica, task: Workload) -> _Look:
-        """At the model as it is. Nobody waits for what comes of it, so it takes no time from what goes by the clock."""
+        """Evaluates the model as it is. No step waits for the score, so the clock does not count it."""
         test = task.datasets()[1]
         runtime = replica.runtime.off_clock
         assert runtime is not None

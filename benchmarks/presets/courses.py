@@ -66,11 +66,6 @@ class Course:
         """For the config of a row."""
         return {**vars(self), "points": [point._asdict() for point in self.points]}
 
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Course:
-        """What :meth:`to_json` gave."""
-        return cls(**{**told, "points": [Point(**point) for point in told["points"]]})
-
 
 def best_rate(train: Train, preset: str, network: str) -> tuple[float, dict[str, float]]:
     """The rate with the lowest loss at the end, and the losses of all that were tried.

@@ -83,7 +83,7 @@ class Language:
                     await replica.step()
                 if steps == self.steps:
                     await replica.flush()
-                # Nobody waits for a score, so it takes no time from what decides by the clock.
+                # A score delays no step, so it takes no time from what decides by the clock.
                 score = await replica._evaluated()
                 found.append((steps, score, replica.sent_nbytes, replica.runtime.now()))
             return [(steps, (await score).loss, sent, seconds) for steps, score, sent, seconds in found]

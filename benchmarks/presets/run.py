@@ -16,13 +16,14 @@ from benchmarks.presets.courses import WITHIN, Course, courses_of, first_at, low
 from benchmarks.presets.language import DEVICE, NODES, TRAININGS, Language, canaries
 from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
 from benchmarks.presets.pictures import draw
-from benchmarks.presets.table import FOLDER, WHOLE
 from benchmarks.presets.times import paces
 
+FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[1] / "docs"
 STEPS = Language.steps
 OTHERS = [preset for preset in METHODS if preset != REFERENCE]
 EQUAL = "bytes to synchronous's best loss, best preset"
+WHOLE = f"bytes to within {WITHIN:g} of synchronous's best loss, best preset"
 TOLERANCES = (0.0, 0.02, WITHIN, 0.1, 0.2)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from farflung.errors import ConfigError
-from farflung.optimizers import OPTIMIZERS, SGD
 from farflung.rates import RATES
 from farflung.spec import build, text_of
 from farflung.types import Json, OptimizerFactory, RateSchedule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = ["BUCKET_NBYTES", "ON_NONFINITE", "Training"]
 
@@ -62,7 +63,8 @@ class Training:
     learning_rate_schedule: str | RateSchedule = "constant"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("evaluate_every", 0), ("checkpoint_every", 0)):
+        least_of = {"steps": 1, "batch_size": 1, "seed": 0, "evaluate_every": 0, "checkpoint_every": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"--{_option(name)} {getattr(self, name)}: must be {least} or more")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
@@ -75,9 +77,7 @@ class Training:
             raise ConfigError(f"--clip-norm {self.clip_norm}: must be 0 or more")
         if self.on_nonfinite not in ON_NONFINITE:
             raise ConfigError(f"--on-nonfinite {self.on_nonfinite}: must be one of {', '.join(ON_NONFINITE)}")
-        factory = self._optimizer_factory()
-        if isinstance(factory, SGD) and factory.nesterov and not self.momentum:
-            raise ConfigError(f"--optimizer {self.optimizer}: Nesterov's momentum needs a --momentum above 0")
+        self._optimizer_factory()
         self.make_rates()
 
     @staticmethod
@@ -106,6 +106,8 @@ class Training:
 
     def to_json(self) -> dict[str, Json]:
         """For telemetry and for comparing ranks; objects by :func:`farflung.spec.text_of`."""
+        from farflung.optimizers import OPTIMIZERS
+
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         known: dict[str, Mapping[str, Callable[..., object]]] = {
             "optimizer": OPTIMIZERS,
@@ -114,10 +116,14 @@ class Training:
         return {**told, **{name: text_of(told[name], registry) for name, registry in known.items()}}
 
     def _optimizer_factory(self) -> OptimizerFactory:
+        from farflung.optimizers import OPTIMIZERS, SGDSettings  # and torch, which settings do without
+
         how = self.optimizer
         made = build("optimizer", how, OPTIMIZERS) if isinstance(how, str) else how
         if not isinstance(made, OptimizerFactory):
             raise ConfigError(f"--optimizer {how!r}: neither text nor an OptimizerFactory")
+        if isinstance(made, SGDSettings) and made.nesterov and not self.momentum:
+            raise ConfigError(f"--optimizer {self.optimizer}: Nesterov's momentum needs a --momentum above 0")
         return made
 
 

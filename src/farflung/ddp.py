@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from farflung._torch import after_backward
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
@@ -23,6 +24,7 @@ from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
 from farflung.runtime import WallRuntime, interface_to_master
 from farflung.spec import build, text_of
+from farflung.tasks import Pending
 from farflung.types import Codec, Contribution, Reducer, State
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
@@ -59,15 +61,15 @@ def ddp_hook(
     payloads of any kind, cost one way of latency where the backend's collectives cost several, and are encrypted
     between machines. Ranks with unlike settings are found out when they meet, by name.
 
-    An exchange that fails makes ``backward()`` raise DDP's own RuntimeError with its message; the error itself is
-    :attr:`HookState.error`::
+    An exchange that fails makes ``backward()`` raise farflung's own error, :attr:`HookState.error`::
 
         try:
             loss.backward()
-        except RuntimeError:
-            if isinstance(state.error, farflung.errors.PeerLost):
-                ...  # start again from a checkpoint, without state.error.rank
-            raise
+        except farflung.errors.PeerLost as error:
+            ...  # start again from a checkpoint, without error.rank and with a new DDP
+
+    What DDP sends by itself, such as buffers before a forward pass, goes by the process group. Where that fails first,
+    the error is the group's ``RuntimeError``.
 
     Gradients are regrouped into buckets that never change, about as large as DDP's. So when DDP rebuilds its own
     after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
@@ -139,13 +141,18 @@ def ddp_hook(
     return state, exchange
 
 
-def exchange(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> torch.futures.Future[Tensor]:
     """The hook: takes one of DDP's buckets; the future holds the mean over the ranks, in the bucket's own memory.
+
+    Args:
+      state: of the hook.
+      bucket: of DDP.
+      sharded: what FSDP gives beside it.
 
     Raises:
       Unsupported: it is none of DDP's, as where FSDP calls this.
     """
-    if not isinstance(bucket, dist.GradBucket):
+    if sharded or not isinstance(bucket, dist.GradBucket):
         raise Unsupported(
             "ddp_hook is for DistributedDataParallel: FSDP hands its hooks shards, which it cannot carry"
         )
@@ -215,6 +222,8 @@ class HookState:
         self._carried: dict[int, int] = {}
         """How many buckets of a step have been carried, where some are left."""
         self._waiting: list[_Arrival] = []
+        self._launched: list[Pending[None]] = []
+        """The exchanges of the pass under way."""
         self._loaded: State | None = None
         self._closed = False
         self._fall_back = fall_back
@@ -231,7 +240,7 @@ class HookState:
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """See :func:`exchange`."""
         buffer = bucket.buffer()
-        if buffer.layout is not torch.strided or buffer.is_complex():
+        if buffer.layout is not torch.strided or any(p.is_complex() for p in bucket.parameters()):
             raise Unsupported(
                 "ddp_hook carries neither sparse nor complex gradients: give embeddings sparse=False, and make a "
                 "complex parameter's torch.view_as_real the parameter"
@@ -253,16 +262,25 @@ class HookState:
                 for waiting in self._waiting:
                     self._enter(waiting)
                 self._waiting.clear()
-        return future.then(self._means)
+        if bucket.is_last():
+            after_backward(self._end)
+        return future
 
-    def _means(self, future: torch.futures.Future[Tensor]) -> Tensor:
-        """What a future holds. DDP takes an error that is raised here for one, and any other for a tensor."""
+    def _end(self) -> None:
+        """Waits for the exchanges of the pass, before DDP does and turns their error into one of its own."""
+        launched, self._launched = self._launched, []
+        for pending in launched:
+            pending.block()
+            self.error = self.error or pending.error
         if self.error is not None:
             raise self.error
-        return future.value()
 
     def state_dict(self) -> State:
-        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
+        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass.
+
+        Raises:
+          RunLost: after :meth:`close`.
+        """
         if not self._owns:
             return self._loaded or {"step": self.step, "parameters": {}}
         return self._runtime.launch(self._snapshot()).wait()
@@ -379,14 +397,15 @@ class HookState:
                 if not arrival.waits_for:
                     arrival.future.set_result(arrival.buffer)
 
-        def ended(pending: Any) -> None:
+        def ended(pending: Pending[None]) -> None:
             if pending.error is not None:
-                self.error = self.error or pending.error
                 for arrival in arrivals:
                     if not arrival.future.done():
                         arrival.future.set_result(arrival.buffer)
 
-        self._runtime.launch(carry()).on_done(ended)
+        pending = self._runtime.launch(carry())
+        pending.on_done(ended)
+        self._launched.append(pending)
 
     async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int) -> None:
         """The whole of a bucket's exchange; runs on the communication thread, which others go on with meanwhile."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "BadInput",
     "BadLabels",
+    "BadParameter",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -74,6 +75,10 @@ class BadLabels(BadInput, ValueError):
     """Labels that a classifier cannot learn from; a ``ValueError`` too, as scikit-learn's conventions have it."""
 
 
+class BadParameter(ConfigError, ValueError):
+    """A parameter of an estimator that cannot work; a ``ValueError`` too, as scikit-learn's conventions have it."""
+
+
 class CheckpointError(BadInput):
     """A checkpoint is absent, cut short, or belongs to another model or recipe."""
 
@@ -114,7 +119,7 @@ class RunLost(FarflungError):
 
 
 class PeerLost(RunLost):
-    """The connection to a replica was closed from its end.
+    """The connection to a replica was closed from its end, or a message of it was refused.
 
     Args:
       rank: the lost replica.

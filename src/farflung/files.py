@@ -10,6 +10,7 @@ import json
 import os
 import re
 import struct
+import time
 import tomllib
 import warnings
 import zlib
@@ -56,6 +57,7 @@ _DAMAGE = (
 )
 """What content that is not what it should be makes a reader raise; RuntimeError is recursion's, and torch's, too."""
 _BLOCK = 1 << 16
+_FLUSH_EVERY_S = 1.0
 _TOO_LONG = re.compile(r"\d{309}")
 """No float is as large."""
 _UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
@@ -268,7 +270,7 @@ class JsonLinesFile:
     """A file that is added to by JSON lines; a context manager that closes it.
 
     Args:
-      path: the file; a last line in it that was cut short is left out.
+      path: the file; its folder is made, and a last line in it that was cut short is left out.
       anew: whether to replace what it holds.
 
     Raises:
@@ -277,20 +279,27 @@ class JsonLinesFile:
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if not anew:
             drop_cut_line(path)
         with writing(path):
             self._file = path.open("w" if anew else "a", encoding="utf-8")
+        self._flushed = time.monotonic()
 
-    def add(self, row: Mapping[str, Json]) -> None:
-        """One line; it may stay in memory until :meth:`flush`."""
+    def add(self, row: Mapping[str, Json], *, flush: bool = False) -> None:
+        """Appends one line; it may stay in memory for a second unless ``flush`` hands it to the system at once."""
+        now = time.monotonic()
         with writing(self._path):
             self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            if flush or now - self._flushed > _FLUSH_EVERY_S:
+                self._file.flush()
+                self._flushed = now
 
-    def flush(self) -> None:
-        """Hands what was added to the system."""
+    def close(self) -> None:
+        """Writes the rest and closes the file."""
         with writing(self._path):
-            self._file.flush()
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -299,8 +308,7 @@ class JsonLinesFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with writing(self._path):
-                self._file.close()
+            self.close()
         except StorageError:
             if error is None:  # otherwise what went wrong before is what counts
                 raise

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
+from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError
 from farflung.options import number_option, whole_option
@@ -206,6 +207,7 @@ class ImportanceSampler(Sampler[list[int]]):
         """Batches in a pass, as many on every rank."""
         return self._count
 
+    @override
     def __iter__(self) -> Iterator[list[int]]:
         """For a loader: the ids of each batch."""
         self._made = _Pass(self)

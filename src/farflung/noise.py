@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["uniform", "uniform_row"]
 
@@ -21,6 +24,8 @@ def uniform(seed: int, *counters: int) -> float:
 
 def uniform_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """:func:`uniform` for arrays of counters, which broadcast; bit for bit the same numbers."""
+    import numpy as np
+
     state = _mixed_row(np.array([seed & _MASK], dtype=np.uint64))
     for counter in counters:
         state = _mixed_row(state ^ np.asarray(counter).astype(np.uint64))
@@ -35,6 +40,8 @@ def _mixed(z: int) -> int:
 
 
 def _mixed_row(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    import numpy as np
+
     z = z + np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)

@@ -50,6 +50,10 @@ class Pending(Generic[T]):
         """Completes it with an error, raised where it is awaited."""
         self._complete(None, error)
 
+    def follow(self, other: Pending[T]) -> None:
+        """Completes as ``other`` does."""
+        other.on_done(lambda _: self._complete(other._value, other._error))
+
     def _complete(self, value: T | None, error: BaseException | None) -> None:
         with self._lock:
             if self._done:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from farflung.errors import DataError
-from farflung.files import JsonLinesFile, json_lines, writing
+from farflung.files import JsonLinesFile, json_lines
 from farflung.types import Json
 
 __all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
@@ -25,8 +23,6 @@ TIMES = frozenset(
 """The fields of events that depend on the run's clock: seconds, and what a stream held by then; no others do."""
 BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
 """The fields that hold bytes sent; where a collective is chosen by the network, so are they."""
-
-_FLUSH_EVERY_S = 1.0
 
 
 class Telemetry:
@@ -47,35 +43,11 @@ class Telemetry:
             sink(entry)
 
 
-class JsonLines:
-    """A sink that appends to a file, written at least every second.
-
-    Args:
-      path: the file; its folder is made, and a last line in it that was cut short is left out.
-
-    Raises:
-      StorageError: when it is made or called: the file cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = JsonLinesFile(path)
-        self._flushed = time.monotonic()
+class JsonLines(JsonLinesFile):
+    """A sink that appends to a file, written at least every second and at every event but that of a step."""
 
     def __call__(self, event: Event) -> None:
-        self._file.add(event)
-        if event["event"] != "step" or time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.__exit__(kind, error, trace)
+        self.add(event, flush=event["event"] != "step")
 
 
 def read_events(path: Path) -> list[Event]:

@@ -19,7 +19,7 @@ from farflung.replica import buckets
 from farflung.types import Workload
 from farflung.workloads import WORKLOADS, Classification
 
-__all__ = ["CASES", "Case", "known"]
+__all__ = ["CASES", "CODED", "DENSE", "Case", "known"]
 
 UNEVEN = "battery/uneven"
 RESIDUALS = "error_feedback(topk(density=0.05))"
@@ -159,8 +159,12 @@ _OTHERS = (
     ),
 )
 
-CASES: dict[str, Case] = {case.name: case for case in (*_presets(), *_OTHERS)}
-"""By name."""
+CODED, DENSE = "coded", "three dense exchanges"
+CASES: dict[str, Case | None] = {
+    **{case.name: case for case in (*_presets(), *_OTHERS)},
+    CODED: None,
+}
+"""By name; coded training has no settings of the command line."""
 
 
 # --- a workload in which little is alike ------------------------------------------------------------------------

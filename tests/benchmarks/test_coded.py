@@ -103,4 +103,6 @@ def test_devices_that_join_fetch_half_of_the_partitions_once_all_are_covered() -
 
 def test_a_decode_takes_some_time() -> None:
     (decode,) = processor.decode(quick=True).values()
+    assert decode.spread is not None
+    assert decode.ours is not None
     assert 0 < decode.spread[0] <= decode.ours <= decode.spread[1]

@@ -1,194 +1,327 @@
-"""What benchmarks share: verdicts, hashes of sources, results that are kept, the command line."""
+"""The benchmarks' results: verdicts, commits, trainings, the command line, and the pages that are made of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Benchmark, Expected, Group, Kept, Measured, Stored, main, source_hash, verdict
-from benchmarks.common import rows as rows_module
-from benchmarks.common.rows import all_but
+from benchmarks import pages, release
+from benchmarks.common import Benchmark, Expected, Group, Kept, Measured, Result, Trainings, judge, main
+from benchmarks.common import provenance as provenance_module
+from benchmarks.common.provenance import ROOT, NotCommitted, changed_canaries, commit_here
+from benchmarks.common.results import load_expected, load_results
 from benchmarks.common.workers import environment
 from farflung.errors import LabError
+from tests.battery.cases import CASES
 
-BENCHMARKS = sorted(path.parent for path in rows_module.ROOT.glob("benchmarks/*/expected.toml"))
-FASTER = Expected("fast", "times", "higher", goal=2.0)
-SMALLER = Expected("small", "bytes", "lower", goal=2.0)
-STORED = Stored("fast", ours=3.0, spread=(2.5, 3.5), simulated=False, sources="now")
+BENCHMARKS = {benchmark.name: benchmark for benchmark in release.every_benchmark()}
+FASTER = Expected("fast", "times", "higher", published=10.0)
+POINTS = Expected("points", "points", "lower", published=1.0)
+RESULT = Result("fast", "times", 10.0, 10.0, 10.0, [0], False, "abc", "2026-01-01", {}, 1.0, {}, [])
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("expected", "ours", "spread", "wanted"),
+    ("expected", "low", "ours", "high", "wanted"),
     [
-        (FASTER, 2.0, (1.0, 3.0), "ahead"),
-        (FASTER, 1.9, (1.8, 2.0), "equal"),
-        (FASTER, 1.9, (1.8, 1.95), "short"),
-        (SMALLER, 2.0, (1.0, 3.0), "ahead"),
-        (SMALLER, 2.1, (2.0, 2.2), "equal"),
-        (SMALLER, 2.1, (2.05, 2.2), "short"),
-        (replace(FASTER, goal=None), 0.0, (0.0, 0.0), "ahead"),
+        (FASTER, 9.5, 10.9, 11.0, "reproduced"),
+        (FASTER, 11.1, 12.0, 13.9, "better"),
+        (FASTER, 6.0, 8.0, 8.9, "worse"),
+        (FASTER, 8.8, 11.2, 11.3, "undecided"),
+        (FASTER, 10.0, 11.2, 11.3, "better"),
+        (replace(FASTER, tolerance=2.0), 11.0, 12.0, 12.0, "reproduced"),
+        (replace(FASTER, better="lower"), 11.1, 12.0, 13.9, "worse"),
+        (POINTS, 1.2, 1.4, 1.5, "reproduced"),
+        (POINTS, -0.5, -0.2, 0.4, "better"),
+        (replace(FASTER, published=None, goal=20.0), 1.0, 1.0, 1.0, ""),
     ],
 )
-def test_a_verdict_compares_with_the_goal(
-    expected: Expected, ours: float, spread: tuple[float, float], wanted: str
+def test_a_verdict_compares_with_the_published_figure(
+    expected: Expected, low: float, ours: float, high: float, wanted: str
 ) -> None:
-    assert verdict(expected, replace(STORED, ours=ours, spread=spread), "now") == wanted
+    assert judge(expected, replace(RESULT, low=low, ours=ours, high=high))[0] == wanted
 
 
-def test_what_was_never_measured_is_missing_and_what_no_longer_holds_is_stale() -> None:
-    assert verdict(FASTER, None, "now") == "missing"
-    assert verdict(FASTER, STORED, "later") == "stale"
+def test_a_verdict_has_its_reason() -> None:
+    assert judge(replace(FASTER, needs="svhn"), None) == ("not run", "needs svhn")
+    assert judge(FASTER, replace(RESULT, reason="other links")) == ("not comparable", "other links")
+    missed = replace(RESULT, ours=None, low=None, high=None, not_reached={"best": 68.2, "target": 69.0})
+    assert judge(FASTER, missed) == ("not reached", "")
+    assert missed.figure == "best 68.2, target 69"
 
 
-@pytest.mark.parametrize("folder", BENCHMARKS, ids=lambda folder: folder.name)
-def test_every_stored_row_is_expected(folder: Path) -> None:
-    expected = rows_module.load_expected(folder)
-    names = [row.name for row in expected]
-    assert len(set(names)) == len(names)
-    assert rows_module.load_stored(folder).keys() <= set(names)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_rows_are_expected_stored_and_covered_by_the_battery(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    expected = [row.name for row in load_expected(benchmark.folder)]
+    assert len(set(expected)) == len(expected)
+    assert load_results(benchmark.folder).keys() <= set(expected)
+    for group in benchmark.groups:
+        assert set(group.rows) <= set(expected)
+        assert group.battery
+        assert set(group.battery) <= CASES.keys()
+    if benchmark.trainings is not None:
+        for training in benchmark.trainings.stored():
+            assert set(benchmark.trainings._battery(training)) <= CASES.keys()
 
 
-# --- sources ----------------------------------------------------------------------------------------------------
+# --- commits ----------------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(
+        ["git", *author, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def commit(folder: Path, **files: str) -> str:
+    """With files whose folders are parted by two underscores."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_json", ".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "files")
+    return git(folder, "rev-parse", "HEAD")
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of its own."""
-    monkeypatch.setattr(rows_module, "ROOT", tmp_path)
-    (tmp_path / "one.py").write_text('"""Text."""\n\n\ndef one() -> int:\n    return 1  # comment\n')
-    (tmp_path / "two.py").write_text("def two() -> int:\n    return 2\n")
+    """A checkout with some code and a battery, and a benchmark with two rows, one of which nothing measures."""
+    monkeypatch.setattr(provenance_module, "ROOT", tmp_path)
+    provenance_module._recorded.cache_clear()
+    git(tmp_path, "init", "-q")
+    row = '[[row]]\nname = "{}"\nunit = "times"\nbetter = "higher"\npublished = 2.0\n'
+    commit(
+        tmp_path,
+        src__code="1",
+        tests__battery__expected_json='{"one": {"bytes": 1, "bits": {"2.13": "a"}}}',
+        benchmarks__some__run="",
+        **{"benchmarks__some__expected.toml": row.format("fast") + row.format("other")},
+    )
     return tmp_path
 
 
-def test_a_hash_knows_code_and_no_comments(tree: Path) -> None:
-    before = source_hash(["*.py"])
-    (tree / "one.py").write_text("def one() -> int:\n    '''Other text.'''\n\n    return 1\n")
-    assert source_hash(["*.py"]) == before
-    (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
-    assert source_hash(["*.py"]) != before
-    assert source_hash(["two.py"]) == source_hash(["*.py", "!one.py"]) != source_hash(["one.py"])
+def test_the_commit_is_the_last_that_changed_the_code(tree: Path) -> None:
+    before = commit_here()
+    commit(tree, docs__page="text", benchmarks__some__results__results="{}")
+    (tree / "benchmarks/some/results/results").write_text("more")
+    assert commit_here() == before
+    assert commit(tree, src__code="2") == commit_here() != before
+    (tree / "src" / "code").write_text("3")
+    with pytest.raises(NotCommitted, match=r"commit the code before it is measured \(src/code\)"):
+        commit_here()
 
 
-def test_what_is_not_run_is_left_out_by_name(tree: Path) -> None:
-    assert all_but(".", "two") == ["!./one.py"]
-    with pytest.raises(ValueError, match=r"no three in \."):
-        all_but(".", "two", "three")
+def test_a_canary_has_changed_where_a_value_that_both_have_differs(tree: Path) -> None:
+    before = commit_here()
+    expected = tree / "tests" / "battery" / "expected.json"
+
+    def changed(text: str) -> list[str]:
+        expected.write_text(text)
+        provenance_module._recorded.cache_clear()
+        return changed_canaries(["one", "two"], before)
+
+    assert changed(expected.read_text()) == []
+    assert changed('{"one": {"bytes": 1, "bits": {"2.14": "b"}}, "two": {}}') == []
+    assert changed('{"one": {"bytes": 1, "bits": {"2.13": "b"}}}') == ["one"]
+    assert changed('{"one": {"bytes": 2}}') == ["one"]
+    with pytest.raises(NotCommitted, match="this clone has no commit 0123"):
+        changed_canaries(["one"], "0123")
 
 
-# --- kept -------------------------------------------------------------------------------------------------------
+def test_parts_are_kept_for_one_commit(tree: Path) -> None:
+    times: list[int] = []
+
+    def once(seed: int, *, quick: bool = False) -> int:
+        def measure() -> dict[str, int]:
+            times.append(seed)
+            return {"value": len(times)}
+
+        kept = Kept(tree / "benchmarks" / "some", "cells", quick=quick)
+        return int(kept.once({"seed": seed}, measure)["value"])
+
+    (tree / ".gitignore").write_text("parts\n")
+    assert [once(seed) for seed in (0, 0, 1, 0)] == [1, 1, 2, 1]
+    assert once(0, quick=True) == 3
+    commit(tree, src__code="2")
+    assert once(0) == 4
 
 
-def test_what_is_kept_is_measured_once(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "results" / "kept.jsonl")
-    times = []
+# --- trainings --------------------------------------------------------------------------------------------------
 
-    def measure() -> dict[str, int]:
-        times.append(1)
-        return {"value": len(times)}
 
-    assert [kept.once({"seed": seed}, measure)["value"] for seed in (0, 0, 1, 0)] == [1, 1, 2, 1]
-    assert Kept(tmp_path / "results" / "kept.jsonl", quick=True).once({"seed": 0}, measure)["value"] == 3
-    assert len((tmp_path / "results" / "kept.jsonl").read_text().splitlines()) == 2
+@dataclass(frozen=True)
+class Apart:
+    parent: int
+    seed: int
+    more: int = 0
+    title = "apart"
+
+    def train(self) -> list[float]:
+        assert os.getpid() != self.parent
+        return [float(self.seed)]
+
+
+def test_a_training_is_made_once_and_again_when_a_canary_has_changed(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # importing torch is what costs
+    path = tree / "benchmarks" / "some" / "results" / "trainings.jsonl"
+    kept: Trainings[Apart, list[float]] = Trainings(path, Apart, lambda training: ("one",))
+    wanted = [Apart(os.getpid(), seed) for seed in (3, 1)]
+    assert kept.curves(wanted) == [[3.0], [1.0]]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [line["commit"] for line in lines] == [commit_here()] * 2
+    for line in lines:
+        del line["settings"]["more"]  # a setting that is new has its default
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(Apart, "train", lambda self: [self.seed + 0.5])
+    assert kept.curve(wanted[1]) == [1.0]
+    assert (kept.stored(), kept.due(), kept.curves([])) == (wanted, [], [])
+
+    commit(tree, tests__battery__expected_json='{"one": {"bytes": 2}}', src__code="2")
+    provenance_module._recorded.cache_clear()
+    assert kept.due() == wanted
+    assert kept.curve(wanted[1]) == [1.5]
+    assert (kept.stored(), kept.due()) == (wanted, wanted[:1])
 
 
 # --- the command line -------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, *args: str, ours: float = 3.0) -> int:
-    def measure(quick: bool) -> Mapping[str, Measured]:
-        return {"fast": Measured(ours, (ours, ours), {"quick": quick})}
+class Command:
+    """A benchmark's command, whose one row is measured as told."""
 
-    return main(one_row(folder, measure), [*args, "--json"])
+    def __init__(self, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = tree / "benchmarks" / "some", capsys
+        self.groups = [Group(("fast",), self._measure, "measured", 1.0, ("one",))]
+        self.ours: float | Exception | type[BaseException] = 3.0
+        self.said = ""
 
+    def _measure(self, quick: bool) -> Mapping[str, Measured]:
+        if not isinstance(self.ours, float):
+            raise self.ours
+        return {"fast": Measured(self.ours, (self.ours, self.ours), {"quick": quick, "seeds": [4]})}
 
-def one_row(folder: Path, measure: Callable[[bool], Mapping[str, Measured]]) -> Benchmark:
-    return Benchmark(folder, [Group(("fast",), measure, "measured", 1.0, ["one.py"])])
+    def __call__(self, *args: str) -> tuple[int, str]:
+        """The exit code, and the verdict on the row."""
+        code = main(Benchmark(self.folder, self.groups), [*args, "--json"])
+        captured = self._capsys.readouterr()
+        self.said = captured.err
+        row, other = json.loads(captured.out)["rows"]
+        assert {"ours", "low", "high", "seeds", "commit", "date", "machine", "config", "battery"} < row.keys()
+        assert {"published", "peer", "goal", "better", "verdict", "reason", "not_reached"} < row.keys()
+        assert other["verdict"] == "not run"
+        return code, row["verdict"]
 
 
 @pytest.fixture
-def folder(tree: Path) -> Path:
-    """Of a benchmark with two rows, one of which nothing measures."""
-    folder = tree / "benchmarks" / "some"
-    folder.mkdir(parents=True)
-    row = '[[row]]\nname = "{}"\nunit = "times"\nbetter = "higher"\ngoal = 2.0\n'
-    (folder / "expected.toml").write_text(row.format("fast") + row.format("other"))
-    return folder
+def command(tree: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Of the benchmark in the checkout."""
+    return Command(tree, capsys)
 
 
-def verdicts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    for row in rows:
-        assert set(row) == {"name", "unit", "published", "goal", "ours", "spread", "simulated", "verdict"}
-    return {row["name"]: row["verdict"] for row in rows}
+def test_rows_are_measured_once_a_commit(tree: Path, command: Command) -> None:
+    assert command("--stored") == (0, "not run")
+    assert command() == (0, "better")
+    command.ours = 1.0
+    assert command() == (0, "better")
+    assert command("--again") == (0, "worse")
+    before = load_results(command.folder)["fast"]
+    assert (before.commit, before.seeds, before.battery) == (commit_here(), [4], ["one"])
+    command.ours = 2.0
+    commit(tree, src__code="2")
+    assert command("--stored") == (0, "worse")
+    assert command() == (0, "reproduced")
 
 
-def test_rows_are_measured_once_and_again_when_stale(
-    tree: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(folder, "--stored") == 0
-    assert verdicts(capsys) == {"fast": "missing", "other": "missing"}
-    run(folder)
-    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
-    run(folder, ours=1.0)
-    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
-    (tree / "one.py").write_text("def one() -> int:\n    return 3\n")
-    run(folder, "--stored")
-    assert verdicts(capsys) == {"fast": "stale", "other": "missing"}
-    run(folder, ours=1.0)
-    assert verdicts(capsys) == {"fast": "short", "other": "missing"}
+def test_uncommitted_code_is_measured_by_quick_runs_alone(tree: Path, command: Command) -> None:
+    (tree / "src" / "code").write_text("2")
+    assert command() == (2, "not run")
+    assert "some: commit the code before it is measured (src/code), or use --quick" in command.said
+    assert command("--quick") == (0, "better")
+    assert not (command.folder / "results").exists()
 
 
-def test_a_machine_that_does_not_allow_a_measurement_is_told_so(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measurement_that_fails_or_is_stopped_leaves_the_others(command: Command) -> None:
+    command.ours = LabError("some-network does not come out right on this machine")
+    assert command() == (2, "not run")
+    assert "some: some-network does not come out right on this machine" in command.said
+    command.ours = RuntimeError("a worker failed")
+    assert command() == (1, "not run")
+    command.ours = KeyboardInterrupt
+    assert command() == (130, "not run")
+
+
+def test_a_row_of_trainings_is_as_old_as_the_oldest_of_them(tree: Path, command: Command) -> None:
+    path = command.folder / "results" / "trainings.jsonl"
+    path.parent.mkdir()
+    line = {
+        "settings": {"parent": 0, "seed": 5},
+        "curve": [5.0],
+        "commit": commit_here(),
+        "date": "2020-01-01",
+    }
+    path.write_text(json.dumps({**line, "machine": {"cpu": "old"}}) + "\n")
+    kept: Trainings[Apart, list[float]] = Trainings(path, Apart, lambda training: ("one",))
+    commit(tree, src__code="2")
+
     def measure(quick: bool) -> Mapping[str, Measured]:
         del quick
-        raise LabError("some-network does not come out right on this machine")
+        (value,) = kept.curve(Apart(0, 5))
+        return {"fast": Measured(value, (value, value))}
 
-    assert main(one_row(folder, measure), []) == 2
-    assert "some: some-network does not come out right on this machine" in capsys.readouterr().err
-
-
-def test_quick_runs_are_not_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(folder, "--quick")
-    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
-    assert not (folder / "results").exists()
-
-
-def test_what_fails_or_is_stopped_leaves_what_was_measured(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(quick: bool) -> Mapping[str, Measured]:
-        del quick
-        raise RuntimeError("a worker failed")
-
-    def stops(quick: bool) -> Mapping[str, Measured]:
-        del quick
-        raise KeyboardInterrupt
-
-    def measures(quick: bool) -> Mapping[str, Measured]:
-        del quick
-        return {"fast": Measured(3.0, (3.0, 3.0))}
-
-    groups = [Group((row,), how, "measured", 1.0, []) for row, how in (("other", fails), ("fast", measures))]
-    assert main(Benchmark(folder, groups), ["--json"]) == 1
-    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
-    assert main(Benchmark(folder, [Group(("other",), stops, "measured", 1.0, [])]), ["--json"]) == 130
-    assert verdicts(capsys) == {"fast": "stale", "other": "missing"}
+    benchmark = Benchmark(command.folder, [Group(("fast",), measure, "trainings", 0.0, ("one",))], kept)
+    assert main(benchmark, ["--json"]) == 0
+    row = load_results(command.folder)["fast"]
+    assert (row.ours, row.commit, row.date, row.machine) == (
+        5.0,
+        line["commit"],
+        "2020-01-01",
+        {"cpu": "old"},
+    )
 
 
-def test_only_rows_of_the_chosen_kinds_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(folder, "--simulated", "--trainings")
-    assert verdicts(capsys) == {"fast": "missing", "other": "missing"}
-    run(folder, "--simulated", "--measured")
-    assert verdicts(capsys) == {"fast": "ahead", "other": "missing"}
+def test_the_release_runs_what_is_due(tree: Path, command: Command) -> None:
+    asked: list[str] = []
+    benchmark = Benchmark(command.folder, command.groups)
+
+    def one(benchmark: Benchmark, kind: str) -> int:
+        asked.append(kind)
+        return main(benchmark, [f"--{kind}", "--json"])
+
+    assert [release.main([], [benchmark], one), asked] == [0, ["measured"]]
+    assert [release.main([], [benchmark], one), asked] == [0, ["measured"]]
+    commit(tree, src__code="2")
+    assert [release.main(["--simulated"], [benchmark], one), asked] == [0, ["measured"]]
+    assert [release.main([], [benchmark], one), asked] == [0, ["measured", "measured"]]
+    (tree / "src" / "code").write_text("3")
+    assert release.main([], [benchmark], one) == 2
+
+
+# --- pages ------------------------------------------------------------------------------------------------------
+
+
+def test_pages_say_what_is_stored() -> None:
+    found = pages.pages()
+    assert pages.PAGE.read_text() == pages.results_page(found), "write them: scripts/bench --pages"
+    assert sum(page.system is not None for page in found) == 6
+    for page in found:
+        text = (page.folder / "README.md").read_text()
+        assert text == pages.with_block(text, pages.readme(page)), "write them: scripts/bench --pages"
+        assert len(text.splitlines()) <= 60, page.folder
+        assert any(row.headline for row, _ in page.rows)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
@@ -196,7 +329,6 @@ def test_only_rows_of_the_chosen_kinds_are_measured(folder: Path, capsys: pytest
 
 def test_workers_import_the_package_of_their_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere/src")
-    here = f"{rows_module.ROOT}/src:{rows_module.ROOT}"
-    assert environment()["PYTHONPATH"] == f"{here}:/elsewhere/src"
+    assert environment()["PYTHONPATH"] == f"{ROOT}/src:{ROOT}:/elsewhere/src"
     monkeypatch.delenv("PYTHONPATH")
-    assert environment()["PYTHONPATH"] == here
+    assert environment()["PYTHONPATH"] == f"{ROOT}/src:{ROOT}"

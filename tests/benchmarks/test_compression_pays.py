@@ -21,9 +21,9 @@ class Table:
         self._accuracy = accuracy
         self.asked: list[Hooked] = []
 
-    def accuracies(self, trainings: Sequence[Hooked]) -> list[float]:
+    def curves(self, trainings: Sequence[Hooked]) -> list[list[tuple[int, float]]]:
         self.asked += trainings
-        return [self._accuracy(one) for one in trainings]
+        return [[(one.steps, self._accuracy(one))] for one in trainings]
 
     def rates(self, method: str) -> list[float]:
         return [one.learning_rate for one in self.asked if one.method == method and one.seed == SEEDS[0]]

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import Kept, source_hash
+from benchmarks.common import Expected, Kept, Measured, Result
+from benchmarks.common import kept as kept_module
+from benchmarks.common.results import store
 from benchmarks.fidelity import networks, run
 from benchmarks.fidelity.cells import Cell, recipe_of
 from benchmarks.fidelity.networks import DELAY_MS, DRAWN, LOSS, RATE_MBPS, drawn
@@ -125,21 +127,19 @@ def test_the_median_of_others_lies_between_ordered_errors() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a benchmark without results."""
     monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(kept_module, "commit_here", lambda: "now")
     return tmp_path
 
 
 def test_every_run_of_the_lab_has_a_seed_of_its_own(folder: Path) -> None:
-    kept = Kept(folder / "results" / "cells.jsonl")
+    kept = Kept(folder, "cells")
     assert run.seed_of(kept) == 1
-    row = {"name": run.MEDIAN, "ours": 0.1, "spread": [0.1, 0.1], "simulated": False, "sources": "s"}
-    (folder / "results").mkdir()
-    lines = [json.dumps({**row, "config": config}) for config in ({}, {"seed": 4})]
-    (folder / "results" / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    row = Expected(run.MEDIAN, "relative", "lower")
+    measured = Measured(0.1, (0.1, 0.1), {"seed": 4})
+    store(folder, {run.MEDIAN: Result.of(row, measured, commit="before", battery=(), seconds=1.0)})
     assert run.seed_of(kept) == 5
-    kept.once({"seed": 4, "sources": "of other code"}, dict)
-    assert run.seed_of(kept) == 5
-    kept.once({"seed": 4, "sources": source_hash(run.LAB)}, dict)
-    assert run.seed_of(kept) == 4, "what the lab measured holds: only the model has changed"
+    kept.once({"seed": 4}, dict)
+    assert run.seed_of(kept) == 4, "a run of this commit that was stopped goes on"
 
 
 def test_a_stopped_run_goes_on_where_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder: Path, monkeypatch: pytest.Mo
         for network in ("lan-1g", "wifi-100mbps")
         for recipe in UNPACED[:2]
     ]
-    cells = Kept(folder / "results" / "cells.jsonl")
+    cells = Kept(folder, "cells")
     with pytest.raises(KeyboardInterrupt):
         run.run(chosen, cells, quick=False)
     found, refused = run.run(chosen, cells, quick=False)
@@ -174,7 +174,9 @@ def test_a_stopped_run_goes_on_where_it_was(folder: Path, monkeypatch: pytest.Mo
     first, second = UNPACED[:2]
     assert asked[:3] == [f"lan-1g {first}", f"wifi-100mbps {first}", f"wifi-100mbps {second}"]
     assert asked[3:] == [f"lan-1g {first}", f"wifi-100mbps {second}"]
-    kept = [json.loads(line) for line in (folder / "results" / "cells.jsonl").read_text().splitlines()]
+    kept = [
+        json.loads(line) for line in (folder / "results" / "parts" / "cells.jsonl").read_text().splitlines()
+    ]
     assert sum("device" in line for line in kept) == 1
     assert [cell["error"] for cell in found] == [2.0, 5.0]
     assert not any("error" in line for line in kept), "what is simulated is simulated anew"

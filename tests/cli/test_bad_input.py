@@ -80,6 +80,7 @@ def test_a_schedule_is_refused_before_its_grid(capsys: pytest.CaptureFixture[str
     assert "--steps 100000: a grid shows at most 200" in refused(
         capsys, "schedule", "ring", "--steps", "100000"
     )
+    assert "--out x.xyz: the picture is a PNG" in refused(capsys, "schedule", "ring", "--out", "x.xyz")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -120,6 +121,18 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
             "--workers 10001: fashion-mnist/cnn has 10000 training samples",
         ),
         (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--seed", "-1"], "--seed -1: must be 0 or more"),
+        (
+            ["--batch-size", "10001", "--data", "packaged"],
+            "--batch-size 10001: fashion-mnist/cnn has 10000 training samples",
+        ),
+        (
+            ["--recipe", "dga", "--workers", "1"],
+            "delayed averages replicas, and there is one: use --workers 2",
+        ),
+        (["--codec", "error_feedback(error_feedback(topk))"], "keeps the same residual twice: use one"),
+        (["--out", ""], "--out: no type matching PATH could be instantiated from ['']"),
+        (["--replay", "."], ".: cannot be read (Is a directory)"),
         (["--steps", "many"], "--steps"),
         (["--stepps", "3"], "--stepps"),
         (["--learning-rate", "-1"], "--learning-rate -1.0: must be a number above 0"),
@@ -137,6 +150,7 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--optimizer", "adam(eps=1e999)"], "adam: eps inf must be a number of at least 0"),
         (["--deadline", "nan"], "--deadline nan: must be a number of seconds above 0"),
         (["--deadline", "0"], "--deadline 0.0: must be a number of seconds above 0"),
+        (["--threads", "-1"], "--threads -1: must be 1 or more, or 0 to leave it to the machine"),
         (["--data", "elsewhere"], "elsewhere"),
         (["--resume", "nowhere"], "nowhere: no run there (config.json is missing)"),
         (["--stream", "rate(0)"], "stream rate(0): must be a number of samples per second above 0"),

@@ -180,10 +180,43 @@ def test_nobody_comes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "nobody came for 0.3 s: 0 of 3 devices and 0 of 2 partitions have come" in said
 
 
-def test_nobody_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_is_met(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}"
-    assert f"a coordinator at {at}" in says(capsys, 1, "device", at, "--patience", "0.3", "--quiet")
+    said = says(capfd, 1, "device", at, "--patience", "0.3", "--quiet")
+    assert f"a coordinator at {at} (Connection refused)" in said, "and torch's stack is not shown"
+
+
+def test_what_is_met_is_no_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        with farflung("coded", "device", at, "--patience", "0.3", "--quiet") as device:
+            _, (said,) = device.finished()
+    assert f"a coordinator at {at} (no answer)" in said
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["coordinator", "--partitions", "1", "--devices", "1", "--at"], ["device"]],
+    ids=["coordinator", "device"],
+)
+def test_a_host_that_there_is_not(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "999.1.1.1:1: unknown host" in says(capfd, 2, *args, "999.1.1.1:1", "--quiet")
+
+
+def test_a_device_that_looks_for_a_coordinator_is_stopped() -> None:
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        device = stack.enter_context(farflung("coded", "device", at))
+        assert "looks for a coordinator" in device.stderr.readline()
+        silent.accept()[0].close()
+        device.send_signal(signal.SIGINT)
+        assert device.finished() == ("", ["farflung: interrupted"])
+        assert device.returncode == 130
 
 
 def test_a_folder_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -315,6 +348,7 @@ def test_a_device_that_does_not_fit_is_sent_away(
     with ExitStack() as stack:
         _, at = stack.enter_context(coordinator(tmp_path / "run"))
         first = stack.enter_context(farflung("coded", "device", at, "--data", fits, *named))
+        assert "looks for a coordinator" in first.stderr.readline()
         assert "in, as rank" in first.stderr.readline()
         process = stack.enter_context(farflung("coded", "device", at, "--data", unfit, *named, "--quiet"))
         out, err = process.finished()
@@ -389,6 +423,7 @@ def test_before_training_a_device_leaves_at_once(tmp_path: Path) -> None:
     with ExitStack() as stack:
         process, at = stack.enter_context(coordinator(tmp_path / "run"))
         device = stack.enter_context(farflung("coded", "device", at, "--data", written(tmp_path)))
+        assert "looks for a coordinator" in device.stderr.readline()
         assert "in, as rank 1" in device.stderr.readline()
         device.send_signal(signal.SIGTERM)
         device.finished()
@@ -428,5 +463,7 @@ def test_the_demonstration(
     summary = json.loads(capsys.readouterr().out)
     assert summary["objective"] == pytest.approx(summary["uncoded_objective"], rel=1e-8)
     assert len(summary["vanished"]) == 1
+    (*_, last) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert 0 < last["t"] <= summary["duration_s"], "by one clock"
     assert summary["mds_encoding_nbytes"] > sum(summary["encoding_nbytes"].values())
     assert (tmp_path / "run" / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -32,7 +32,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.cli.train.ready_to_train", instead)
+    monkeypatch.setattr("farflung.runs.ready_to_train", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -83,6 +83,26 @@ def test_the_command_line_wins(tmp_path: Path, resolved: dict[str, Any]) -> None
     assert (resolved["codec"], resolved["collective"]) == ("identity", "ring")
 
 
+def test_the_command_line_switches_off_what_a_file_switches_on(
+    tmp_path: Path, resolved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'workload = "synthetic/quadratic"\nencrypt = true\nquiet = true\ndata_stays = true\n'
+    file = written(tmp_path, text)
+    train("--config", file)
+    assert resolved["encrypt"] is True
+    train("--config", file, "--no-encrypt")
+    assert resolved["encrypt"] is False
+    started: list[tuple[bool | None, bool | None]] = []
+
+    def start(self: Train, filed: object) -> int:
+        started.append((self.quiet, self.data_stays))
+        return 0
+
+    monkeypatch.setattr(Train, "start", start)
+    assert main(["train", "--config", file, "--no-quiet"]) == 0
+    assert started == [(False, True)]
+
+
 def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[str, Any]) -> None:
     config = RunConfig.resolve(
         {
@@ -131,6 +151,7 @@ def test_a_file_beside_resume_changes_settings(tmp_path: Path) -> None:
         ("learning-rate = false", "learning-rate must be a number, not False"),
         ("codec = 16", "codec must be text, in quotes, not 16"),
         ("out = 1", "out must be a path, in quotes, not 1"),
+        ('out = ""', "out must be a path, in quotes, not ''"),
         ("quiet = 1", "quiet must be true or false, not 1"),
         ("batch-size = 3\nbatch_size = 3", "'batch_size' is there twice, with - and with _"),
         ("steps = ", "not TOML ("),
@@ -187,8 +208,8 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert prepare_training({}).config.workers == 3
-    assert prepare_training({"workers": 3}).config.workers == 3
+    assert prepare_training({}, out=tmp_path).config.workers == 3
+    assert prepare_training({"workers": 3}, out=tmp_path).config.workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert prepare_training({"workers": 2}, {}).config.workers == 3, "a file is for any number"
+    assert prepare_training({"workers": 2}, {}, out=tmp_path).config.workers == 3, "a file is for any number"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from farflung.coded import record as record_module
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.messages import Fetch, Malformed
+from farflung.coded.record import Record
 from farflung.errors import RunLost
 from farflung.faults import FaultPlan
+from farflung.replica import save_tree
 from farflung.runtime.decisions import DecisionLog
 from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
 
@@ -228,6 +234,45 @@ def test_a_coordinator_comes_again_with_what_it_kept_and_what_devices_hold() -> 
     assert seen.found < EXACT
     assert "encoding" not in seen.sent, "nothing is made anew"
     assert seen.coordinator.roster.tree()["blocks"] == before.coordinator.roster.tree()["blocks"]
+
+
+def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[tuple[str, bool]]()
+
+    def noting(path: Path, tree: dict[str, Any]) -> None:
+        save_tree(path, tree)
+        with safe_open(path, framework="pt") as file:
+            written.append((path.stem, bool(file.keys())))
+
+    monkeypatch.setattr(record_module, "save_tree", noting)
+    run = Run(later=[9], faults=PLAN.crash(2, at_s=0.3).join(7, at_s=1.0))
+    with closing(Record(tmp_path)) as record:
+        run.notes = record  # type: ignore[assignment]
+        roster = run(products_agree(40)).coordinator.roster
+    assert written.count(("labels", True)) == 2, "of the first partitions, and with that of the new device"
+    assert written.count(("roster", False)) > 10, "without a tensor"
+    with closing(Record(tmp_path)) as record:
+        again = record.roster()
+    assert again is not None
+    assert [one.name for one in again.partitions] == [*(f"part {n}" for n in range(4)), "part 9"]
+    assert all(
+        torch.equal(a.labels, b.labels) for a, b in zip(again.partitions, roster.partitions, strict=True)
+    )
+
+
+def test_a_roster_of_0_1_which_has_the_labels_in_it_is_read(tmp_path: Path) -> None:
+    roster = Run()(products_agree(1)).coordinator.roster
+    save_tree(tmp_path / "roster.safetensors", roster.tree())
+    with closing(Record(tmp_path)) as record:
+        again = record.roster()
+        assert again is not None
+        assert all(map(torch.equal, *([one.labels for one in book.partitions] for book in (again, roster))))
+        record.keep_roster(again)
+        kept = record.roster()
+    assert kept is not None
+    assert kept.tree()["blocks"] == roster.tree()["blocks"]
 
 
 @pytest.mark.parametrize(

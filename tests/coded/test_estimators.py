@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from farflung.coded.learner import Learner
+from farflung.coded.solvers import GD, LBFGS, Bundle
 from farflung.data import a9a
 from farflung.data.source import find
-from farflung.errors import BadInput, BadLabels, ConfigError, UnknownName
+from farflung.errors import BadInput, BadLabels, ConfigError
 from tests.coded.problems import cancer, wine
 
 pytest.importorskip("sklearn")
@@ -100,26 +102,31 @@ def test_one_class_is_bad_input_and_a_value_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "message"),
+    ("model", "message"),
     [
-        (CodedLogisticRegression(C=-1), ConfigError, "C -1 must be"),
-        (
-            CodedLogisticRegression(solver="bundle"),
-            UnknownName,
-            "unknown solver of logistic regression 'bundle'",
-        ),
-        (CodedLinearSVC(solver="newton"), UnknownName, "unknown solver 'newton'; known: bundle, gd, lbfgs"),
-        (CodedLinearSVC(loss="log"), UnknownName, "unknown loss 'log'; known: hinge, squared_hinge"),
-        (
-            CodedLinearSVC(loss="hinge", solver="lbfgs"),
-            ConfigError,
-            "lbfgs: it gets stuck where a loss has kinks",
-        ),
+        (CodedLogisticRegression(C=-1), "C -1 must be"),
+        (CodedLogisticRegression(devices=0), "devices = 0: must be 1 or more"),
+        (CodedLogisticRegression(solver="bundle"), "unknown solver of logistic regression 'bundle'"),
+        (CodedLinearSVC(solver="newton"), "unknown solver 'newton'; known: bundle, gd, lbfgs"),
+        (CodedLinearSVC(loss="log"), "unknown loss 'log'; known: hinge, squared_hinge"),
+        (CodedLinearSVC(loss="hinge", solver="lbfgs"), "lbfgs: it gets stuck where a loss has kinks"),
     ],
 )
-def test_settings_that_do_not_fit(model: CodedClassifier, kind: type[ConfigError], message: str) -> None:
-    with pytest.raises(kind, match=message):
+def test_parameters_that_do_not_fit_are_value_errors(model: CodedClassifier, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         model.fit(np.eye(3), [0, 1, 1])
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_the_default_tolerance_is_as_said_and_a_larger_one_is_less_exact() -> None:
+    assert "by default 1e-10." in str(CodedLogisticRegression.__doc__)
+    assert "by default 1e-10, and 1e-4 for" in str(CodedLinearSVC.__doc__)
+    assert "when not given 1e-10, and 1e-4 for" in str(Learner.__doc__)
+    assert LBFGS().tol == GD().tol == 1e-10
+    assert Bundle().tol == 1e-4
+    rows, codes = (part.numpy() for part in cancer())
+    models = [CodedLogisticRegression(tol=tol).fit(rows, codes) for tol in (1e-8, None, 1e-10)]
+    assert models[0].objective_ > models[1].objective_ == models[2].objective_
 
 
 A9A: dict[str, tuple[CodedClassifier, Any, float]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.coded import MDS, RLNC, Replication, any_one_may_vanish, rank, redundancy, would_decode
+from farflung.coded.roster import Block, Member, Partition, Roster
+from farflung.coded.settings import Settings
+from farflung.errors import ConfigError
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 
 
-def by_enumeration(rows: list[Tensor], partitions: int) -> int:
-    for vanished in range(len(rows) + 1):
-        for left in itertools.combinations(rows, len(rows) - vanished):
-            if not would_decode(left, partitions):
+def by_enumeration(rows: list[Tensor], partitions: int, holders: list[int] | None = None) -> int:
+    holders = [*range(len(rows))] if holders is None else holders
+    there = set(holders)
+    for vanished in range(len(there) + 1):
+        for left in itertools.combinations(there, len(there) - vanished):
+            kept = [row for row, holder in zip(rows, holders, strict=True) if holder in left]
+            if not would_decode(kept, partitions):
                 return vanished - 1
     raise AssertionError
 
@@ -34,9 +41,10 @@ def alive(name: str, partitions: int, extra: int, seed: int, gone: set[int]) -> 
     st.integers(0, 5),
     st.integers(0, 2**62),
     st.sets(st.integers(0, 9), max_size=3),
+    st.integers(1, 5),
 )
 def test_it_is_what_taking_away_every_set_says(
-    name: str, partitions: int, extra: int, seed: int, gone: set[int]
+    name: str, partitions: int, extra: int, seed: int, gone: set[int], devices: int
 ) -> None:
     rows = alive(name, partitions, extra, seed, gone)
     expected = by_enumeration(rows, partitions)
@@ -44,6 +52,8 @@ def test_it_is_what_taking_away_every_set_says(
     assert redundancy(rows, partitions, enough=1) == min(expected, 1)
     assert any_one_may_vanish(rows, partitions) == (expected >= 1)
     assert redundancy(rows, partitions, most_sets=len(rows)) in {expected, min(expected, 1)}
+    holders = [place % devices for place in range(len(rows))]
+    assert redundancy(rows, partitions, holders=holders) == by_enumeration(rows, partitions, holders)
 
 
 def test_of_known_codes() -> None:
@@ -64,6 +74,34 @@ def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound() -> None:
     rows = [*generator_matrix(MDS(), 10, 40, 1)]
     assert redundancy(rows, 40) == 3
     assert redundancy(rows, 40, most_sets=2000) == 2
+
+
+def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4,950 pairs of devices, of 100 blocks of 80 partitions each: 40 million numbers."""
+    roster = Roster()
+    for place, row in enumerate(generator_matrix(MDS(), 20, 80, 1)):
+        roster.members[place] = Member(place)
+        if place < 80:
+            roster.partitions.append(Partition(place, str(place), torch.zeros(1), place, active=True))
+        coefficients = {k: float(weight) for k, weight in enumerate(row) if weight}
+        roster.blocks[place] = Block(place, "rows", coefficients, place, ready=True)
+    numbers, svdvals = list[int](), torch.linalg.svdvals
+
+    def counted(matrices: Tensor) -> Any:
+        numbers.append(matrices.numel())
+        return svdvals(matrices)
+
+    monkeypatch.setattr(torch.linalg, "svdvals", counted)
+    assert roster.redundancy("rows", 2) == 2
+    assert sum(numbers) < 200_000
+
+
+def test_more_than_can_be_tried_is_refused() -> None:
+    Settings(partitions=80, devices=255, redundancy=2)
+    with pytest.raises(ConfigError, match="redundancy = 3: with 100 devices that is more than 33,000 sets"):
+        Settings(partitions=80, devices=100, redundancy=3)
 
 
 def test_rank_counts_what_is_independent() -> None:

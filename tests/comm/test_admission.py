@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm.keys import Keys
-from farflung.comm.wire import Kind, encode
+from farflung.comm.wire import Route
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.runtime import WallRuntime
 from farflung.types import Payload
@@ -217,10 +217,23 @@ def test_forged_messages_of_a_newcomer_are_refused_and_it_comes_in(late: Late) -
     first = late.transports[0]
     before = first.refused
     for _ in range(50):
-        late.raw(2, 0, *forged(), b"more")
-        late.raw(2, 0, *[bytes(one) for one in encode(Kind.HELLO, 0, tag(0), numbered(3))])
+        late.raw(2, 0, *forged(Route(1, 0, 0)))
+        late.raw(2, 0, *forged(Route(1, 2, 0)))
     late.until(lambda: late.views[-1].ready.done and first.refused == before + 100)
     late.exchange(1, 0, 2)
+    assert late.views[0].lost is None
+
+
+def test_a_newcomer_whose_message_is_malformed_is_refused_alone(late: Late) -> None:
+    late.newcomer()
+    admitted = late.views[0].admit(late.peers[-1])
+    late.transports[-1].open([late.peers[0]], late.views[-1])
+    late.transports[-1].send(0, [bytes(256)], 0)
+    late.until(lambda: admitted.done)
+    assert str(admitted.error) == (
+        "lost rank 2: refused 256 bytes from it: not a frame of this protocol and version"
+    )
+    late.exchange(1, 0, 1)
     assert late.views[0].lost is None
 
 

@@ -86,13 +86,13 @@ def test_each_is_refused_or_read() -> None:
 
 
 def sums(members: Group, between: int) -> list[torch.Tensor]:
-    """Rank 0's sums of what both have; ``between`` two of them rank 1 sends it forged messages."""
+    """Makes rank 0's sums of what it and rank 1 have; ``between`` two of them rank 2 sends it forged messages."""
     draw, found, total = random.Random(2), [], torch.zeros(5000)
     for number in range(1, 51):
         for _ in range(between):
             frames = forged(draw)
             if verdict(frames) != "accepted, and has a say":  # who is a member may end a run
-                members.raw(1, 0, *frames)
+                members.raw(2, 0, *frames)
         tensor = torch.rand(5000, generator=torch.Generator().manual_seed(number))
         members.comms[1].send(Payload((tensor,)), 0, tag(number))
         arrived = members.comms[0].recv(1, tag(number))
@@ -104,7 +104,8 @@ def sums(members: Group, between: int) -> list[torch.Tensor]:
 
 
 def test_a_run_beside_them_ends_with_the_same_bits() -> None:
-    with closing(Group(2)) as alone, closing(Group(2)) as members:
+    apart = {"whole": False}
+    with closing(Group(3, about=apart)) as alone, closing(Group(3, about=apart)) as members:
         expected = sums(alone.meet(), 0)
         found = sums(members.meet(), COUNT // 50)
         print({"refused": members.comms[0].view.transport.refused})

@@ -254,15 +254,20 @@ def test_a_member_has_no_other_name(dealer: zmq.Socket[bytes]) -> None:
         assert first.view.lost is None
 
 
-def test_who_is_refused_is_said_once(members: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
+    members: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     first = members.comms[0]
-    for known in range(1, 4):
+    for known in range(1, 6):
         with knock(first) as stranger:
             stranger.sendall(NOISE["another protocol"])
             until_closed(stranger)
         members.until(lambda known=known: first.view.transport.turned_away == known)  # type: ignore[misc]
-    (said,) = caplog.messages
-    assert f"rank 0 at {first.view.transport.me.address}: refused a connection" in said
+    assert caplog.messages == [
+        f"rank 0 at {first.view.transport.me.address}: refused a connection that is not of this run; 0 messages and "
+        f"{count} connections so far"
+        for count in (1, 2, 4)
+    ]
 
 
 @pytest.mark.parametrize("what", NOISE)

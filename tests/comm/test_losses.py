@@ -200,6 +200,53 @@ def test_who_comes_while_another_leaves_still_learns_why(leaver: int) -> None:
     members.close()
 
 
+# --- messages that are refused ----------------------------------------------------------------------------------
+
+LARGE = [bytes(frame) for frame in encode(Kind.DATA, 0, tag(5), Payload((torch.zeros(2501),)))]
+REFUSED = {
+    "oversized": (LARGE, r"a payload of 10,004 bytes, where messages of this run have at most 10,000"),
+    "malformed": ([bytes(256)], "not a frame of this protocol and version"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_message_that_is_refused_loses_its_sender_at_once(
+    what: str, whole: bool, group: Callable[..., Group]
+) -> None:
+    members = group(3, about={"max_nbytes": 10_000, "whole": whole})
+    sent, why = REFUSED[what]
+    stayer, offender, other = members.comms
+    waiting, anybody, departure = stayer.recv(1, tag(5)), stayer.recv_any(tag(6)), stayer.departure()
+    offender.view.transport.send(0, sent, 0)
+    members.until(lambda: waiting.done)
+    assert isinstance(waiting.error, PeerLost)
+    nbytes = sum(map(len, sent))
+    assert str(waiting.error) == f"lost rank 1: refused {nbytes:,} bytes from it: {why}"
+    members.until(lambda: offender.recv(0, tag(5)).done)
+    assert str(offender.recv(0, tag(5)).error) == f"lost rank 0: it left, saying: {waiting.error}"
+    if not whole:
+        assert departure.result() == 1
+        offender.view.transport.send(0, sent, 0)
+        members.exchange(7, 0, 2)
+        assert not anybody.done
+        return
+    assert stayer.view.lost is waiting.error
+    members.leave(0, waiting.error)
+    members.until(lambda: other.view.lost is not None)
+    assert str(other.view.lost) == f"lost rank 1: rank 0 says: {waiting.error}"
+
+
+def test_what_is_refused_through_a_relay_is_its_sources(group: Callable[..., Group]) -> None:
+    members = group(3, hidden=(0, 2))
+    waiting = members.comms[2].recv(0, tag(5))
+    members.views[0]._say(Kind.FAREWELL, 2, {})
+    members.until(lambda: waiting.done)
+    assert str(waiting.error) == (
+        "lost rank 0: refused 2 bytes from it: a farewell that does not tell what was sent before"
+    )
+
+
 # --- silence ----------------------------------------------------------------------------------------------------
 
 SLOW = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)"

@@ -323,7 +323,8 @@ def test_who_has_not_greeted_has_nothing_relayed(group: Callable[..., Group]) ->
 def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
     members.raw(0, 1, *forged(Route(0, 3, 0), text(b"{}"), Kind.HELLO))
-    members.raw(0, 1, *forged(Route(0, 2, 0), text(b" " * (1 << 20) + b"{}"), Kind.HELLO))
+    long, piece = text(b" " * (1 << 20) + b"{}"), members.transports[0].piece
+    members.transports[0].say(1, encode(Kind.HELLO, 0, tag(99), long, piece=piece, route=Route(0, 2, 0)))
     members.until(lambda: members.transports[1].refused == 2)
     assert not members.views[1].relay._held
     members.exchange(1, 0, 2)

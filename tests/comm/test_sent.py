@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,17 @@ from farflung.comm import KINDS, ExchangeChannel, Purpose, WallCommunicator
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import native
 from farflung.comm.mailbox import Mailbox
+from farflung.errors import PeerLost
 from farflung.tasks import Pending, done
 from farflung.types import Payload, Sent, Tag
 
 NUMBERS = Payload((torch.zeros(3), Payload((torch.zeros(2, dtype=torch.uint8),))))
 
 
-def communicator(**settings: Any) -> WallCommunicator:
-    """Rank 1 of 3, whose messages go nowhere."""
+def communicator(left: Pending[None] | None = None, **settings: Any) -> WallCommunicator:
+    """Makes rank 1 of 3; a message of it has left once ``left`` is done, or at once."""
     view: Any = SimpleNamespace(
-        rank=1, size=3, relay=SimpleNamespace(), mailbox=Mailbox(), send=lambda *_: done(None)
+        rank=1, size=3, relay=SimpleNamespace(), mailbox=Mailbox(), send=lambda *_: left or done(None)
     )
     return WallCommunicator(view, **settings)
 
@@ -48,14 +48,26 @@ def test_a_communicator_counts_whoever_sends() -> None:
 
 
 def test_what_has_to_come_to_the_host_first_counts_once() -> None:
-    staged: list[Callable[[Payload], object]] = []
-    comm = communicator(stage=lambda _, then: staged.append(then))
+    staged: Pending[Payload] = Pending()
+    comm = communicator(stage=lambda _: staged)
     comm.send(Payload((torch.empty(5, device="meta"),)), 0, Tag(0))
     assert comm.sent.to_json() == {"gradients": [20, 0, 0]}
-    for then in staged:
-        then(Payload((torch.zeros(5),)))
-    assert len(staged) == 1
+    staged.set(Payload((torch.zeros(5),)))
     assert comm.sent.to_json() == {"gradients": [20, 0, 0]}
+
+
+@pytest.mark.parametrize("error", [None, PeerLost(0, "its connection is gone")])
+def test_a_payload_of_a_device_is_sent_when_it_has_left(error: PeerLost | None) -> None:
+    staged, left = Pending[Payload](), Pending[None]()
+    sent = communicator(left, stage=lambda _: staged).send(
+        Payload((torch.empty(5, device="meta"),)), 0, Tag(0)
+    )
+    assert not sent.done, "it is still on its device"
+    staged.set(Payload((torch.zeros(5),)))
+    assert not sent.done, "it still waits to be sent"
+    left.set(None) if error is None else left.fail(error)
+    assert sent.done
+    assert sent.error is error
 
 
 def test_the_backends_sum_counts_as_a_rings_to_the_next_rank() -> None:

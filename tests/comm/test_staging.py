@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from farflung.codecs import TopK, error_feedback
-from farflung.comm import ExchangeChannel, communicator, staging
+from farflung.comm import ExchangeChannel, Purpose, communicator, staging
+from farflung.gradient_coding import gradient_code
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
+from farflung.replica.decoder import ByDecoder
+from farflung.replica.votes import OF_VOTES
 from farflung.runtime import wall
-from farflung.types import Payload, Reducer, Runtime
+from farflung.types import CodecState, Contribution, Payload, Reducer, Runtime, StateSlot
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
 from tests.reducers.replicas import Replica, run
 
@@ -23,12 +27,12 @@ class Elsewhere:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies = 0
-        self.wait: Callable[[], None] = lambda: None
+        self.wait: Callable[[], object] = lambda: None
         self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
         monkeypatch.setattr(communicator, "on_host", lambda payload: id(payload) in self._here)
         monkeypatch.setattr(wall, "to_host", self.to_host)
 
-    def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], None]]:
+    def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], object]]:
         self.copies += 1
         host = Payload(payload.parts)
         self._here[id(host)] = host
@@ -48,8 +52,12 @@ def test_staged_payloads_change_no_bit(reducer: Reducer, monkeypatch: pytest.Mon
         assert one.nbytes == two.nbytes
 
 
-async def _send(runtime: Runtime) -> None:
-    ExchangeChannel(runtime.comm, 1, 0).send(numbered(3.0), 1, 0)
+async def _send(runtime: Runtime, dst: int = 1) -> None:
+    ExchangeChannel(runtime.comm, 1, 0).send(numbered(3.0), dst, 0)
+
+
+async def _has_sent(runtime: Runtime) -> None:
+    await ExchangeChannel(runtime.comm, 1, 0).send(numbered(3.0), 1, 0)
 
 
 async def _receive(runtime: Runtime) -> float:
@@ -74,14 +82,39 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     elsewhere.wait = fails
     runtimes = joined(2)
     waiting = runtimes[0].launch(_receive_from_1(runtimes[0]))
-    runtimes[0].launch(_send(runtimes[0])).wait()
-    with pytest.raises(Exception, match="copied from its device: an illegal memory access"):
-        waiting.wait()
+    sent = runtimes[0].launch(_has_sent(runtimes[0]))
+    for pending in (waiting, sent):
+        with pytest.raises(Exception, match="copied from its device: an illegal memory access"):
+            pending.wait()
     parted(runtimes)
 
 
 async def _receive_from_1(runtime: Runtime) -> float:
     return number_in(await ExchangeChannel(runtime.comm, 2, 0).recv(1, 0))
+
+
+def test_a_coded_sum_that_is_still_being_copied_holds_its_replica_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, copied, code = Elsewhere(monkeypatch), threading.Event(), gradient_code("cyclic", 3, 1, 0)
+    runtimes = joined(3)
+
+    async def step(runtime: Runtime) -> None:
+        carrier = ByDecoder(runtime, code, {0: torch.zeros(5)}, len(OF_VOTES), 1)
+        carrier.open(0)
+        own = Contribution(torch.ones(5), 1.0, torch.zeros(len(OF_VOTES), dtype=torch.float64))
+        channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(0), 0)
+        await carrier.reduce(channel, StateSlot(CodecState()), own, step=0)
+
+    for pending in [runtime.launch(step(runtime)) for runtime in runtimes[:2]]:
+        pending.wait()
+    runtimes[0].launch(_send(runtimes[0], 2)).wait()
+    runtimes[2].launch(_receive(runtimes[2])).wait()  # so the mean, which was sent before, has come
+    elsewhere.wait = copied.wait
+    late = runtimes[2].launch(step(runtimes[2]))
+    runtimes[2].sleep_until(0.0).wait()  # its thread has done what it can
+    assert not late.done
+    copied.set()
+    late.wait()
+    parted(runtimes)
 
 
 def test_the_host_needs_no_copies() -> None:

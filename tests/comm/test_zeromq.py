@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from farflung.comm import wire
+from farflung.comm.keys import Keys
 from farflung.comm.wire import Kind, encode
-from farflung.errors import ProtocolError
+from farflung.errors import PeerLost, ProtocolError
 from farflung.types import Payload
 from tests.helpers import Group, tag
 
@@ -34,7 +35,7 @@ def group(groups: list[Group]) -> Callable[..., Group]:
     return make
 
 
-# --- refused, counted, and the run goes on ----------------------------------------------------------------------
+# --- refused and counted ----------------------------------------------------------------------------------------
 
 
 CONTROL = (Kind.HELLO, Kind.FAREWELL, Kind.ABORT)
@@ -76,23 +77,45 @@ for _kind in CONTROL:
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_from_a_member_is_refused(what: str, group: Callable[..., Group]) -> None:
     members = group().meet()
+    receiver = members.comms[0]
+    waiting = receiver.recv(1, tag(5))
     members.raw(1, 0, *NONSENSE[what])
-    members.exchange(2)
-    assert members.comms[0].view.transport.refused == 1
-    assert members.comms[0].view.lost is None
-    members.exchange(3)
+    members.until(lambda: waiting.done)
+    assert receiver.view.transport.refused == 1
+    assert isinstance(waiting.error, PeerLost)
+    assert str(waiting.error).startswith("lost rank 1: refused ")
+    assert receiver.view.lost is waiting.error
 
 
-def test_a_payload_larger_than_any_of_the_run_is_refused(group: Callable[..., Group]) -> None:
+@pytest.mark.parametrize("sizes", [(2501,), (1250, 1251)])
+def test_a_payload_larger_than_any_of_the_run_is_refused(
+    sizes: tuple[int, ...], group: Callable[..., Group]
+) -> None:
     members = group(about={"max_nbytes": 10_000}).meet()
     sender, receiver = members.comms[1], members.comms[0]
-    sender.send(Payload((torch.zeros(2501),)), 0, tag(1))
-    sender.send(Payload((torch.zeros(1250), torch.zeros(1251))), 0, tag(1))
+    waiting = receiver.recv(1, tag(1))
     sender.send(Payload((torch.zeros(2500),)), 0, tag(1))
-    arrived = receiver.recv(1, tag(1))
-    members.until(lambda: arrived.done)
-    assert receiver.view.transport.refused == 2
-    assert arrived.result().nbytes == 10_000
+    members.until(lambda: waiting.done)
+    assert waiting.result().nbytes == 10_000
+    waiting = receiver.recv(1, tag(2))
+    sender.send(Payload(tuple(map(torch.zeros, sizes))), 0, tag(2))
+    members.until(lambda: waiting.done)
+    assert receiver.view.transport.refused == 1
+    assert isinstance(waiting.error, PeerLost)
+
+
+@pytest.mark.parametrize("keys", [None, Keys.fresh()], ids=["plain", "sealed"])
+def test_received_tensors_are_aligned(keys: Keys | None, group: Callable[..., Group]) -> None:
+    members = group(keys=keys).meet()
+    sizes = (1, 3, 100, 5000, 200_001, 3_000_000)
+    arrived = [members.comms[0].recv(1, tag(number)) for number in range(3)]
+    for number in range(3):
+        tensors = tuple(
+            torch.ones(numel, dtype=dtype) for numel in sizes for dtype in (torch.int8, torch.float64)
+        )
+        members.comms[1].send(Payload(tensors[number:]), 0, tag(number))
+    members.until(lambda: all(one.done for one in arrived))
+    assert {tensor.data_ptr() % 64 for one in arrived for tensor in one.result().tensors()} == {0}
 
 
 def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:

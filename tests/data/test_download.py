@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from farflung.data import fetch
+from farflung.data import CATALOG, fetch
 from farflung.data.download import download
 from farflung.data.source import File, Source
 from farflung.errors import DataError
@@ -65,6 +66,23 @@ def test_wrong_checksum_keeps_nothing(server: Server, tmp_path: Path) -> None:
     assert "wrong checksum" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert left(tmp_path) == []
+
+
+def test_whatever_can_be_fetched_is_verified() -> None:
+    files = [(name, file) for name, source in CATALOG.items() for file in source.files if file.url]
+    assert files
+    assert [name for name, file in files if not (file.md5 or file.sha256 or file.lines_sha256)] == []
+
+
+def test_a_text_is_verified_by_its_lines_whatever_blanks_end_them(server: Server, tmp_path: Path) -> None:
+    server.content = b"-1 3:1 \r\n+1 1:1\n"
+    known = hashlib.sha256(b"-1 3:1\n+1 1:1").hexdigest()
+    file = server.file(nbytes=None, md5="", lines_sha256=known)
+    download(file, tmp_path / "set.bin")
+    server.content = b"-1 3:1 \r\n+1 2:1\n"
+    with pytest.raises(DataError, match=f"wrong checksum: expected sha256 {known} of its lines"):
+        download(file, tmp_path / "other.bin")
+    assert left(tmp_path) == ["set.bin"]
 
 
 def test_resuming_another_content_keeps_nothing(server: Server, tmp_path: Path) -> None:

@@ -222,6 +222,17 @@ def test_the_rate_is_measured_by_when_messages_were_made(reader: Make) -> None:
     assert (arrivals.count, arrivals.weight) == (16, 16.0 / 5)
 
 
+@pytest.mark.parametrize("by", [{"window_s": 1.0}, {"weigh": "by_rate"}], ids=str)
+def test_after_a_restart_the_rate_is_measured_by_what_was_held(reader: Make, by: dict[str, Any]) -> None:
+    one = reader(Fountain(VALUES[:40]), least=4, **by)
+    before = one.take(0)
+    one.step(0)
+    again = reader(Fountain(VALUES[:40]), least=4, **by)
+    again.stream.seek(one.stream.state_dict())
+    after = again.take(1)
+    assert (after.count, after.weight) == (before.count, before.weight)
+
+
 def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> None:
     source = Fountain([*VALUES[:4], b"garbage", *VALUES[5:8], b"", *VALUES[9:12]])
     one = reader(source, skip=2)

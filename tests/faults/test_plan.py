@@ -38,7 +38,8 @@ def test_methods_make_the_faults_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"kind": "burn"}, "unknown fault 'burn'; known: corrupt, crash, "),
+        ({"kind": "burn"}, "unknown fault 'burn'; known: crash, cut, "),
+        ({"kind": "corrupt"}, "unknown fault 'corrupt'; known: crash, cut, "),
         ({"rank": -1}, "rank = -1: must be 0 or more"),
         ({"at_step": None}, "at_step, at_s: give one of them"),
         ({"at_s": 1.0}, "at_step, at_s: give one of them"),

@@ -37,7 +37,7 @@ def some_have_their_file(rank: int, size: int, store: dist.Store, *, folder: str
 
 
 def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, args: list[str]) -> list[float]:
-    """Runs an example; the parameters of its model."""
+    """Runs an example; the parameters of its model, and the exchanges of its handle where it has one."""
     del store
     of_torchrun = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
@@ -49,6 +49,8 @@ def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, ar
     with mock.patch.object(sys, "argv", [name, *args]):
         left: dict[str, Any] = runpy.run_path(str(EXAMPLES / name))
     found = torch.cat([p.detach().flatten() for p in left["model"].parameters()]).tolist()
+    if "handle" in left:
+        found.append(left["handle"].step)
     left.clear()
     if dist.is_initialized():
         leave_group()

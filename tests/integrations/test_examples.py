@@ -60,7 +60,17 @@ def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(pool: Pool, tmp
 
 def test_accelerate(pool: Pool) -> None:
     pytest.importorskip("accelerate")
-    ran(pool, "with_accelerate.py")
+    *_, exchanges = ran(pool, "with_accelerate.py")
+    assert exchanges == 2 * 256 / (2 * 8)
+
+
+def test_accelerate_accumulates_without_exchanges(pool: Pool) -> None:
+    pytest.importorskip("accelerate")
+    every, fourth = (
+        ran(pool, "with_accelerate.py", "--codec", "identity", "--accumulate", str(steps), "--passes", "1")
+        for steps in (1, 4)
+    )
+    assert every[-1] == 4 * fourth[-1] == 256 / (2 * 8)
 
 
 @pytest.mark.parametrize("options", [[], ["--scored-by", "gradient"]])

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from farflung.cli.lab import with_dashes
-from farflung.cli.main import main
+from farflung.cli.main import main, with_dashes
 from farflung.lab import Measured, as_measured
 from farflung.lab.measure import _train, expected
 from farflung.lab.tun import HEADER_NBYTES, address_of, node_of, wire_nbytes

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import farflung
-from farflung.errors import ConfigError
-from farflung.optimizers import Lars
+from farflung.errors import CheckpointError, ConfigError
+from farflung.optimizers import Lars, LarsSettings
+from farflung.replica.checkpoint import check_optimizer_kind
 
 RATE, MOMENTUM, DECAY, TRUST = 3.0, 0.9, 0.01, 0.02
 
@@ -33,7 +34,7 @@ def test_a_weight_moves_by_a_share_of_its_size(momentum: float) -> None:
     begin = torch.randn(4, 5, generator=generator)
     gradients = [100.0 * torch.randn(4, 5, generator=generator) for _ in range(4)]
     weight = nn.Parameter(begin.clone())
-    optimizer = Lars(trust=TRUST).make([weight], learning_rate=RATE, momentum=momentum, weight_decay=DECAY)
+    optimizer = Lars([weight], RATE, momentum=momentum, weight_decay=DECAY, trust=TRUST)
     for gradient in gradients:
         weight.grad = gradient.clone()
         optimizer.step()
@@ -43,7 +44,7 @@ def test_a_weight_moves_by_a_share_of_its_size(momentum: float) -> None:
 @pytest.mark.parametrize("begin", [torch.ones(3), torch.zeros(2, 3)])
 def test_what_has_one_dimension_or_is_zero_moves_by_plain_descent(begin: Tensor) -> None:
     weight = nn.Parameter(begin.clone())
-    optimizer = Lars().make([weight], learning_rate=0.5, momentum=0.0, weight_decay=DECAY)
+    optimizer = Lars([weight], 0.5, weight_decay=DECAY)
     weight.grad = torch.ones_like(begin)
     optimizer.step()
     assert torch.equal(weight.detach(), begin - 0.5)
@@ -51,7 +52,7 @@ def test_what_has_one_dimension_or_is_zero_moves_by_plain_descent(begin: Tensor)
 
 def test_what_has_no_gradient_stays() -> None:
     weights = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))]
-    optimizer = Lars().make(weights, learning_rate=1.0, momentum=0.9, weight_decay=0.0)
+    optimizer = Lars(weights, 1.0, momentum=0.9)
     weights[0].grad = torch.ones(2, 2)
     assert optimizer.step(lambda: 7.0) == 7.0
     assert torch.equal(weights[1], torch.ones(2, 2))
@@ -73,7 +74,18 @@ def test_a_resumed_run_ends_as_the_whole(tmp_path: Path) -> None:
         assert torch.equal(tensor, again.state_dict()[name])
 
 
+def test_a_checkpoint_that_calls_it_by_its_private_name_is_its_own() -> None:
+    optimizer = Lars([nn.Parameter(torch.ones(2, 2))], 1.0)
+    check_optimizer_kind({"optimizer": {"kind": "_Lars"}}, optimizer, "here")
+    with pytest.raises(CheckpointError, match="its optimizer is _SignSGD, not Lars"):
+        check_optimizer_kind({"optimizer": {"kind": "_SignSGD"}}, optimizer, "here")
+
+
 @pytest.mark.parametrize("trust", [0.0, -1.0])
 def test_bad_options_are_refused(trust: float) -> None:
-    with pytest.raises(ConfigError, match="lars: trust"):
-        Lars(trust=trust)
+    for make in (
+        lambda: LarsSettings(trust=trust),
+        lambda: Lars([nn.Parameter(torch.ones(1))], 0.1, trust=trust),
+    ):
+        with pytest.raises(ConfigError, match="lars: trust"):
+            make()

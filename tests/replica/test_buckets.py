@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -348,6 +350,27 @@ def test_a_backward_outside_is_not_watched() -> None:
     model.zero_grad()
     backward(buckets, loss_of(model))
     check(model, buckets, gradients(model, loss_of))
+
+
+def test_gradients_of_several_threads_are_taken_one_at_a_time() -> None:
+    """As of a model on several devices, each of which has a thread of autograd's own."""
+    layers = [chain(4, 5), chain(4, 5)]
+    buckets = GradientBuckets(nn.ModuleList(layers).named_parameters(), 1)
+    together, two_at_once = threading.Barrier(2), []
+
+    def ready(index: int) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.5)  # ends when a second thread is here
+            two_at_once.append(index)
+
+    buckets.arm(ready)
+    threads = [threading.Thread(target=loss_of(layer).backward) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not two_at_once
+    assert not buckets.left
 
 
 class Refused(RuntimeError):

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import Unsupported
-from farflung.recipes import Recipe
 from farflung.replica import GradientBuckets, Replica, Vote, load_tree
 from farflung.replica.flights import Flight
 from farflung.replica.merges import MERGERS, Merger
@@ -65,13 +65,16 @@ class SlowSteps(Merger):
         self._speed = [torch.zeros_like(at) for at in self._at]
 
     @property
+    @override
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._at, *self._speed))
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         own = self._at[index] - self._buckets.weights(index)
         return own.clone(), {"own": own}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         since = self._at[index] - self._buckets.weights(index) - flight.kept[index]["own"]
         if mean is not None:
@@ -79,16 +82,20 @@ class SlowSteps(Merger):
             self._at[index].sub_(self._speed[index], alpha=self._merge.rate)
         self._buckets.load_weights(index, self._at[index] - since)
 
+    @override
     def common(self) -> list[Tensor]:
         return self._at
 
+    @override
     def restart(self) -> None:
         self._at = [self._buckets.weights(index) for index in range(len(self._at))]
 
+    @override
     def state_dict(self) -> tuple[State, State]:
         named = [{str(i): t for i, t in enumerate(found)} for found in (self._at, self._speed)]
         return {"at": named[0], "speed": named[1]}, {}
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         self._at = [shared["at"][str(i)].clone() for i in range(len(self._at))]
         self._speed = [shared["speed"][str(i)].clone() for i in range(len(self._at))]
@@ -104,9 +111,15 @@ class Streaming(Fixed):
     outer: Slow = Slow()
 
     @property
+    @override
+    def late(self) -> bool:
+        return self.delay > 0
+
+    @property
     def merges(self) -> tuple[Merge, ...]:
         return (self.outer,)
 
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         return [Fragment(i, tuple(buckets[i :: self.fragments])) for i in range(self.fragments)]
 
@@ -180,9 +193,10 @@ class Planned(Fixed):
 
     merges: tuple[Merge, ...]
     planned: Merge
+    by: int = 0
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [Transfer(part, step, self.planned) for part in parts]
+        return [Transfer(part, step + self.by, self.planned) for part in parts]
 
 
 def test_a_merge_without_a_room_is_refused_before_the_first_step() -> None:
@@ -200,6 +214,15 @@ def test_a_merge_that_was_not_named_never_starts() -> None:
     assert [replica._exchanges.sent_nbytes for replica in run.replicas] == [0, 0]
 
 
+def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
+    run = Run(Planned((Replace(),), Replace(), by=2))
+    with pytest.raises(
+        Unsupported, match="step 0: plans a result for step 2, and its late is False: make it True"
+    ):
+        run.steps(1)
+    assert [replica._exchanges.sent_nbytes for replica in run.replicas] == [0, 0]
+
+
 def test_a_merge_named_twice_is_refused() -> None:
     with pytest.raises(Unsupported, match="merge Replace is named twice"):
         Run(Planned((Replace(), Replace(0.1)), Replace()))
@@ -211,13 +234,14 @@ class Some(Planned):
 
     count: int = 1
 
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         return buckets[: self.count]
 
 
 def test_a_bucket_that_nothing_moves_is_refused() -> None:
     with pytest.raises(Unsupported, match="no part of it moves bucket 3, which would train apart"):
-        Run(Some((Replace(),), Replace(), 3), parts=APART, workload=pieces)
+        Run(Some((Replace(),), Replace(), count=3), parts=APART, workload=pieces)
 
 
 # --- parts that go at different times -----------------------------------------------------------------------------
@@ -227,6 +251,7 @@ def test_a_bucket_that_nothing_moves_is_refused() -> None:
 class EveryOther(Delayed):
     """Even buckets at even steps, odd ones at odd steps."""
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         return [t for t in Delayed.plan(self, state, parts, step) if t.part.index % 2 == step % 2]
 
@@ -272,6 +297,7 @@ class Together(Fixed):
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         return [Fragment(0, tuple(buckets))]
 
@@ -293,6 +319,7 @@ def test_several_buckets_in_one_exchange_are_the_same_training() -> None:
 class Hearing(EveryOther):
     """Adds up what it hears, in its state."""
 
+    @override
     def observe(self, state: State, stats: SharedStats) -> State:
         return {
             **state,
@@ -335,7 +362,7 @@ class Learning:
 
 
 def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recipe, "_reducer", lambda recipe: Learning())
+    monkeypatch.setattr("farflung.recipes.parts._reducer", lambda recipe: Learning())
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
         assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4

@@ -20,7 +20,7 @@ from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
-from farflung.runtime import DecisionLog, VirtualWorld
+from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
 from farflung.telemetry import Event, Telemetry
 from farflung.types import (
     Arrivals,
@@ -496,13 +496,15 @@ def test_each_replica_keeps_its_decisions_and_makes_them_again_on_other_devices(
     ] * 2
     log = DecisionLog(tmp_path / "decisions.jsonl")
     first = Streamed(*streams, seconds_per_sample=0.0625, log=log).whole()
+    log.write()
     assert not (tmp_path / "decisions.jsonl").exists()
     assert sorted(file.name for file in (tmp_path / "decisions").iterdir()) == [
         "rank-0.jsonl",
         "rank-1.jsonl",
     ]
     for seconds in (0.0, 0.5):
-        again = Streamed(*streams, seconds_per_sample=seconds, log=DecisionLog(replay=log.entries)).whole()
+        replay = read_decisions(tmp_path / "decisions.jsonl")
+        again = Streamed(*streams, seconds_per_sample=seconds, log=DecisionLog(replay=replay)).whole()
         assert torch.equal(again.weights(), first.weights())
         assert [again.of_steps("batch", rank) for rank in range(2)] == [
             first.of_steps("batch", rank) for rank in range(2)

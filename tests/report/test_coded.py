@@ -73,6 +73,7 @@ def test_it_has_what_devices_did(tmp_path: Path, drawn: list[Figure]) -> None:
     assert np.asarray(columns.get_ydata()).tolist()[:2] == [-1, 1]
     (line,) = objective.lines
     assert np.asarray(line.get_xydata()).tolist() == [[9.0, 1.5], [10.0, 0.5]]
+    assert objective.get_xlim() == pytest.approx((2.0, 11.18)), "from when the first device came"
 
 
 def test_a_run_that_goes_on_follows_in_time(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 import farflung
 from farflung.sampling import Uniform
@@ -50,7 +51,9 @@ class Late(Synchronous):
     """Each mean so many steps late."""
 
     steps: int = 1
+    late = True
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         return [Transfer(part, step + self.steps, Replace()) for part in parts]
 
@@ -70,6 +73,7 @@ class OwnOrder(Uniform):
 class Epochs(Uniform):
     """Passes of their own batches: the last one of a pass is smaller, as a ``DataLoader`` has it."""
 
+    @override
     def next(self, view: PoolView) -> Draw:
         assert isinstance(view.pool, int)
         begin = self._cursor % view.pool

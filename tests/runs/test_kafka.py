@@ -271,7 +271,7 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
     with farflung("train", *options) as first:
         assert main(produce(broker, "readings", "300", "--samples", str(60 * BATCH))) == 0
         until(first.stderr, "step-00000050")
-        with producing(broker, "readings", "[80, 120, 160, 200]"):
+        with producing(broker, "readings", "[20, 40, 60, 80]"):
             until(first.stderr, "step-00000100")
             broker.stop()
             if broker.real:
@@ -305,6 +305,12 @@ def test_a_run_that_cannot_go_on_ends_with_a_line(broker: Broker, tmp_path: Path
     assert "3 messages do not decode, the last at position 2 of partition " in said
     assert said.endswith("raise skip, or give a decoder for them")
     assert said == err[-1]
+
+
+def test_messages_for_a_partition_that_is_not_there_are_not_lost_in_silence(broker: Broker) -> None:
+    broker.make("four", 4)
+    with pytest.raises(AssertionError, match=r"2 messages did not arrive: .*[Uu]nknown partition"):
+        broker.put("four", 4, VALUES[:2])
 
 
 def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) -> None:

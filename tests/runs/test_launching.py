@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import pytest
+import torch
 
 from farflung.comm import View
-from farflung.runs import launching, prepare_training, train
+from farflung.runs import Run, joining, launching, prepare_training, train, training
+from farflung.runs.events import Buffered
 from farflung.runs.parent import Parent
-from farflung.telemetry import JsonLines, Telemetry
+from farflung.telemetry import Event, JsonLines, Telemetry
+
+DEADLINE_S = 250
 
 
 def sleeper() -> Parent:
@@ -37,7 +46,7 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
         return parent.poll()
 
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
-    monkeypatch.setattr(launching, "parent_of", lambda log: replace(parent, poll=asked))
+    monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
     run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
@@ -74,3 +83,100 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert "messages" not in str(ended)
     resumed = train(resume=tmp_path / "run", steps=4)
     assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}
+
+
+@pytest.mark.parametrize(("workers", "threads", "expected"), [(1, 0, 2), (2, 0, 1), (2, 3, 3)])
+def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
+    workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run = train("synthetic/quadratic", workers=workers, steps=1, threads=threads, out=tmp_path / "run")
+    found = [
+        event["threads"] for rank in range(workers) for event in run.events[rank] if event["event"] == "hello"
+    ]
+    assert found == [expected] * workers
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(0, 2), (3, 3)])
+def test_a_replica_alone_on_its_machine_has_the_threads_of_torch_unless_told(
+    threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(2)
+    run = train("synthetic/quadratic", steps=1, threads=threads, out=tmp_path / "run")
+    assert [event["threads"] for event in run.events[0] if event["event"] == "hello"] == [expected]
+    assert torch.get_num_threads() == 2, "as it was before"
+
+
+# --- a show= that is slow -----------------------------------------------------------------------------------------
+
+MANY = 5000
+"""Events: more than may wait."""
+
+
+def step_of(rank: int) -> Event:
+    return {"event": "step", "rank": rank}
+
+
+def test_events_that_are_not_heard_hold_nothing_up_and_those_of_steps_are_dropped_and_counted() -> None:
+    unread: Queue[Event] = Queue(10)
+    with Buffered(unread.put) as tell:
+        for number in range(MANY):
+            tell(step_of(number % 2))
+        tell({"event": "end", "rank": 0})
+        found = [unread.get()]
+        while found[-1]["event"] != "end":
+            found.append(unread.get())
+    told: dict[str, Counter[object]] = {"step": Counter(), "dropped": Counter(), "end": Counter()}
+    for event in found:
+        told[str(event["event"])][event["rank"]] += int(str(event.get("count", 1)))
+    assert min(told["dropped"][rank] for rank in range(2)) > 0
+    assert told["step"] + told["dropped"] == Counter({0: MANY // 2, 1: MANY // 2})
+
+
+def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
+    def show(event: Event) -> None:
+        raise KeyError(event["event"])
+
+    with pytest.raises(KeyError, match="hello"):
+        train("synthetic/quadratic", workers=1, steps=3, out=tmp_path / "run", show=show)
+
+
+def test_a_show_that_waits_for_the_workers_to_end_does_not_hold_them_up(tmp_path: Path) -> None:
+    ends: list[int] = []
+    kinds: Counter[object] = Counter()
+
+    def show(event: Event) -> None:
+        kinds[event["event"]] += int(str(event.get("count", 1)))
+        if event["event"] == "hello":
+            ends.append(os.pidfd_open(int(str(event["pid"]))))
+        elif event["event"] == "step" and ends:
+            with os.fdopen(ends.pop()) as end:
+                assert select.select([end], [], [], DEADLINE_S)[0], "it waits for its event to be shown"
+
+    run = train(
+        "synthetic/quadratic", workers=1, steps=MANY, evaluate_every=0, out=tmp_path / "run", show=show
+    )
+    assert run.summary["steps"] == MANY
+    assert kinds["dropped"] > 0
+    assert kinds["step"] + kinds["dropped"] == MANY
+
+
+def test_a_show_that_waits_for_the_replica_to_end_does_not_hold_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    over = threading.Event()
+
+    def joined(*args: Any, **options: Any) -> Run:
+        run = joining.join(*args, **options)
+        over.set()
+        return run
+
+    def show(event: Event) -> None:
+        assert event["event"] != "step" or over.wait(DEADLINE_S), "it waits for its event to be shown"
+
+    monkeypatch.setattr(training, "join", joined)
+    assert train("synthetic/quadratic", steps=3, out=tmp_path / "run", show=show).summary["steps"] == 3

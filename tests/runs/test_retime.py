@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from farflung.cli.main import main
 from farflung.devices import CodingRates, DeviceProfile, Points, Varying
@@ -73,6 +74,13 @@ PARTS: list[dict[str, Any]] = [
         "bucket_nbytes": 2000,
         "learning_rate_schedule": "cosine(warmup=2)",
     },
+    {
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "partition": "iid",
+        "sampler": "grouped_importance(groups=5, scored_by='gradient_bound')",
+    },
 ]
 BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 """A network to simulate on, and those to retime to."""
@@ -106,6 +114,7 @@ def test_on_other_devices(tmp_path: Path) -> None:
 class Everything(dict[tuple[str, str], Points]):
     """Points of every operation of every method, unlike each other."""
 
+    @override
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         del default
         letters = sum(map(ord, "".join(key)))
@@ -163,7 +172,7 @@ def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
-    monkeypatch.setattr("farflung.runs.config.forward_flops", lambda task: 128.0)
+    monkeypatch.setattr("farflung.timing.forward_flops", lambda task: 128.0)
     for name in ("forward", "backward", "update"):
         monkeypatch.setattr(Replica, name, never)
     monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)
@@ -202,11 +211,20 @@ def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str
     return said
 
 
+def test_a_run_is_retimed_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "base")
+    monkeypatch.chdir(tmp_path / "base")
+    assert main(["retime", ".", "--network", "4g", "--quiet"]) == 0
+    assert (tmp_path / "base-on-4g-cpu-core" / "summary.json").exists()
+
+
 def test_a_run_whose_learning_depended_on_time_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _, stored = made(tmp_path / "base")
-    DecisionLog(stored.decisions).record(Decision("width", 2, 3))
+    log = DecisionLog(stored.decisions)
+    log.record(Decision("width", 2, 3))
+    log.write()
     said = refused(capsys, stored.path, "--network", "4g")
     assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
 

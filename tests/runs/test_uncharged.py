@@ -1,14 +1,21 @@
-"""What coding takes stands in a run's summary, and what of it is not known is said once, in one line."""
+"""What coding takes stands in a run's summary, and what of it is not known is said once, in one line.
+
+So are exchanges that take long to simulate because of it, beforehand.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import farflung
+from farflung.comm import COLLECTIVES, VirtualNetwork
 from farflung.devices import CodingRates, DeviceProfile, Points
+from farflung.tasks import Pending
 
 SMALL: dict[str, Any] = {"steps": 4, "batch_size": 4, "workers": 2, "evaluate_every": 2}
 PLAIN: dict[tuple[str, str], Points] = {
@@ -67,3 +74,33 @@ def test_a_comparison_says_it_once(caplog: pytest.LogCaptureFixture, tmp_path: P
     charged = [row for row in found.rows if row.coding_s]
     assert [row.recipe for row in charged] != []
     assert "coding" in str(found)
+
+
+@pytest.mark.parametrize("collective", [name for name, one in COLLECTIVES.items() if one.messages])
+def test_exchanges_that_take_long_to_simulate_are_said_before(
+    collective: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried: list[Any] = []
+    monkeypatch.setattr("farflung.runs.simulation.MESSAGE_S", 10.0)
+    monkeypatch.setattr("farflung.comm.VirtualNetwork.carry", counted(VirtualNetwork.carry, carried))
+    settings: dict[str, Any] = {"collective": collective, "workers": 5, "steps": 1, "evaluate_every": 0}
+    farflung.simulate("synthetic/quadratic", device=DeviceProfile(), **settings)
+    assert len(caplog.records) == bool(carried)
+    assert not (carried and COLLECTIVES[collective].owners), "it is simulated as a whole"
+    caplog.clear()
+    carried.clear()
+    run = farflung.simulate("synthetic/quadratic", device=device(PLAIN), **settings)
+    says = (
+        f"an exchange of 5 replicas by {collective} has about {len(carried)} messages, which are simulated one by "
+        f"one: each will take about {timedelta(seconds=10 * len(carried))}"
+    )
+    farflung.retime(run)
+    assert [record.getMessage() for record in caplog.records] == [says, says]
+
+
+def counted(carry: Callable[..., Pending[None]], calls: list[Any]) -> Callable[..., Pending[None]]:
+    def counting(*message: Any) -> Pending[None]:
+        calls.append(message)
+        return carry(*message)
+
+    return counting

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farflung.errors import ConfigError
-from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
+from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime, read_decisions
 from farflung.types import Decision, Json, Runtime
 
 
@@ -18,7 +18,10 @@ def decided(log: DecisionLog, values: list[int]) -> list[list[Json]]:
     async def body(runtime: Runtime) -> list[Json]:
         return [(await runtime.decide("width", step, values.pop)).value for step in range(2)]
 
-    return world.run([body(runtime) for runtime in world.runtimes])
+    try:
+        return world.run([body(runtime) for runtime in world.runtimes])
+    finally:
+        log.write()
 
 
 def test_a_log_in_a_file_is_made_again(tmp_path: Path) -> None:
@@ -38,7 +41,40 @@ def decided_alone(log: DecisionLog, values: list[int]) -> list[list[Json]]:
     async def body(runtime: Runtime) -> list[Json]:
         return [runtime.decide_own("width", step, values.pop).value for step in range(2)]
 
-    return world.run([body(runtime) for runtime in world.runtimes])
+    try:
+        return world.run([body(runtime) for runtime in world.runtimes])
+    finally:
+        log.write()
+
+
+def noted(path: Path, decision: Decision) -> None:
+    """Adds a decision to a file."""
+    log = DecisionLog(path)
+    log.record(decision)
+    log.write()
+
+
+def test_recording_touches_no_file_and_nothing_stays_in_memory_that_a_file_takes(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    for rank in (None, 1):
+        log.record(Decision("width", 0, 3, rank=rank))
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        log.write()
+        assert read_decisions(tmp_path / "decisions.jsonl") == [
+            Decision("width", 0, 3),
+            Decision("width", 0, 3, rank=1),
+        ]
+    assert log.entries == []
+
+
+def test_a_real_replica_without_a_folder_keeps_no_decisions() -> None:
+    runtime = WallRuntime(0, 1, None)
+    try:
+        assert runtime.decide_own("width", 0, lambda: 3).value == 3
+        assert runtime.decisions.entries == []
+    finally:
+        runtime.close()
 
 
 def test_what_each_replica_decides_for_itself_is_kept_apart(tmp_path: Path) -> None:
@@ -52,7 +88,7 @@ def test_what_each_replica_decides_for_itself_is_kept_apart(tmp_path: Path) -> N
     own = read_decisions(path)
     assert {(d.step, d.rank): d.value for d in own} == {(0, 0): 1, (1, 0): 2, (0, 1): 3, (1, 1): 4}
     assert decided_alone(DecisionLog(replay=own), []) == [[1, 2], [3, 4]]
-    DecisionLog(path).record(Decision("width", 0, 9))
+    noted(path, Decision("width", 0, 9))
     assert read_decisions(path) == [Decision("width", 0, 9), *own]
     assert (
         decided(DecisionLog(replay=[*own, Decision("width", 0, 9), Decision("width", 1, 8)]), [])
@@ -79,7 +115,7 @@ def test_without_a_log_to_replay_nothing_is_known() -> None:
 
 def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    DecisionLog(path).record(Decision("stop", 3, True, timing=False))
+    noted(path, Decision("stop", 3, True, timing=False))
     with path.open("a") as file:
         file.write('{"name":"wid')
     assert read_decisions(path) == [Decision("stop", 3, True, timing=False)]

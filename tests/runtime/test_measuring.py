@@ -9,7 +9,7 @@ import pytest
 from farflung.comm import AUTO, resolve_collective
 from farflung.network import Link, NetworkProfile, Site, network_profile
 from farflung.network.trace import mean_capacity
-from farflung.runtime import VirtualWorld
+from farflung.runtime import DecisionLog, VirtualWorld
 from farflung.runtime.measuring import GROWTH, MOST_NBYTES, measured_network
 from farflung.runtime.wall import WallRuntime
 from farflung.tasks import Pending
@@ -83,7 +83,7 @@ def test_few_bytes_are_sent_however_many_replicas_there_are() -> None:
 
 
 def test_on_loopback_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = WallRuntime(0, 1, None)
+    runtime = WallRuntime(0, 1, None, decisions=DecisionLog())
     try:
         monkeypatch.setattr("farflung.runtime.wall.measured_network", lambda _: pytest.fail("measured"))
         assert runtime.settle_collective("ring", [400]) == "ring"

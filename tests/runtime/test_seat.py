@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from farflung import attach
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, DeadlinePassed
 from farflung.runs import prepare_training
 from farflung.runtime import Seat
-from tests.helpers import in_threads, joined, parted
+from tests.forks import farflung
+from tests.helpers import PATIENCE_S, in_threads, joined, parted
 from tests.listening import listening
 
 TORCHRUN = {
@@ -148,6 +150,43 @@ def test_the_store_of_one_machine_is_on_loopback() -> None:
     again = seats[0].store(30.0)  # as a second model's, or the process group's
     assert again is not None
     assert again.get("said") == b"here"
+
+
+def test_a_store_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    nowhere = Seat(1, 2, 1, 2, master=("127.0.0.1", str(port)))
+    with pytest.raises(
+        DeadlinePassed, match=rf"rank 0: .* its store at 127.0.0.1:{port} \(Connection refused\)"
+    ):
+        nowhere.store(0.3)
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=r"MASTER_ADDR 999\.1\.1\.1: unknown host"):
+            Seat(rank, 2, rank, 2, master=("999.1.1.1", str(port))).store(30.0)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: cannot be listened at"):
+            Seat(0, 2, 0, 2, master=("127.0.0.1", str(port))).store(30.0)
+
+
+def test_a_replica_that_waits_for_the_others_is_stopped(tmp_path: Path) -> None:
+    """At the store of rank 0, which is not there, and then for the other rank in that store."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        out = str(tmp_path / f"run-{rank}")
+        with farflung(
+            "train", "--workload", "synthetic/quadratic", "--out", out, environment=place
+        ) as replica:
+            while not [*tmp_path.glob(f"run-{rank}/telemetry/rank-{rank}.jsonl")]:
+                assert replica.wait(0.01) is None
+            replica.send_signal(signal.SIGINT)
+            assert replica.wait(PATIENCE_S) == 130
 
 
 def test_native_collectives_listen_where_they_are_told_alone() -> None:

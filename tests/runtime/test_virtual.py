@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Callable, Coroutine
@@ -343,3 +344,16 @@ def test_rank_0_decides_for_everybody() -> None:
     assert all(others == made for others, _ in results)
     assert [seconds for _, seconds in results] == [0.0, 0.5, 0.5]
     assert world.decisions.entries == made
+
+
+def test_messages_on_their_way_are_seldom_gone_through_for_garbage() -> None:
+    seen = []
+
+    async def replica() -> None:
+        seen.append(gc.get_threshold())
+
+    before = gc.get_threshold()
+    VirtualWorld(1).run([replica()])
+    assert seen[0][:2] == before[:2]
+    assert seen[0][2] > before[2]
+    assert gc.get_threshold() == before

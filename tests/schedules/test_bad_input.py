@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.attach import attach, carries
 from farflung.errors import ConfigError, NonFinite, Unsupported
+from farflung.handle import attach, carries
 from farflung.recipes import recipe
 from farflung.runs import RunConfig
 from farflung.types import Batch
@@ -89,7 +89,7 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
     [
         ("delayed_gradient(2)", {"clip_norm": 1.0}, "sends gradients before their norm is known"),
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
-        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of _Lars is not known"),
+        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of Lars is not known"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
@@ -166,11 +166,34 @@ def test_attach_says_what_it_carries() -> None:
     assert said(scaling="root") == "no: the learning rate is the loop's own"
 
 
-@pytest.mark.parametrize("member", [{"sharing": "injection"}, {"scaling": "linear"}])
-def test_attach_refuses_what_it_would_leave_out(member: dict[str, str]) -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(Unsupported, match="attach cannot follow recipe synchronous"):
-        attach(model, torch.optim.SGD(model.parameters(), 0.1), recipe("synchronous").but(**member))
+@pytest.mark.parametrize(
+    ("preset", "members", "nearest"),
+    [
+        ("synchronous", {"sharing": "injection"}, {"sharing": "none"}),
+        ("scadles", {"sharing": "injection"}, {"sharing": "none", "scaling": "none"}),
+        ("mercury", {}, {"sharing": "none"}),
+        ("adacomm", {}, {"schedule": "local_sgd(sync_every=20)"}),
+        ("ssp", {}, {"schedule": "delayed(delay=2)"}),
+        ("ssp", {"schedule": "ssp(bound=None)"}, {"schedule": "delayed(delay='auto')"}),
+        ("gradient_coding", {}, {"schedule": "synchronous"}),
+        (
+            "ring",
+            {"schedule": "delayed_gradient(3, 2)"},
+            {"schedule": "delayed(delay=3, period=2, pull='swap')"},
+        ),
+        ("ring", {"schedule": "pipelined(3, predict=True)"}, {"schedule": "pipelined(width=3)"}),
+    ],
+)
+def test_attach_names_the_nearest_recipe_that_it_carries(
+    preset: str, members: dict[str, str], nearest: dict[str, str]
+) -> None:
+    model, chosen = nn.Linear(2, 2), recipe(preset).but(**members)
+    changes = ", ".join(f"{family}={text!r}" for family, text in nearest.items())
+    with pytest.raises(
+        Unsupported, match=f"cannot follow recipe {preset}.*{re.escape(f'recipe.but({changes}),')}"
+    ):
+        attach(model, torch.optim.SGD(model.parameters(), 0.1), chosen)
+    assert not carries(chosen.but(**nearest)).startswith("no")
 
 
 # --- losses that are not finite ---------------------------------------------------------------------------------

@@ -153,6 +153,11 @@ def test_nothing_is_due_before_it_starts_or_too_late(row: Row) -> None:
             assert step <= transfer.due_step <= step + row.lag
 
 
+def test_it_is_late_where_a_result_is_due_at_a_later_step(row: Row) -> None:
+    due = [transfer.due_step > step for step, plan in enumerate(run(row.schedule)) for transfer in plan]
+    assert row.schedule.late == any(due)
+
+
 def test_results_of_a_bucket_are_due_in_the_order_they_started(row: Row) -> None:
     for bucket in range(len(BUCKETS)):
         due = [t.due_step for transfers in run(row.schedule) for t in transfers if bucket in moved([t])]

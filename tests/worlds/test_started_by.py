@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from farflung import attach
+from farflung import attach, train
+from farflung.runs import joining
 from tests.listening import listening
 from tests.pool import Pool, digest
 
@@ -57,3 +62,40 @@ def test_they_train_together(environment: dict[str, str], pool: Pool) -> None:
     assert [(rank, size) for rank, size, _, _ in found] == [(0, 2), (1, 2)]
     assert found[0][2] == found[1][2]
     assert found[0][3] | found[1][3] == {"127.0.0.1"}
+
+
+def kept(rank: int, size: int, store: dist.Store, *, environment: dict[str, str], cwd: str) -> list[str]:
+    """Makes two runs as a job of the pool, on ranks whose clocks differ; where each is kept."""
+    os.environ.update({name: value.format(rank=rank, size=size) for name, value in environment.items()})
+    del store
+    found = []
+    # The processes of the pool have made unlike numbers of runs before.
+    with contextlib.chdir(cwd), mock.patch.object(joining, "_numbers", itertools.count()):
+        for hour in (1, 2):
+            with mock.patch("time.strftime", return_value=f"{hour}-by-the-clock-of-{rank}"):
+                run = train("synthetic/quadratic", steps=2, checkpoint_every=1)
+            found.append(str(run.folder))
+    return found
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [SLURM, OPEN_MPI, {**BY_HAND, "TORCHELASTIC_RUN_ID": "none"}],
+    ids=["srun", "mpirun", "torchrun"],
+)
+def test_rank_0_names_the_folder_of_each_run(environment: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    found: list[Any] = pool.run(
+        2, f"{__name__}.kept", environment={**environment, "MASTER_PORT": port}, cwd=str(tmp_path)
+    )
+    folders = [f"runs/synthetic-quadratic-synchronous-{hour}-by-the-clock-of-0" for hour in (1, 2)]
+    assert found == [folders, folders]
+    for folder in folders:
+        assert sorted(path.name for path in (tmp_path / folder / "telemetry").iterdir()) == [
+            "rank-0.jsonl",
+            "rank-1.jsonl",
+        ]
+        assert (
+            sorted(path.name for path in (tmp_path / folder / "checkpoints").iterdir())[-1] == "step-00000002"
+        )

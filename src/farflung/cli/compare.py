@@ -14,9 +14,9 @@ from rich.console import Console
 
 from farflung.cli.counting import Counting
 from farflung.cli.options import with_settings
-from farflung.recipes import MEMBERS
+from farflung.recipes import FAMILIES
 from farflung.report import PLAIN_WIDTH, score_words
-from farflung.runs import COMPARED, DEVICE, SimulatedConfig, asked_to_stop, contest
+from farflung.runs import COMPARED, DEVICE, SimulatedConfig, asked_to_stop
 from farflung.types import Json
 
 __all__ = ["Compare"]
@@ -24,7 +24,8 @@ __all__ = ["Compare"]
 
 @dataclass(frozen=True)
 @with_settings(
-    SimulatedConfig, without=(*MEMBERS, "recipe", "network", "seed", "encrypt", "checkpoint_every")
+    SimulatedConfig,
+    without=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
 class Compare:
     """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and where the time goes.
@@ -54,6 +55,8 @@ class Compare:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
+        from farflung.runs import contest
+
         names = set(SimulatedConfig.settings()) - {"evaluate_every"}
         said: dict[str, Any] = {
             name: value for name in names if (value := getattr(self, name, None)) is not None

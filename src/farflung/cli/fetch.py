@@ -20,8 +20,8 @@ __all__ = ["Fetch"]
 class Fetch:
     """Fetch one data set into the cache.
 
-    Files are verified against their published checksums before they get their name; an interrupted download goes on
-    where it stopped when the command is given again.
+    Files are verified against known checksums before they get their name; an interrupted download goes on where it
+    stopped when the command is given again.
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]

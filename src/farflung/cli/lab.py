@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
 from farflung.types import Json
 
-__all__ = ["RunInLab", "with_dashes"]
+__all__ = ["RunInLab"]
 
 INTERRUPTED = 130
 
@@ -91,7 +90,6 @@ class RunInLab:
                 + (f"the delays of {off} as this machine makes them" if off else "all as they should be")
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            environment["TORCHELASTIC_RUN_ID"] = time.strftime("%Y%m%d-%H%M%S")
             environment.pop(EVENTS, None)
             if self._trains:
                 environment[EVENTS] = told.getsockname()
@@ -158,19 +156,6 @@ class RunInLab:
     def _say(self, what: str) -> None:
         if not self.quiet:
             print(f"farflung lab: {what}", file=sys.stderr, flush=True)
-
-
-def with_dashes(args: Sequence[str]) -> list[str]:
-    """The command line with dashes before what the nodes are to run: ``lab ... train ...`` is short for
-    ``lab ... -- farflung train ...``.
-    """
-    said = list(args)
-    if said[:1] != ["lab"] or "train" not in said:
-        return said
-    place = said.index("train")
-    if "--" in said[:place]:
-        return said
-    return [*said[:place], "--", sys.executable, "-m", "farflung", *said[place:]]
 
 
 def _found(command: Sequence[str]) -> Sequence[str]:

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from farflung.cli.calibrate import Calibrate
-from farflung.cli.codecs import Codecs
-from farflung.cli.coded import Coded
-from farflung.cli.compare import Compare
-from farflung.cli.data import Data
-from farflung.cli.keys import MakeKeys
-from farflung.cli.lab import RunInLab, with_dashes
-from farflung.cli.networks import Networks
-from farflung.cli.options import spoken
-from farflung.cli.produce import Produce
-from farflung.cli.recipes import Recipes
-from farflung.cli.retime import Retime
-from farflung.cli.schedule import Schedule
-from farflung.cli.simulate import Simulate
-from farflung.cli.traffic import Traffic
-from farflung.cli.train import Train
-from farflung.cli.workloads import Workloads
 from farflung.errors import ConfigError, FarflungError
-from farflung.runs import forked_ahead
-from farflung.runtime import Seat
+from farflung.lazy import docstring_of
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main", "spoken", "with_dashes"]
+
+
+T = TypeVar("T")
 
 
 class Command(Protocol):
@@ -43,24 +34,25 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {
-    "train": spoken(Train),
-    "simulate": spoken(Simulate),
-    "compare": spoken(Compare),
-    "retime": spoken(Retime),
-    "traffic": spoken(Traffic),
-    "networks": spoken(Networks),
-    "codecs": spoken(Codecs),
-    "lab": spoken(RunInLab),
-    "recipes": spoken(Recipes),
-    "schedule": spoken(Schedule),
-    "workloads": spoken(Workloads),
-    "data": spoken(Data),
-    "produce": spoken(Produce),
-    "calibrate": spoken(Calibrate),
-    "keys": spoken(MakeKeys),
-    "coded": spoken(Coded),
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("farflung.cli.train", "Train"),
+    "simulate": ("farflung.cli.simulate", "Simulate"),
+    "compare": ("farflung.cli.compare", "Compare"),
+    "retime": ("farflung.cli.retime", "Retime"),
+    "traffic": ("farflung.cli.traffic", "Traffic"),
+    "networks": ("farflung.cli.networks", "Networks"),
+    "codecs": ("farflung.cli.codecs", "Codecs"),
+    "lab": ("farflung.cli.lab", "RunInLab"),
+    "recipes": ("farflung.cli.recipes", "Recipes"),
+    "schedule": ("farflung.cli.schedule", "Schedule"),
+    "workloads": ("farflung.cli.workloads", "Workloads"),
+    "data": ("farflung.cli.data", "Data"),
+    "produce": ("farflung.cli.produce", "Produce"),
+    "calibrate": ("farflung.cli.calibrate", "Calibrate"),
+    "keys": ("farflung.cli.keys", "MakeKeys"),
+    "coded": ("farflung.cli.coded", "Coded"),
 }
+"""Module and class of each sub-command, which is imported only where it is the one that runs."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -69,9 +61,9 @@ def main(args: Sequence[str] | None = None) -> int:
     Without them this process is the command: it has computed nothing yet.
     """
     try:
-        command = _parse(sys.argv[1:] if args is None else args)
-        ahead = args is None and isinstance(command, Train) and Seat.taken() is None
-        with forked_ahead() if ahead else contextlib.nullcontext():
+        said = sys.argv[1:] if args is None else args
+        command = _parse(said)
+        with _workers_ahead() if args is None and said[0] == "train" else contextlib.nullcontext():
             return command.run()
     except FarflungError as error:
         sys.stdout.flush()
@@ -85,15 +77,98 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _workers_ahead() -> AbstractContextManager[None]:
+    """Has the process forked off whose forks the workers are, where this machine starts them.
+
+    What all of them need is imported before, so that it is imported once.
+    """
+    from farflung.runs import forked_ahead, workers  # noqa: F401
+    from farflung.runtime import Seat
+
+    return forked_ahead() if Seat.taken() is None else contextlib.nullcontext()
+
+
+def _commands(words: list[str]) -> dict[str, Callable[..., Command]]:
+    """The sub-commands as the parser gets them: of those that do not run, what they are for and no options."""
+    chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
+    return {name: _imported(*home) if name in chosen else _named(*home) for name, home in COMMANDS.items()}
+
+
+@functools.cache
+def _imported(module: str, name: str) -> Callable[..., Command]:
+    command: type[Command] = getattr(import_module(module), name)
+    return spoken(command)
+
+
+def _named(module: str, name: str) -> Callable[..., Command]:
+    def named() -> Command:
+        raise AssertionError("only what has been imported runs")
+
+    named.__doc__ = docstring_of(module, name)
+    return named
+
+
+def spoken(command: type[T]) -> type[T]:
+    """Names the kind of value of each option that may be left out, in a command's help, and no default.
+
+    One that is true or false is a pair of flags: a file may have set it, so the command line can unset it.
+    """
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        kinds = get_args(plain)
+        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
+            metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
+            said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            command.__annotations__[name] = Annotated[hint, tyro.conf.DisallowNone, said]
+    return command
+
+
+def with_dashes(args: Sequence[str]) -> list[str]:
+    """The command line with dashes before what the nodes are to run: ``lab ... train ...`` is short for
+    ``lab ... -- farflung train ...``.
+    """
+    said = list(args)
+    if said[:1] != ["lab"] or "train" not in said:
+        return said
+    place = said.index("train")
+    if "--" in said[:place]:
+        return said
+    return [*said[:place], "--", sys.executable, "-m", "farflung", *said[place:]]
+
+
+_TYPES = ConstructorRegistry()
+"""How options of some types are read."""
+
+
+@_TYPES.primitive_rule
+def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Refuses an empty path, which ``Path`` takes for the current folder."""
+    if option.type is not Path:
+        return None
+
+    def made(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("empty")
+        return Path(words[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=made,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
 def _parse(args: Sequence[str]) -> Command:
-    said = io.StringIO()
+    words, said = with_dashes(args), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS,
+                _commands(words),
                 prog="farflung",
                 description="Train one PyTorch model on many devices that are far apart. --version prints the version.",
-                args=with_dashes(args) or ["--help"],
+                args=words or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes,),
             )
             return command

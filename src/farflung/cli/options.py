@@ -9,21 +9,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
 from rich.console import Console
 
-from farflung.cli.progress import Progress
 from farflung.cli.settings import option_types, read_settings
 from farflung.extras import need
-from farflung.report import TensorBoard, buffers_picture, partition_picture, partition_table, sampling_picture
-from farflung.runs import Filed, Prepared, Run, RunConfig, Setting
+from farflung.runs import RunConfig, Setting
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
-__all__ = ["RunOptions", "finish", "given", "spoken", "with_options", "with_settings"]
+if TYPE_CHECKING:  # these import torch, which help does without
+    from farflung.cli.progress import Progress
+    from farflung.runs import Prepared, Run
+
+__all__ = ["RunOptions", "finish", "given", "with_options", "with_settings"]
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -46,22 +47,24 @@ class RunOptions:
     """Continue the run in this folder from its last checkpoint; other options change its settings."""
     replay: Path | None = None
     """Decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did."""
-    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    tensorboard: bool | None = None
     """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool | None = None
     """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    quiet: bool | None = None
     """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
+        from farflung.runs import Filed
+
         if self.config is None:
             return self._start({})
         known = option_types(type(self), without=("config", "resume"))
         said = read_settings(self.config, known, ignored=self.elsewhere)
         of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
         others = {name: value for name, value in said.items() if name not in of_the_run}
-        missing = {name: value for name, value in others.items() if not getattr(self, name)}
+        missing = {name: value for name, value in others.items() if getattr(self, name) is None}
         return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
 
     def _start(self, filed: Mapping[str, Json]) -> int:
@@ -85,6 +88,8 @@ class RunOptions:
     @contextmanager
     def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
         """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
+        from farflung.report import TensorBoard
+
         with ExitStack() as stack:
             stack.enter_context(progress)
             sinks: list[Sink] = [progress]
@@ -99,6 +104,8 @@ class RunOptions:
 
     def show(self, run: Prepared[C]) -> None:
         """How the training set is split, where it is."""
+        from farflung.report import partition_table
+
         if run.shares and not (self.quiet or self.json):
             Console(stderr=True).print(partition_table(run.shares, run.config.split_text))
 
@@ -122,11 +129,8 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
             if name not in own:
                 words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
                 about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
-                if setting.kind is bool:
-                    own[name] = Annotated[bool, tyro.conf.FlagCreatePairsOff, about]
-                else:
-                    own[name] = Annotated[setting.kind | None, about]
-                setattr(command, name, False if setting.kind is bool else None)
+                own[name] = Annotated[setting.kind | None, about]
+                setattr(command, name, None)
         return command
 
     return give
@@ -135,22 +139,13 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:
     """Those of some settings that are on a command line."""
     said = {name: getattr(command, name, None) for name in settings}
-    return {name: value for name, value in said.items() if value is not None and value is not False}
-
-
-def spoken(command: type[T]) -> type[T]:
-    """A decorator: the help of a command names the kind of value of an option that may be left out, and no default."""
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        kinds = get_args(plain)
-        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
-            said = tyro.conf.arg(metavar=kinds[0].__name__.upper(), help_behavior_hint="")
-            command.__annotations__[name] = Annotated[hint, said]
-    return command
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
+    from farflung.report import buffers_picture, partition_picture, sampling_picture
+
     picture = run.picture()
     buffers, shares = run.files.buffers_picture, run.files.partition_picture
     events, how = run.events, run.files.sampling_picture

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
+from typing_extensions import override
 
 from farflung.report import score_words
 from farflung.telemetry import Event
@@ -208,6 +209,7 @@ class Progress:
 class _Live(Live):
     """Keeps to itself that a terminal cannot be written to, and tries again: there is nobody to tell."""
 
+    @override
     def refresh(self) -> None:
         with suppress(Exception):
             super().refresh()

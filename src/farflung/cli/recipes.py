@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from farflung.attach import carries
 from farflung.cli.tables import print_rows, print_table
+from farflung.handle import carries
 from farflung.recipes import RECIPES, Recipe
 from farflung.types import Json
 

@@ -10,7 +10,7 @@ import tyro
 
 from farflung.cli.options import finish
 from farflung.cli.progress import Progress
-from farflung.runs import RunFolder, SimulatedConfig, retime
+from farflung.runs import SimulatedConfig
 
 __all__ = ["Retime"]
 
@@ -38,10 +38,12 @@ class Retime:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
+        from farflung.runs import RunFolder, retime
+
         before = SimulatedConfig.stored_in(RunFolder(self.run_folder))
         network, device = self.network or str(before["network"]), self.device or str(before["device"])
-        name = f"{self.run_folder.name}-on-{Path(network).stem}-{Path(device).stem}"
-        out = self.out or self.run_folder.with_name(name)
+        stored = self.run_folder.resolve()  # which has a name where this one is a dot
+        out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
         finish(run, as_json=self.json)

@@ -92,6 +92,8 @@ class Schedule:
         for name in ("bandwidth", "compute", "mbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} {getattr(self, name):g}: must be above 0")
+        if self.out.suffix.lower() != ".png":
+            raise ConfigError(f"--out {self.out}: the picture is a PNG, so its name must end in .png")
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency:g}: must be 0 or more")
 

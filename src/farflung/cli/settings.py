@@ -71,7 +71,7 @@ def _settings(path: Path, known: Mapping[str, type], ignored: Collection[str]) -
 def _checked(path: Path, key: str, value: object, kind: type) -> Setting:
     if kind is float and type(value) is int:
         return float(value)
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str) and value:
         return Path(value)
     if type(value) is kind:
         assert isinstance(value, str | int | float)

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.cli.options import RunOptions, finish, with_settings
-from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop, prepared, simulate_prepared
+from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -17,7 +18,7 @@ __all__ = ["Simulate"]
 
 
 @dataclass(frozen=True)
-@with_settings(SimulatedConfig, without=("encrypt",))
+@with_settings(SimulatedConfig, without=("encrypt", "threads"))
 class Simulate(RunOptions):
     """Train in virtual time: as farflung train would, on a network and devices that need not be there.
 
@@ -26,13 +27,17 @@ class Simulate(RunOptions):
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset(
-        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port"}
+        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port", "threads"}
     )
 
+    @override
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
+        from farflung.cli.progress import Progress
+        from farflung.runs import prepared, simulate_prepared
+
         run = prepared(SimulatedConfig, filed, self.given(), **self.where)
-        progress = Progress(quiet=self.quiet or self.json, simulated=True)
+        progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
         with asked_to_stop() as stop, ExitStack() as stack:
             opened: list[Sink] = []
 
@@ -43,5 +48,5 @@ class Simulate(RunOptions):
                 opened[0](event)
 
             ended = simulate_prepared(run, tell, stop_asked=stop.is_set)
-        finish(ended, as_json=self.json)
+        finish(ended, as_json=bool(self.json))
         return 130 if stop.is_set() else 0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.cli.options import RunOptions, finish, with_settings
-from farflung.cli.progress import Progress
-from farflung.runs import RunConfig, prepare_training, ready_to_train
-from farflung.runtime import Seat
+from farflung.runs import RunConfig
 from farflung.types import Json
 
 __all__ = ["Train"]
@@ -53,11 +53,16 @@ class Train(RunOptions):
     pace: str | None = None
     """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
     time has passed; steps for which this machine is too slow are counted."""
-    data_stays: bool = False
+    data_stays: bool | None = None
     """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""
 
+    @override
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
+        from farflung.cli.progress import Progress
+        from farflung.runs import prepare_training, ready_to_train
+        from farflung.runtime import Seat
+
         run = prepare_training(filed, self.given(), **self.where)
         seat = Seat.taken()
         leads = seat is None or seat.rank == 0
@@ -70,12 +75,12 @@ class Train(RunOptions):
             network=self.network,
             device=self.device,
             pace=self.pace,
-            data_stays=self.data_stays,
+            data_stays=bool(self.data_stays),
         )
         with ready as begin:
             self.show(run)
-            with self.shown(run, Progress(quiet=self.quiet or self.json or not leads)) as events:
+            with self.shown(run, Progress(quiet=bool(self.quiet or self.json) or not leads)) as events:
                 ended = begin(events)
         if leads:
-            finish(ended, as_json=self.json)
+            finish(ended, as_json=bool(self.json))
         return 130 if ended.summary.get("interrupted") else 0

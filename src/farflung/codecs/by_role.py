@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from farflung.codecs.identity import Identity
 from farflung.codecs.int8 import Int8
 from farflung.codecs.options import codec_option
@@ -41,6 +43,7 @@ class ByRole(Routed):
         codec_option("by_role", self.other)
 
     @property
+    @override
     def codecs(self) -> Mapping[str, Codec]:
         """Both, and the one that changes nothing."""
         return {"convolution": self.convolution, "dense": Identity(), "other": self.other}

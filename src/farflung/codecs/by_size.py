@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from farflung.codecs.identity import Identity
 from farflung.codecs.int8 import Int8
 from farflung.codecs.options import codec_option
@@ -41,6 +43,7 @@ class BySize(Routed):
         whole_option("by_size", "numel", self.numel, 0)
 
     @property
+    @override
     def codecs(self) -> Mapping[str, Codec]:
         """Both."""
         return {"small": self.small, "large": self.large}

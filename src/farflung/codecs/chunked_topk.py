@@ -9,11 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from farflung.codecs.bits import pack, pack_wide, unpack, unpack_wide
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
-from farflung.codecs.sparse import Sparse, add_entries
+from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -73,7 +74,6 @@ class ChunkedTopK(Sparse):
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Indices in two tensors, then values, or codes and the means that they stand for."""
-        del step, count
         flat = grad.reshape(-1)
         if not len(flat):
             return Payload((flat.clone(),)), state
@@ -83,21 +83,16 @@ class ChunkedTopK(Sparse):
         values = rows.gather(1, places).reshape(-1)
         indices = pack_wide(places.reshape(-1), _index_bits(chunk))
         parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
-        if sum(part.nbytes for part in parts) >= flat.nbytes:
-            whole = torch.zeros_like(rows).scatter_(
-                1, places, self._values(parts, len(values)).view_as(places)
-            )
-            return Payload((whole.view(-1)[: len(flat)].clone(),)), state
-        return Payload(parts), state
+        return self.or_dense(state, Payload(parts), flat, step=step, count=count), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del state, step, count
         parts = tuple(payload.tensors())
-        if len(parts) == 1:
-            total.add_(parts[0].view(total.shape), alpha=alpha)
+        if add_dense(total, parts, alpha):
             return
         chunk, chunks, keep = self._cut(total.numel())
         places = unpack_wide(parts[0], parts[1], _index_bits(chunk), chunks * keep).view(chunks, keep)

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.bits import pack_wide, unpack_wide
 from farflung.codecs.options import floating
-from farflung.codecs.sparse import Sparse
+from farflung.codecs.sparse import Sparse, add_dense
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
@@ -34,7 +35,8 @@ class DeMo(Sparse):
     block the ``keep`` largest components of an orthonormal discrete cosine transform are sent, with indices into it.
 
     The momentum is this codec's own, so leave the optimizer's at 0. The paper steps on the sign of what arrives:
-    ``--optimizer sign_sgd`` does, with a learning rate of the size of Adam's.
+    ``--optimizer sign_sgd`` does, in other loops :class:`farflung.optimizers.SignSGD`, with a learning rate of the size
+    of Adam's.
 
     Not linear: replicas send unlike components, which are gathered. Biased; it keeps what it leaves out by itself. What
     is not finite spoils its block, shows in what is decoded, and is forgotten. Where the payload would be no smaller
@@ -89,23 +91,22 @@ class DeMo(Sparse):
             values.append(components.gather(1, found).view(-1))
             places.append(found.view(-1))
         payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
-        sent = torch.zeros_like(momentum)
-        self.accumulate(state, payload, sent, step=step, count=count)
-        if payload.nbytes >= grad.nbytes:
-            payload = Payload((sent.view(-1),))
+        sent = self.decode(state, payload, TensorSpec.of(grad), step=step, count=count)
+        payload = self.or_dense(state, payload, grad, step=step, count=count)
         kept = momentum.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"momentum": kept})
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
-        values, *rest = payload.tensors()
-        if not rest:
-            total.add_(values.view(total.shape), alpha=alpha)
+        parts = tuple(payload.tensors())
+        if add_dense(total, parts, alpha):
             return
-        places = unpack_wide(rest[0], rest[1], self._index_bits, len(values))
+        values, low, high = parts
+        places = unpack_wide(low, high, self._index_bits, len(values))
         start = 0
         for where in _each(state):
             keep = min(self.keep, where.size)

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, indexable
-from farflung.codecs.routed import join, take
+from farflung.codecs.routed import take
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import Sparse, add_entries
+from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
@@ -92,7 +93,6 @@ class DGC(Sparse):
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values and indices of the sparse parts, and the dense parts as they are."""
-        del count
         flat = grad.reshape(-1)
         velocity, accumulated = self._gathered(state, flat)
         density = self.density_at(step)
@@ -104,13 +104,8 @@ class DGC(Sparse):
             or [torch.empty(0, dtype=torch.int64, device=flat.device)]
         )
         dense = take(accumulated, state.shared["dense"]).clone() if state.shared["dense"] else flat[:0]
-        values = accumulated[indices]
-        if values.nbytes + 4 * indices.numel() + dense.nbytes >= flat.nbytes:
-            whole = torch.zeros_like(flat).index_copy_(0, indices, values)
-            _put(whole, state.shared["dense"], dense)
-            payload = Payload((whole,))
-        else:
-            payload = Payload((values, indices.to(torch.int32), dense))
+        payload = Payload((accumulated[indices], indices.to(torch.int32), dense))
+        payload = self.or_dense(state, payload, flat, step=step, count=count)
         velocity.index_fill_(0, indices, 0.0)
         accumulated.index_fill_(0, indices, 0.0)
         for start, numel in state.shared["dense"]:
@@ -118,16 +113,16 @@ class DGC(Sparse):
             velocity[start : start + numel].nan_to_num_(0.0, 0.0, 0.0)
         return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
-        values, *rest = payload.tensors()
-        if not rest:
-            total.add_(values.view(total.shape), alpha=alpha)
+        parts = tuple(payload.tensors())
+        if add_dense(total, parts, alpha):
             return
-        indices, dense = rest
+        values, indices, dense = parts
         add_entries(total, values, indices, alpha)
         runs = state.shared["dense"]
         for (start, numel), part in zip(runs, dense.split([numel for _, numel in runs]), strict=True):
@@ -147,8 +142,3 @@ class DGC(Sparse):
             velocity = (velocity * self.momentum).add_(grad)
             accumulated = accumulated + velocity
         return velocity, accumulated
-
-
-def _put(whole: Tensor, runs: list[list[int]], part: Tensor) -> None:
-    if runs:
-        join(whole, runs, part)

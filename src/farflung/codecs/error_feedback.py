@@ -52,6 +52,8 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         codec_option("error_feedback", self.codec)
+        if isinstance(self.codec, ErrorFeedback):
+            raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
         part_option("error_feedback", "decay", self.decay)
         if isinstance(self.codec, RandomK) and self.codec.unbiased and self.codec.density < 1:
             raise ConfigError(

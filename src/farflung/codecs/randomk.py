@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
@@ -72,6 +73,7 @@ class RandomK(Sparse):
             values.mul_(flat.numel() / len(indices))
         return Payload((values,)), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from farflung.codecs.fixed import Fixed
 from farflung.errors import ProtocolError
 from farflung.types import Codec, CodecState, Payload, TensorSpec
 
-__all__ = ["Sparse", "accumulate", "add_entries"]
+__all__ = ["Sparse", "accumulate", "add_dense", "add_entries"]
 
 
 class Sparse(Fixed):
@@ -38,6 +40,15 @@ class Sparse(Fixed):
         total = torch.zeros(spec.shape, dtype=spec.dtype, device=next(iter(payload.tensors())).device)
         self.accumulate(state, payload, total, step=step, count=count)
         return total
+
+    def or_dense(
+        self, state: CodecState, payload: Payload, like: Tensor, *, step: int, count: int
+    ) -> Payload:
+        """Replaces a payload that is no smaller than the tensor it encodes by the flat tensor that it decodes to."""
+        if payload.nbytes < like.nbytes:
+            return payload
+        dense = self.decode(state, payload, TensorSpec.of(like), step=step, count=count)
+        return Payload((dense.view(-1),))
 
 
 def accumulate(
@@ -69,6 +80,14 @@ def accumulate(
         entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
     else:
         total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)
+
+
+def add_dense(total: Tensor, parts: Sequence[Tensor], alpha: float) -> bool:
+    """Adds ``alpha`` times a payload of :meth:`Sparse.or_dense` to ``total`` if it is dense; whether it is."""
+    if len(parts) > 1:
+        return False
+    total.add_(parts[0].view(total.shape), alpha=alpha)
+    return True
 
 
 def add_entries(total: Tensor, values: Tensor, indices: Tensor, alpha: float) -> None:

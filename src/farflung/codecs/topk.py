@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import Sparse, add_entries
+from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["TopK"]
@@ -59,24 +60,22 @@ class TopK(Sparse):
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values, and their int32 indices in ascending order."""
-        del step, count
         flat = grad.reshape(-1)
         indices = largest(flat, kept(flat.numel(), self.density))
-        values = flat[indices]
-        if values.nbytes + 4 * indices.numel() >= flat.nbytes:
-            return Payload((torch.zeros_like(flat).index_copy_(0, indices, values),)), state
-        return Payload((values, indices.to(torch.int32))), state
+        payload = Payload((flat[indices], indices.to(torch.int32)))
+        return self.or_dense(state, payload, flat, step=step, count=count), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del state, step, count
-        values, *indices = payload.tensors()
-        if indices:
-            add_entries(total, values, indices[0], alpha)
-        else:
-            total.add_(values.view(total.shape), alpha=alpha)
+        parts = tuple(payload.tensors())
+        if add_dense(total, parts, alpha):
+            return
+        values, indices = parts
+        add_entries(total, values, indices, alpha)
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica names entries of its own."""

@@ -9,6 +9,7 @@ from functools import partial
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
 from farflung.coded.meeting import Address, Reach, admitted, attending, opened
+from farflung.comm.interface import check_host
 from farflung.devices import DeviceProfile
 from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
 from farflung.runtime import WallRuntime
@@ -50,8 +51,9 @@ def take_part(
 
     Raises:
       DeadlinePassed: no coordinator is met.
-      ConfigError: see :func:`farflung.coded.meeting.attending`.
+      ConfigError: there is no such host, or see :func:`farflung.coded.meeting.attending`.
     """
+    check_host(address.host, str(address))
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -31,7 +31,8 @@ class Learner:
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       solver: as text, such as ``gd(learning_rate=0.01)``; when not given ``bundle`` for the hinge, and otherwise
         ``lbfgs``. See :data:`farflung.coded.SOLVERS`.
-      tolerance: the gap, relative to the objective, at which it has converged; the solver's own when not given.
+      tolerance: the gap, relative to the objective, at which it has converged; when not given 1e-10, and 1e-4 for
+        ``bundle``.
       positive: the label of a class that is told apart from the rest; all classes are when not given.
 
     Raises:

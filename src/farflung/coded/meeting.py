@@ -1,14 +1,16 @@
 """Where coordinator and devices of real processes find each other: a store at the coordinator's address.
 
-A device takes a seat there, a rank that nobody else gets. Whoever has one is admitted when it has published its
-address, at any time. A coordinator that comes again makes a new store, and devices that have lost theirs take a seat in
-that.
+A device asks for a seat there. The coordinator gives it a rank, admits it when it has published its address, and takes
+the seat back when the device is gone or has not greeted in time. A coordinator that comes again makes a new store, and
+devices that have lost theirs ask for a seat in that.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,23 +19,25 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
-from farflung.comm.interface import route_to
+from farflung.comm.interface import check_host, route_to
 from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed, PeerLost
+from farflung.errors import ConfigError, DeadlinePassed, PeerLost, RunLost
 from farflung.runtime import WallRuntime
+from farflung.runtime.stores import published, reached, serving
 from farflung.tasks import Pending
 
 __all__ = ["Address", "Reach", "admitted", "attending", "coordinating", "opened"]
 
 SEATS = 256
-"""How many devices may come in the course of a run, those that come again counted again."""
-_RUN, _TAKEN = "farflung/coded/run", "farflung/coded/seats"
+"""How many processes may be there at a time, the coordinator among them."""
+_RUN, _ASKED = "farflung/coded/run", "farflung/coded/asked"
 _LOOK_S = 0.1
 """How often the coordinator looks who has come."""
-_RETRY_S = 0.5
-"""How long a device waits before it tries again to reach a coordinator."""
+_STORE_S = 5.0
+"""How long a store may take to say what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Address:
             raise ConfigError(f"{text!r}: an address is HOST:PORT, such as 192.168.1.5:29500")
         return Address(host.strip("[]"), int(port))
 
+    @override
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
@@ -97,17 +102,18 @@ def coordinating(
       join_s: how long a device may take from its seat to its greeting, in seconds.
 
     Raises:
-      ConfigError: the address cannot be used.
+      ConfigError: there is no such host, or the address cannot be used.
     """
+    check_host(address.host, str(address))
     try:
-        store = dist.TCPStore(address.host, address.port, is_master=True, wait_for_workers=False)
-    except (dist.DistNetworkError, RuntimeError) as error:
+        store = serving(address.host, address.port)
+    except OSError as error:
         raise ConfigError(
-            f"{address}: cannot be listened at ({str(error).splitlines()[0]}): choose another address of this machine, "
-            "or another port"
+            f"{address}: cannot be listened at ({os.strerror(error.errno or 0)}): choose another address of this "
+            "machine, or another port"
         ) from None
     store.set(_RUN, run)
-    store.add(_TAKEN, 0)
+    store.add(_ASKED, 0)
     runtime = _runtime(0, run, store, reach, address, join_s, members=[0])
     ended = threading.Event()
     porter = threading.Thread(
@@ -148,18 +154,21 @@ def attending(
 
     Raises:
       DeadlinePassed: nobody is met there.
-      ConfigError: no seat is left.
+      ConfigError: no seat is free.
     """
     store = _reached(address, patience_s)
     run = store.get(_RUN).decode(errors="replace")
-    rank = store.add(_TAKEN, 1)
-    if rank >= SEATS:
+    until = time.monotonic() + join_s
+    asked = store.add(_ASKED, 1)
+    _wait(store, _seat(asked), join_s)
+    rank = int(store.get(_seat(asked)))
+    if not rank:
         raise ConfigError(
-            f"{address}: all {SEATS - 1} seats of the run have been taken: start its coordinator again"
+            f"{address}: all {SEATS - 1} seats of the run are taken: try again when a device has left"
         )
     runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
     try:
-        _wait(store, _open(rank), join_s)
+        _wait(store, _open(asked), until - time.monotonic())
         runtime.admit(0, join_s=join_s).wait()
         yield runtime
     except BaseException as error:
@@ -224,51 +233,75 @@ def _runtime(
 
 def _reached(address: Address, patience_s: float) -> dist.Store:
     """The store of a coordinator that is there and has said what it runs."""
-    begin, seen = time.monotonic(), "nothing answers there"
-    while (left_s := begin + patience_s - time.monotonic()) > 0:
-        try:
-            store = dist.TCPStore(
-                address.host,
-                address.port,
-                is_master=False,
-                timeout=timedelta(seconds=max(0.1, min(left_s, 5.0))),
-            )
-            store.wait([_RUN], timedelta(seconds=max(0.1, min(left_s, 5.0))))
-            return store
-        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-            seen = str(error).splitlines()[0]
-        time.sleep(min(_RETRY_S, max(0.0, left_s)))
-    raise DeadlinePassed(0, f"a coordinator at {address} ({seen})", patience_s)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+
+    store = reached(address.host, address.port, connect, f"a coordinator at {address}", patience_s)
+    _wait(store, _RUN, _STORE_S)
+    return store
 
 
 def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, join_s: float) -> None:
-    """Admits each device that has published its address, as long as the run goes on."""
-    awaited: set[int] = set()
-    taken = 0
+    """Gives devices the seats that they ask for, admits those that have published their address, and takes seats back,
+    as long as the run goes on.
+    """
+    free = deque(range(1, SEATS))  # a seat that was left lately comes last: not all may have seen that it was
+    coming: dict[int, tuple[int, float]] = {}
+    """By rank, which request it was given for, and until when it may publish an address."""
+    admitted: dict[int, Pending[None]] = {}
+    heard = 0
     while not ended.wait(_LOOK_S):
         try:
-            newest = min(store.add(_TAKEN, 0), SEATS - 1)
-            awaited.update(range(taken + 1, newest + 1))
-            taken = newest
-            come = [rank for rank in sorted(awaited) if runtime.has_come(rank)]
-        except RuntimeError:  # the store has ended
-            return
-        for rank in come:
-            awaited.discard(rank)
-            runtime.admit(rank, join_s=join_s)
-        if come:
-            runtime.aside(lambda: None).wait()  # until then they would knock at a door that is not open yet
+            newest = min(store.add(_ASKED, 0), heard + SEATS)
+            for asked in range(heard + 1, newest + 1):
+                rank = free.popleft() if free else 0
+                if rank:
+                    coming[rank] = asked, runtime.now() + join_s
+                store.set(_seat(asked), str(rank))
+            heard = newest
+            come = [rank for rank in coming if runtime.has_come(rank)]
             for rank in come:
-                store.set(_open(rank), "")
+                admitted[rank] = runtime.admit(rank, join_s=join_s)
+            if come:
+                runtime.aside(
+                    lambda: None
+                ).wait()  # until then they would knock at a door that is not open yet
+                for rank in come:
+                    asked, _ = coming.pop(rank)
+                    store.set(_open(asked), "")
+            late = [rank for rank, (_, until) in coming.items() if runtime.now() >= until]
+            settled = [rank for rank, greeted in admitted.items() if greeted.done]
+            present = runtime.launch(_present(runtime)).wait()
+            for rank in (*late, *(rank for rank in settled if rank not in present)):
+                coming.pop(rank, None)
+                admitted.pop(rank, None)
+                runtime.forget(rank)
+                free.append(rank)
+        except (RuntimeError, RunLost):  # the store or the run has ended
+            return
 
 
-def _open(rank: int) -> str:
+async def _present(runtime: WallRuntime) -> set[int]:
+    """The ranks that are there; the view belongs to the thread that this is launched on."""
+    return runtime.view.present()
+
+
+def _seat(asked: int) -> str:
+    """The place of the rank that a device is given; 0: no seat is free."""
+    return f"farflung/coded/seat/{asked}"
+
+
+def _open(asked: int) -> str:
     """Says that a device may greet."""
-    return f"farflung/coded/open/{rank}"
+    return f"farflung/coded/open/{asked}"
 
 
 def _wait(store: dist.Store, key: str, join_s: float) -> None:
+    why = ""
     try:
-        store.wait([key], timedelta(seconds=join_s))
-    except (dist.DistStoreError, RuntimeError) as error:
-        raise DeadlinePassed(0, f"its coordinator to let it in ({type(error).__name__})", join_s) from None
+        if published(store, key, join_s):
+            return
+    except RuntimeError as error:  # the store has ended
+        why = f" ({type(error).__name__})"
+    raise DeadlinePassed(0, f"its coordinator to let it in{why}", join_s)

@@ -75,6 +75,7 @@ class Members:
         self._to_meet: set[tuple[int, int]] = set()
         """Devices that were told of one that is to come to them, and that one."""
         self._runtime, self._settings, self._run, self._record = runtime, settings, run, record
+        self._began = runtime.now()
         self._planner = Planner(
             build("code", settings.code, CODES),
             settings.seed,
@@ -393,6 +394,11 @@ class Members:
         tag = tags.OPERAND if isinstance(message, (Multiply, End)) else tags.COMMAND
         return self._runtime.launch(sent(self._runtime.comm, packed(message), rank, tag))
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began here, by the clock of its events."""
+        return self._runtime.now() - self._began
+
     def tell(self, event: str, **values: Json) -> None:
         """Keeps that something has happened, with the redundancy that there is."""
         if self._record is not None:
@@ -401,4 +407,4 @@ class Members:
                 if self.encoded
                 else None
             )
-            self._record.tell(event, t=self._runtime.now(), redundancy=redundancy, **values)
+            self._record.tell(event, t=self.elapsed_s, redundancy=redundancy, **values)

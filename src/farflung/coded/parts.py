@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.local import partitioned
 from farflung.data import TensorDataset, a9a, covtype
@@ -67,6 +68,7 @@ class Part:
             order = torch.randperm(count, generator=generator(self.seed, "coded", "parts"))
         return order[partitioned(count, self.of)[self.number - 1]]
 
+    @override
     def __str__(self) -> str:
         shuffled = "" if self.seed is None else f" of seed {self.seed}"
         return f"{self.number}/{self.of}{shuffled}"

@@ -12,6 +12,7 @@ from farflung.coded.blocks import bounds_of
 from farflung.coded.codes import MDS, Code
 from farflung.coded.messages import Columns, Part, Rows, Source
 from farflung.coded.recombination import combination
+from farflung.coded.redundancy import missing_ranks
 from farflung.coded.roster import Block, Kind, Partition, Roster
 
 __all__ = ["Order", "Planner"]
@@ -258,7 +259,7 @@ class Planner:
 
     def _lacking(self, roster: Roster, kind: Kind, more: Block | None = None) -> list[int]:
         """The ranks that would be missing after losses of none, of one, and so on to as many devices as may vanish,
-        each summed over all such losses.
+        each summed over all such losses; as far as their sets may be tried.
 
         Blocks that are being made count as there.
         """
@@ -269,7 +270,8 @@ class Planner:
             if active.issuperset(block.coefficients if kind == "rows" else ())
         ]
         considered = blocks if more is None else [*blocks, more]
-        return [roster.lacking(losses, considered, unknowns) for losses in range(self.redundancy + 1)]
+        holders = [block.holder for block in considered]
+        return list(missing_ranks(roster.matrix(considered, unknowns), holders, enough=self.redundancy))
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ __all__ = ["Record"]
 class Record:
     """The folder of one run.
 
-    ``events.jsonl`` tells what happened, a line each. ``roster.safetensors`` holds labels and what is in each block,
-    and ``state.safetensors`` the solver's state; each is written whole or not at all.
+    ``events.jsonl`` tells what happened, a line each. ``labels.safetensors`` holds the labels of each partition,
+    ``roster.safetensors`` what is in each block, and ``state.safetensors`` the solver's state; each is written whole or
+    not at all.
 
     Args:
       folder: is there.
@@ -30,22 +31,35 @@ class Record:
     def __init__(self, folder: Path, told: Sink = lambda event: None) -> None:
         self._folder, self._told = folder, told
         self._events = JsonLinesFile(folder / "events.jsonl")
+        self._labelled = 0
+        """Partitions whose labels are kept: the labels of a partition never change."""
 
     def tell(self, event: str, **values: Json) -> None:
         """One line."""
         entry: Event = {"event": event, **values}
-        self._events.add(entry)
-        self._events.flush()
+        self._events.add(entry, flush=True)
         self._told(entry)
 
     def keep_roster(self, roster: Roster) -> None:
         """Before anybody acts on it."""
-        save_tree(self._folder / "roster.safetensors", roster.tree())
+        tree = roster.tree()
+        labels = {number: one.pop("labels") for number, one in tree["partitions"].items()}
+        if len(labels) != self._labelled:
+            save_tree(self._folder / "labels.safetensors", labels)
+            self._labelled = len(labels)
+        save_tree(self._folder / "roster.safetensors", tree)
 
     def roster(self) -> Roster | None:
         """What was kept; ``None``: the run begins."""
         path = self._folder / "roster.safetensors"
-        return Roster.from_tree(load_tree(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        tree = load_tree(path)
+        partitions = tree["partitions"]
+        if not all("labels" in one for one in partitions.values()):  # farflung 0.1 kept them in the roster
+            for number, labels in load_tree(self._folder / "labels.safetensors").items():
+                partitions[number]["labels"] = labels
+        return Roster.from_tree(tree)
 
     def keep_state(self, state: State) -> None:
         """Of the solver, after an iterate."""
@@ -58,4 +72,4 @@ class Record:
 
     def close(self) -> None:
         """Nothing more happens."""
-        self._events.__exit__(None, None, None)
+        self._events.close()

@@ -1,10 +1,10 @@
-"""How many blocks may vanish before the partitions are lost."""
+"""How many blocks, or devices with all that they hold, may vanish before the partitions are lost."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from farflung.coded.plan import raw_partition
 from farflung.coded.span import TOLERANCE, Span, unit
 
-__all__ = ["any_one_may_vanish", "rank", "redundancy", "would_decode"]
+__all__ = ["MOST_SETS", "any_one_may_vanish", "missing_ranks", "rank", "redundancy", "would_decode"]
 
+MOST_SETS = 33_000
+"""Sets of losses that are tried: all pairs of 256 devices, for example."""
 _AT_ONCE = 4096
 """Sets that are tried in one call."""
 
@@ -50,67 +52,96 @@ def any_one_may_vanish(rows: Sequence[Tensor], partitions: int) -> bool:
 
 
 def redundancy(
-    rows: Sequence[Tensor], partitions: int, *, enough: int | None = None, most_sets: int = 25_000
+    rows: Sequence[Tensor],
+    partitions: int,
+    *,
+    holders: Sequence[Hashable] | None = None,
+    enough: int | None = None,
+    most_sets: int = MOST_SETS,
 ) -> int:
-    """How many rows may vanish, whichever they are, so that the rest determines all partitions.
+    """How many holders may vanish, whichever they are, so that the rest determines all partitions.
 
-    All sets of 1, 2, ... rows are tried, until one is found without which the rest does not decode. The result is exact
-    where that takes at most ``most_sets`` sets: always with 20 rows of which 4 are coded, up to 2 with 50 rows. Beyond,
-    it is a lower bound: all sets of so many have been tried.
+    The result is exact where that takes at most ``most_sets`` sets: always with 20 rows of which 4 are coded, up to 2
+    with 256 rows. Beyond, it is a lower bound: all sets of so many have been tried.
 
     Args:
       rows: (partitions,) each, float64.
       partitions: K.
+      holders: the holder of each row; ``None``: each row has its own.
       enough: where more need not be known, up to how many is tried.
       most_sets: how many sets are tried.
 
     Returns:
       At least 0, or -1 where the rows do not determine all partitions as they are.
     """
-    if not would_decode(rows, partitions):
-        return -1
-    raw: set[int] = set()
-    coded = []
-    for row in rows:
+    matrix = torch.stack(list(rows)) if len(rows) else torch.zeros(0, partitions, dtype=torch.float64)
+    losses = -1
+    for losses, missing in enumerate(missing_ranks(matrix, holders, enough=enough, most_sets=most_sets)):
+        if missing:
+            return losses - 1
+    return losses
+
+
+def missing_ranks(
+    matrix: Tensor,
+    holders: Sequence[Hashable] | None = None,
+    *,
+    enough: int | None = None,
+    most_sets: int = MOST_SETS,
+) -> Iterator[int]:
+    """Yields the ranks that are missing without losses, then after losses of one holder, of two, and so on, each summed
+    over all sets of so many holders.
+
+    A set costs a matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
+
+    Args:
+      matrix: (rows, partitions), float64.
+      holders: the holder of each row; ``None``: each row has its own.
+      enough: up to how many losses are tried; ``None``: up to that of all holders.
+      most_sets: how many sets are tried in all; a number of losses that would exceed it is not begun.
+    """
+    holders = range(len(matrix)) if holders is None else holders
+    raw: dict[int, int] = {}
+    coded: list[int] = []
+    for place, row in enumerate(matrix):
         partition = raw_partition(row)
         if partition is None or partition in raw:
-            coded.append(unit(row))
+            coded.append(place)
         else:
-            raw.add(partition)
-    matrix = torch.stack(coded) if coded else torch.zeros(0, partitions, dtype=torch.float64)
-    # Without the rows that have a partition, nothing is known of it.
-    fewest = min(int(count) for count in (torch.stack(list(rows)) != 0).sum(dim=0))
-    most = min(fewest - 1, len(rows) - partitions, *([] if enough is None else [enough]))
-    tried = 0
-    for vanished in range(1, most + 1):
-        tried += math.comb(len(rows), vanished)
-        if tried > most_sets or not _decodes_without(matrix, sorted(raw), partitions, vanished):
-            return vanished - 1
-    return most
+            raw[partition] = place
+    gone = [k for k in range(matrix.shape[1]) if k not in raw]
+    raw_of: dict[Hashable, list[int]] = {holder: [] for holder in holders}
+    for k, place in raw.items():
+        raw_of[holders[place]].append(k)
+    numbers = {holder: number for number, holder in enumerate(raw_of)}
+    held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
+    rows, tried = unit(matrix[coded]), -1  # without losses there is no set
+    for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
+        tried += math.comb(len(raw_of), losses)
+        if tried > most_sets:
+            return
+        # Only sets that lose as many raw rows fit into one tensor.
+        by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
+        for some in itertools.combinations(raw_of, losses):
+            columns = [*gone, *itertools.chain.from_iterable(raw_of[holder] for holder in some)]
+            lost = [numbers[holder] for holder in some]
+            by_width.setdefault(len(columns), []).append((lost, columns))
+        yield sum(
+            _missing(rows, held_by, sets[begin : begin + _AT_ONCE])
+            for sets in by_width.values()
+            for begin in range(0, len(sets), _AT_ONCE)
+        )
 
 
-def _decodes_without(coded: Tensor, raw: list[int], partitions: int, vanished: int) -> bool:
-    """Whether the rest decodes whichever rows vanish: the coded ones left are of full rank in the columns whose raw
-    rows are not there.
+def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
+    """Sums the ranks that the coded rows of the holders left lack in the columns that no raw row gives.
+
+    Args:
+      rows: (coded, partitions), each of length 1.
+      held_by: (coded,), the number of each row's holder.
+      sets: numbers of the holders that are lost, and the columns; as many of them in each set.
     """
-    gone = [k for k in range(partitions) if k not in raw]
-    for raws in range(min(vanished, len(raw)) + 1):
-        left = len(coded) - (vanished - raws)
-        columns = len(gone) + raws
-        if left < 0 or not columns:
-            continue
-        if left < columns:
-            return False
-        kept = torch.tensor(list(itertools.combinations(range(len(coded)), left)))
-        for some in _chunks(itertools.combinations(raw, raws), max(1, _AT_ONCE // len(kept))):
-            places = torch.tensor([[*gone, *others] for others in some])
-            blocks = coded[:, places].movedim(0, 1)[:, kept]  # (raw sets, coded sets, left, columns)
-            if not bool((torch.linalg.svdvals(blocks)[..., -1] > TOLERANCE).all()):
-                return False
-    return True
-
-
-def _chunks(sets: Iterable[tuple[int, ...]], length: int) -> Iterator[list[tuple[int, ...]]]:
-    rest = iter(sets)
-    while chunk := list(itertools.islice(rest, length)):
-        yield chunk
+    lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
+    stays = (held_by[:, None] != lost[:, None]).all(dim=2)
+    blocks = rows[:, columns].movedim(0, 1) * stays[:, :, None]  # (sets, coded, columns)
+    return columns.numel() - int((torch.linalg.svdvals(blocks) > TOLERANCE).sum())

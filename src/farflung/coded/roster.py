@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from farflung.coded.redundancy import redundancy
 from farflung.coded.span import TOLERANCE, unit
 from farflung.types import State
 
@@ -276,16 +276,6 @@ class Roster:
         rows = self.matrix(blocks, unknowns)
         return _rank(torch.cat([rows, wanted])) == _rank(rows)
 
-    def lacking(self, losses: int, blocks: Sequence[Block], unknowns: Sequence[int]) -> int:
-        """The ranks that are missing after losses of so many devices, with all that they hold, summed over all such."""
-        holders = sorted({block.holder for block in blocks if block.holder is not None})
-        rows = unit(self.matrix(blocks, unknowns))
-        gone = [set(some) for some in combinations(holders, min(losses, len(holders)))]
-        stays = torch.tensor(
-            [[block.holder not in some for block in blocks] for some in gone], dtype=torch.float64
-        )
-        return len(gone) * len(unknowns) - int(_ranks(stays[:, :, None] * rows).sum())
-
     def redundancy(self, kind: Kind, most: int = 2) -> int:
         """How many devices may vanish at least, in the worst case; -1: some are missing already.
 
@@ -294,10 +284,8 @@ class Roster:
           most: no more than this is looked for.
         """
         unknowns, blocks = self.unknowns(kind), self.answering(kind)
-        for losses in range(most + 1):
-            if self.lacking(losses, blocks, unknowns):
-                return losses - 1
-        return most
+        rows = self.matrix(blocks, unknowns)
+        return redundancy([*rows], len(unknowns), holders=[block.holder for block in blocks], enough=most)
 
     def missing(self, kind: Kind) -> list[int]:
         """The unknowns that the answers of devices that are heard do not determine."""
@@ -312,15 +300,11 @@ class Roster:
 
 
 def _rank(rows: Tensor) -> int:
-    return int(_ranks(unit(rows)[None])[0])
-
-
-def _ranks(rows: Tensor) -> Tensor:
-    """Of matrices of rows of length 1, (matrices, rows, unknowns), as far as they would be decoded."""
+    """Of rows of coefficients, as far as they would be decoded."""
     if not rows.numel():
-        return torch.zeros(len(rows))
-    values: Tensor = torch.linalg.svdvals(rows)
-    return (values > TOLERANCE * values[:, :1]).sum(dim=1)
+        return 0
+    values = torch.linalg.svdvals(unit(rows))
+    return int((values > TOLERANCE * values[0]).sum())
 
 
 def names(partitions: Iterable[Partition]) -> str:

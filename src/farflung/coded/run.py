@@ -98,11 +98,10 @@ class CodedRun:
         ):
             met(at)
             coordinator = Coordinator(runtime, self.settings, run=name, record=record)
-            begin = runtime.now()
             model, trained = runtime.drive(self._train(coordinator, record, stop_asked))
             model.save(self.folder.model)
             summary = self._summary(coordinator, model, trained, runtime)
-            summary["duration_s"] = runtime.now() - begin
+            summary["duration_s"] = coordinator.members.elapsed_s
         summary.update(of_encoding(self.folder.told()))
         write_json(self.folder.summary, summary)
         return Outcome(model, summary)

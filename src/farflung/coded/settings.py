@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from farflung.coded.blocks import MAX_PIECES
+from farflung.coded.redundancy import MOST_SETS
 from farflung.coded.roster import Kind
 from farflung.errors import ConfigError
 
@@ -59,6 +61,13 @@ class Settings:
         if self.devices < self.partitions:
             raise ConfigError(
                 f"devices = {self.devices}: each of {self.partitions} partitions is brought by one"
+            )
+        most = min(self.redundancy, self.devices)
+        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
+        if any(tried > MOST_SETS for tried in sets):
+            raise ConfigError(
+                f"redundancy = {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} sets of "
+                "devices that may vanish, and no more are tried: lower it"
             )
         if self.pieces > MAX_PIECES:
             raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")

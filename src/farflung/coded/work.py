@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
+from typing_extensions import override
+
 from farflung.coded.messages import End, Multiply
 from farflung.errors import FarflungError
 from farflung.tasks import Pending
@@ -41,6 +43,7 @@ class Queue(Generic[T]):
 class Work(Queue[Multiply | End | FarflungError]):
     """Products that are to be made, then the end or what has ended it all; rounds that are over are not kept."""
 
+    @override
     def put(self, item: Multiply | End | FarflungError) -> None:
         """One more."""
         if isinstance(item, Multiply):

@@ -1,16 +1,23 @@
 """Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
 
-from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose
-from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
-from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
-from farflung.comm.communicator import WallCommunicator
-from farflung.comm.mailbox import Mailbox, Waiting
-from farflung.comm.paced import NetworkModel, PacedTransport
-from farflung.comm.peer import Peer
-from farflung.comm.transport import Listener, Transport
-from farflung.comm.view import View
-from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
-from farflung.comm.zeromq import ZmqTransport
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose
+    from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
+    from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
+    from farflung.comm.communicator import WallCommunicator
+    from farflung.comm.mailbox import Mailbox, Waiting
+    from farflung.comm.paced import NetworkModel, PacedTransport
+    from farflung.comm.peer import Peer
+    from farflung.comm.transport import Listener, Transport
+    from farflung.comm.view import View
+    from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
+    from farflung.comm.zeromq import ZmqTransport
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "AUTO",

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm.channel import RELAYED, kind_of
 from farflung.comm.collectives import collective_named
 from farflung.comm.receiving import Receiving
 from farflung.comm.staging import Stage, at_once, on_host
 from farflung.comm.view import View
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending
 from farflung.types import AllReduce, Payload, Sent, Tag
 
 __all__ = ["WallCommunicator"]
@@ -46,13 +47,22 @@ class WallCommunicator(Receiving):
         self._native, self._stage = native, stage
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
-        """Hands the message to the transport, or the payload to what brings it to the host before."""
+        """Hands the message to the transport; a payload of another device is brought to the host first."""
         self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
-        if not on_host(payload):
-            self._stage(payload, lambda host: self.view.send(host, dst, tag, priority))
-            return done(None)
-        return self.view.send(payload, dst, tag, priority)
+        if on_host(payload):
+            return self.view.send(payload, dst, tag, priority)
+        left: Pending[None] = Pending()
 
+        def staged(host: Pending[Payload]) -> None:
+            if host.error is not None:
+                left.fail(host.error)
+            else:
+                left.follow(self.view.send(host.result(), dst, tag, priority))
+
+        self._stage(payload).on_done(staged)
+        return left
+
+    @override
     def _wait_begins(self, deadline_s: float | None) -> float:
         del deadline_s
         return self.view.now()

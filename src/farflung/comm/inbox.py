@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farflung.comm.pool import Pool
-from farflung.comm.wire import Buffer, Head, Kind, Landing, Message, WireError, head_in, message_of
+from farflung.comm.wire import Buffer, Head, Kind, Landing, Message, WireError, head_in
 
 __all__ = ["Inbox"]
 
@@ -18,7 +18,7 @@ class Inbox:
 
     Args:
       piece: bytes of each frame but the last of a large tensor.
-      pool: of memory for tensors that come in pieces.
+      pool: of memory for large tensors.
     """
 
     def __init__(self, piece: int, pool: Pool) -> None:
@@ -56,9 +56,6 @@ class Inbox:
                 if head.kind is Kind.WITHDRAWN:
                     self._begun.pop(head.number, None)
                     continue
-                if not head.number and self._in_frames_of_their_own(head, following):
-                    whole.append(message_of(head, described, following))
-                    continue
                 landing = self._landing(head, described)
                 for one in following:
                     landing.take(one)
@@ -69,18 +66,13 @@ class Inbox:
                     raise WireError("fewer frames than described")
         return whole
 
-    def _in_frames_of_their_own(self, head: Head, following: Sequence[Buffer]) -> bool:
-        """Whether the frames behind a head are its large tensors, each in one piece."""
-        sizes = [len(one) for one in following]
-        return head.layout is not None and head.layout.large == sizes and max(sizes, default=0) <= self._piece
-
     def _landing(self, head: Head, described: memoryview) -> Landing:
         """Where the frames behind a head go."""
         if head.kind is Kind.PART:
             if head.number not in self._begun:
                 raise WireError("a part of nothing that has begun")
             return self._begun[head.number]
-        landing = Landing(head, described, self._piece, self._pool.take)
+        landing = Landing(head, described, self._piece, self._pool.tensor)
         if head.number:
             if head.number in self._begun or len(self._begun) >= AT_ONCE:
                 raise WireError("more messages in parts than may be")

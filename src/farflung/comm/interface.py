@@ -9,7 +9,7 @@ import struct
 
 from farflung.errors import ConfigError
 
-__all__ = ["LOOPBACK", "interface_address", "is_loopback", "route_to", "tcp"]
+__all__ = ["LOOPBACK", "check_host", "interface_address", "is_loopback", "route_to", "tcp"]
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -56,17 +56,30 @@ def interface_address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def check_host(host: str, named: str) -> None:
+    """Checks that there is a host of a name.
+
+    Args:
+      host: its name or address.
+      named: how the user gave it, for messages.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{named}: unknown host ({error.strerror})") from None
+
+
 def route_to(host: str) -> str:
     """This machine's address on the way to ``host``; nothing is sent.
 
     Raises:
       ConfigError: no such host, or no way there.
     """
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR {host}: unknown host ({error.strerror})") from None
-    for family, kind, protocol, _, target in found:
+    check_host(host, f"MASTER_ADDR {host}")
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(target)

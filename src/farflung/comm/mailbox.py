@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from typing import Any, NamedTuple
 
 from farflung.comm.channel import in_words
@@ -66,7 +66,10 @@ class Mailbox:
         """Those that count against the deadline of the run, in the order in which they began."""
         self._apart: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
         """Those with a deadline of their own, and when that is over."""
-        self._arrived: dict[Tag, deque[tuple[int, Payload]]] = {}
+        self._arrived: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
+        """What is kept, by tag and sender: numbered in the order of arrival, and messages."""
+        self._came = 0
+        """Messages that were kept so far."""
         self._forgotten = Forgotten()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
@@ -103,16 +106,11 @@ class Mailbox:
         return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
 
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
-        queue, key = self._arrived.get(waiting.tag), (waiting.src, waiting.tag)
-        for index, (sender, payload) in enumerate(queue or ()):
-            if waiting.src is None or waiting.src == sender:
-                assert queue is not None
-                del queue[index]
-                if not queue:
-                    del self._arrived[waiting.tag]
-                self._lets_go(sender, payload)
-                _hand_over(waiting, sender, payload)
-                return waiting.found
+        found, key = self._kept_for(waiting), (waiting.src, waiting.tag)
+        if found is not None:
+            self._lets_go(*found)
+            _hand_over(waiting, *found)
+            return waiting.found
         ended = self._ended
         if ended is None and waiting.tag.exchange in self._forgotten:
             ended = WaitEnded(waiting.src, waiting.what)
@@ -127,6 +125,20 @@ class Mailbox:
         else:
             self._apart[key] = waiting, waiting.since + deadline_s
         return waiting.found
+
+    def _kept_for(self, waiting: Waiting) -> tuple[int, Payload] | None:
+        """Takes out the sender and the message that a wait is for, where it is there."""
+        senders, src = self._arrived.get(waiting.tag, {}), waiting.src
+        if src is None:
+            src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
+        if src is None or src not in senders:
+            return None
+        _, payload = senders[src].pop(0)
+        if not senders[src]:
+            del senders[src]
+        if not senders:
+            del self._arrived[waiting.tag]
+        return src, payload
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
         """A message has come; one of a newer view is kept for that, one of an older dropped.
@@ -156,7 +168,8 @@ class Mailbox:
             self.dropped += 1
             return
         self._kept[src] = kept
-        self._arrived.setdefault(tag, deque()).append((src, payload))
+        self._came += 1
+        self._arrived.setdefault(tag, {}).setdefault(src, []).append((self._came, payload))
 
     @property
     def kept_nbytes(self) -> int:
@@ -202,10 +215,10 @@ class Mailbox:
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
-            dropped = self._arrived.pop(tag)
-            self.dropped += len(dropped)
-            for one in dropped:
-                self._lets_go(*one)
+            for src, kept in self._arrived.pop(tag).items():
+                self.dropped += len(kept)
+                for _, payload in kept:
+                    self._lets_go(src, payload)
 
     def advance(self, view: int) -> None:
         """From now on messages of a newer view are received: waits end, what has come of an older one is dropped.
@@ -217,7 +230,7 @@ class Mailbox:
             raise ValueError(f"view {view} is not newer than {self.view}")
         for waiting in self._all():
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
-        self.dropped += sum(map(len, self._arrived.values()))
+        self.dropped += sum(len(kept) for senders in self._arrived.values() for kept in senders.values())
         self._arrived.clear()
         self._kept.clear()
         self.view, ahead, self._ahead = view, self._ahead, []

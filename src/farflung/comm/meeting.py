@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.routes import Routes
 from farflung.comm.transport import Listener, Transport
-from farflung.comm.wire import WireError
+from farflung.comm.wire import Unauthorized, WireError
 from farflung.errors import ProtocolError
 from farflung.tasks import Pending
 from farflung.types import Json
@@ -145,7 +145,7 @@ class Meeting(Listener):
 
     def _has_greeted(self, rank: int) -> None:
         if rank not in self._greeted:
-            raise WireError("a message before a greeting")
+            raise Unauthorized("a message before a greeting")
 
     def present(self) -> set[int]:
         """Those who have greeted and are not gone."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from typing_extensions import override
+
 from farflung.comm.keys import Keys
 from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer
@@ -68,6 +70,7 @@ class NetworkModel(threading.Thread):
         os.close(self._ear)
         os.close(self._bell)
 
+    @override
     def run(self) -> None:
         """Until the block ends; where a trace ends first, the replicas are told."""
         try:

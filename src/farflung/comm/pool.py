@@ -9,14 +9,14 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-__all__ = ["Pool", "scratch_like"]
+__all__ = ["ALIGNMENT", "Pool", "scratch_like"]
 
 KEPT_NBYTES = 1 << 28
 """Bytes of free and used buffers that are kept in all; beyond that, those asked for longest ago are let go."""
 WORTH_NBYTES = 1 << 20
 """Bytes from which on a tensor's memory is pooled; malloc keeps by itself what is smaller."""
-_ALIGNMENT = 64
-"""Of tensors in bytes, as torch aligns its own."""
+ALIGNMENT = 64
+"""Of tensors in bytes, as torch aligns its own; on some processors the last bit of a product depends on it."""
 
 
 class Pool:
@@ -41,6 +41,14 @@ class Pool:
     def __init__(self) -> None:
         self._by_size: OrderedDict[int, list[bytearray]] = OrderedDict()
         self._nbytes = 0
+
+    def tensor(self, nbytes: int) -> Tensor:
+        """Makes an uninitialized tensor of so many bytes, at an address that is a multiple of :data:`ALIGNMENT`."""
+        if nbytes < WORTH_NBYTES:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.frombuffer(self.take(nbytes + ALIGNMENT), dtype=torch.uint8)
+        begin = -memory.data_ptr() % ALIGNMENT
+        return memory[begin : begin + nbytes]
 
     def take(self, nbytes: int) -> bytearray:
         """A buffer of so many bytes, with anything in it."""
@@ -88,6 +96,4 @@ def scratch_like(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu" or tensor.nbytes < WORTH_NBYTES:
         return torch.empty_like(tensor)
-    memory = torch.frombuffer(_scratch.pool.take(tensor.nbytes + _ALIGNMENT), dtype=torch.uint8)
-    begin = -memory.data_ptr() % _ALIGNMENT
-    return memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return _scratch.pool.tensor(tensor.nbytes).view(tensor.dtype).view(tensor.shape)

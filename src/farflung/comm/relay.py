@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST, Transport
-from farflung.comm.wire import Kind, Message, WireError, encode, json_of
+from farflung.comm.wire import Kind, Message, Unauthorized, encode, json_of
 from farflung.errors import PeerLost
 
 __all__ = ["Relay"]
@@ -44,16 +44,17 @@ class Relay:
         """A member's message that is for another.
 
         Raises:
-          WireError: it is not for this replica to pass on.
+          Unauthorized: it is not for this replica to pass on.
+          WireError: it is malformed.
         """
         source, destination, _ = message.route
         if source != rank:
-            raise WireError("a message under another's name")
+            raise Unauthorized("a message under another's name")
         pair = frozenset((source, destination))
         if message.kind is Kind.HELLO:
             self._hold(message)
         elif pair not in self._parted:
-            raise WireError("a message between two for whom nothing is relayed here")
+            raise Unauthorized("a message between two for whom nothing is relayed here")
         elif not self._parted[pair]:
             self._pass_on(message)
 
@@ -71,9 +72,9 @@ class Relay:
         source, destination, _ = message.route
         known = destination in self._routes
         if known and self._routes.between(source, destination) != self._transport.me.rank:
-            raise WireError("a greeting between two for whom nothing is relayed here")
+            raise Unauthorized("a greeting between two for whom nothing is relayed here")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
-            raise WireError("a greeting for nobody of this run, or larger than any")
+            raise Unauthorized("a greeting for nobody of this run, or larger than any")
         self._held[source, destination] = message, json_of(message.payload).get("to")
         both = ((destination, source), (source, destination))
         if known and all(map(self._means_who_is_there, both)):

@@ -8,13 +8,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from farflung.tasks import Pending, done
 from farflung.trees import rebuilt
 from farflung.types import Payload
 
 __all__ = ["Stage", "at_once", "moved", "on_device", "on_host", "to_host"]
 
-Stage: TypeAlias = Callable[[Payload, Callable[[Payload], object]], None]
-"""Brings a payload to the host, then hands it on: ``stage(payload, then)``."""
+Stage: TypeAlias = Callable[[Payload], Pending[Payload]]
+"""Brings a payload to the host."""
 
 
 def on_host(payload: Payload) -> bool:
@@ -40,11 +41,11 @@ def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
     return host, wait
 
 
-def at_once(payload: Payload, then: Callable[[Payload], object]) -> None:
+def at_once(payload: Payload) -> Pending[Payload]:
     """The :data:`Stage` of a thread that may wait for the device."""
     host, wait = to_host(payload)
     wait()
-    then(host)
+    return done(host)
 
 
 def on_device(payload: Payload, device: torch.device) -> Payload:

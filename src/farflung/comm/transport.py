@@ -23,8 +23,12 @@ class Listener(Protocol):
         """A message of a member's, who has proved to be it.
 
         Raises:
-          WireError: it is none of this run's; it is counted, and nothing of it is used.
+          WireError: it is refused; it is counted, and nothing of it is used.
         """
+        ...
+
+    def malformed(self, rank: int, nbytes: int, why: str) -> None:
+        """So many bytes have come of a member, and cannot be read: nothing that follows can be trusted."""
         ...
 
     def closed(self, rank: int) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from farflung.comm.blame import Blame, Holdup
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
 from farflung.comm.transport import FIRST, LAST, Transport
-from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, WireError, encode, json_of
+from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, Unauthorized, WireError, encode, json_of
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
@@ -64,6 +65,8 @@ class View(Meeting):
         self.mailbox.view = number
         self.lost: BaseException | None = None
         """What has ended the view."""
+        self.left = "it had left the run"
+        """Said of a member that has left while a message of it was waited for."""
         transport.max_nbytes = max_nbytes
         self._now = now
         self.relay = Relay(transport, self._routes, size)
@@ -117,8 +120,33 @@ class View(Meeting):
         """The view's clock, in seconds."""
         return self._now()
 
+    @override
     def arrived(self, rank: int, message: Message) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
+        source, destination, _ = message.route
+        relayed = message.route != DIRECT and destination == self.rank
+        try:
+            self._route(rank, message)
+        except Unauthorized:
+            raise
+        except WireError as error:
+            self.malformed(source if relayed else rank, message.payload.nbytes, str(error))
+            raise
+
+    @override
+    def malformed(self, rank: int, nbytes: int, why: str) -> None:
+        """See :class:`farflung.comm.transport.Listener`; the member is told, and lost."""
+        if rank in self._left:
+            return
+        error = PeerLost(rank, f"refused {nbytes:,} bytes from it: {why}")
+        if rank in self._greeted:
+            self._say(Kind.ABORT, rank, {"detail": str(error), "rank": rank})
+        self._lose(rank, error)
+        self._tell_gone(rank, error.detail)
+        self.transport.dismiss(rank)
+
+    def _route(self, rank: int, message: Message) -> None:
+        """Takes a message, keeps it for later or passes it on."""
         source, destination, _ = message.route
         if message.route == DIRECT:
             self._take(rank, message)
@@ -126,7 +154,7 @@ class View(Meeting):
             self._has_greeted(rank)
             self.relay.take(rank, message)
         elif self._routes.relay(source) != rank:
-            raise WireError("a message of another's, by who does not relay it")
+            raise Unauthorized("another rank's message, by a member that does not relay it")
         elif source in self._greeted or message.kind is Kind.HELLO:
             self._take(source, message)
         else:
@@ -135,10 +163,10 @@ class View(Meeting):
     def _keep(self, rank: int, message: Message) -> None:
         """Until the sender's greeting, which may be overtaken: the relay sends it behind what it sends itself."""
         if rank not in self._members - self._left:
-            raise WireError("a message of who is no member")
+            raise Unauthorized("a message of a rank that is no member")
         early = self._early.setdefault(rank, [])
         if sum(one.payload.nbytes for one in (*early, message)) > self.transport.max_nbytes:
-            raise WireError("more before a greeting than any message has")
+            raise Unauthorized("more before a greeting than any message has")
         early.append(message)
 
     def _take(self, rank: int, message: Message) -> None:
@@ -159,10 +187,15 @@ class View(Meeting):
         else:
             self._control(rank, message)
 
+    @override
     def closed(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         self._is_gone(rank, CLOSED)
-        self._tell_lost(rank, CLOSED)
+        self._tell_gone(rank, CLOSED)
+
+    def _tell_gone(self, rank: int, why: str) -> None:
+        """Tells those behind this replica that a member is gone; members behind that one are gone with it."""
+        self._tell_lost(rank, why)
         for behind in self._routes.behind(rank):
             self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
 
@@ -174,6 +207,7 @@ class View(Meeting):
                 body: dict[str, Json] = {"rank": rank, "token": self._routes.token(rank), "detail": why}
                 self._say(Kind.LOST, other, body, last=True)
 
+    @override
     def denied(self, rank: int) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         if rank not in self._greeted:
@@ -181,13 +215,14 @@ class View(Meeting):
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
             )
 
+    @override
     def broken(self, error: BaseException) -> None:
         """See :class:`farflung.comm.transport.Listener`."""
         self.end(error)
 
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
-            raise WireError("a greeting under another's name")
+            raise Unauthorized("a greeting under another's name")
         if self._routes.comes_from(rank):
             self._greet(rank)
         if self._parting is not None:
@@ -241,7 +276,7 @@ class View(Meeting):
     def _leaves(self, rank: int) -> None:
         del self._farewells[rank]
         self._left.add(rank)
-        self.mailbox.fail_from(rank, PeerLost(rank, "it had left the run"))
+        self.mailbox.fail_from(rank, PeerLost(rank, self.left))
 
     def _is_gone(self, rank: int, why: str) -> None:
         """Nothing comes from a member any more: it has left if it has said farewell, and is lost otherwise."""
@@ -254,16 +289,18 @@ class View(Meeting):
         """A relay says who is gone behind it."""
         rank = body.get("rank")
         if not isinstance(rank, int) or self._routes.relay(rank) != relay:
-            raise WireError("a loss told by who does not relay")
+            raise Unauthorized("a loss told by a member that does not relay")
         if body.get("token") == self._routes.token(rank):
             self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
+    @override
     def _begin_anew(self, rank: int) -> None:
         self.relay.lost(rank)
         self._early.pop(rank, None)
         self._farewells.pop(rank, None)
         self._heard[rank] = self._sent[rank] = 0
 
+    @override
     def _greet(self, rank: int) -> None:
         """Says who this is; where a relay holds the greeting until the other has come, also who that is."""
         body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}

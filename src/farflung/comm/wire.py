@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -41,12 +41,12 @@ __all__ = [
     "Landing",
     "Message",
     "Route",
+    "Unauthorized",
     "WireError",
     "begin",
     "encode",
     "head_in",
     "json_of",
-    "message_of",
     "part",
 ]
 
@@ -60,7 +60,7 @@ INLINE = 4096
 PIECE = 1 << 17
 """Bytes of each frame but the last of a tensor that is encrypted, which takes less than half a millisecond."""
 WHOLE = 1 << 25
-"""The same where nothing is encrypted: a tensor of up to this size comes in one frame, and is not copied."""
+"""The same where nothing is encrypted: a tensor of up to this size comes in one frame."""
 
 _HEADER = struct.Struct("<2sBBIQIIIIIiII")
 _PARTS = struct.Struct("<II")
@@ -92,6 +92,10 @@ _SHAPES = [struct.Struct(f"<BB{dims}Q") for dims in range(_MAX_DIMS + 1)]
 
 class WireError(ValueError):
     """A frame that is not what this protocol sends."""
+
+
+class Unauthorized(WireError):
+    """A message in due form that its sender may not send, or not yet."""
 
 
 class Kind(IntEnum):
@@ -170,7 +174,9 @@ class Head(NamedTuple):
     def check(self, max_nbytes: int) -> None:
         """Raises :class:`WireError` where the payload is larger than so many bytes."""
         if self.layout is not None and self.layout.nbytes > max_nbytes:
-            raise WireError("larger than any message of this run")
+            raise WireError(
+                f"a payload of {self.layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
+            )
 
 
 def encode(
@@ -235,24 +241,24 @@ def head_in(frame: memoryview, begin: int = 0) -> Head:
 
 
 class Landing:
-    """A message whose frames arrive: pieces of a large tensor are copied to their place as they come.
+    """A message whose frames arrive: large tensors are copied to their place as they come.
 
     Args:
       head: of it.
       described: the bytes of its head.
       piece: bytes of each piece of a large tensor but the last.
-      memory: gives a buffer of so many bytes.
+      memory: gives an aligned tensor of so many bytes.
     """
 
     def __init__(
-        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], bytearray]
+        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], Tensor]
     ) -> None:
         self._head, self._described = head, described
         self._piece, self._memory = piece, memory
         self._large = head.layout.large if head.layout else []
-        self._come: list[Buffer] = []
-        """Of large tensors that are whole."""
-        self._begun: memoryview | None = None
+        self._come: list[Tensor] = []
+        """The bytes of large tensors that are whole."""
+        self._begun: Tensor | None = None
         self._at = 0
 
     @property
@@ -272,47 +278,26 @@ class Landing:
         due = min(self._piece, nbytes - self._at)
         if len(frame) != due:
             raise WireError(f"{len(frame)} bytes where {due} were described")
-        if due == nbytes:
-            self._come.append(frame)
-            return
         if self._begun is None:
-            self._begun = memoryview(self._memory(nbytes))
-        self._begun[self._at : self._at + due] = frame
+            self._begun = self._memory(nbytes)
+        self._begun[self._at : self._at + due].copy_(torch.frombuffer(frame, dtype=torch.uint8))
         self._at += due
         if self._at == nbytes:
             self._come.append(self._begun)
             self._begun, self._at = None, 0
 
     def message(self) -> Message:
-        """What has come.
+        """Makes the message, once it is whole.
 
         Raises:
-          WireError: it is not whole.
+          WireError: it is a head without a message.
         """
-        return message_of(self._head, self._described, self._come)
-
-
-def message_of(head: Head, described: memoryview, large: Sequence[Buffer]) -> Message:
-    """A message.
-
-    Args:
-      head: of it.
-      described: the bytes of its head.
-      large: those of each tensor that is not in it.
-
-    Raises:
-      WireError: there are fewer of them than described, or it is a head without a message.
-    """
-    layout = head.layout
-    if layout is None:
-        raise WireError("no message")
-    small, others = bytearray(described) if layout.any_small else None, iter(large)
-    try:
-        tensors = [leaf.read(small, others) for leaf in layout.leaves]
-    except StopIteration:
-        raise WireError("fewer frames than described") from None
-    payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-    return Message(head.kind, head.view, head.tag, payload, head.route)
+        head, layout, large = self._head, self._head.layout, iter(self._come)
+        if layout is None:
+            raise WireError("no message")
+        tensors = [leaf.read(self._described, large) for leaf in layout.leaves]
+        payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
+        return Message(head.kind, head.view, head.tag, payload, head.route)
 
 
 def _rides(nbytes: int, at: int) -> bool:
@@ -370,18 +355,16 @@ class _Leaf:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def read(self, small: bytearray | None, large: Iterator[Buffer]) -> Tensor:
+    def read(self, described: memoryview, large: Iterator[Tensor]) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        if self.at is not None:
-            assert small is not None
-            tensor = torch.frombuffer(small, dtype=self.dtype, count=self.numel, offset=self.at)
+        if self.at is None:
+            flat = next(large)
         else:
-            data = next(large)
-            tensor = torch.frombuffer(data, dtype=self.dtype)
-            if tensor.data_ptr() % self.dtype.itemsize:
-                tensor = torch.frombuffer(bytearray(data), dtype=self.dtype)
-        return tensor if len(self.shape) == 1 else tensor.reshape(self.shape)
+            # Copied as bytes, since they may lie at any address; torch aligns the copy.
+            flat = torch.frombuffer(described, dtype=torch.uint8, count=self.nbytes, offset=self.at).clone()
+        tensor = flat.view(self.dtype)
+        return tensor if len(self.shape) == 1 else tensor.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +376,6 @@ class _Layout:
     nested: bool
     nbytes: int
     head_nbytes: int
-    any_small: bool
     large: list[int]
     """Bytes of those that are not in the head."""
 
@@ -411,7 +393,7 @@ def _layout(description: bytes) -> _Layout:
     if not 0 <= len(description) - end < _ALIGNMENT or any(description[end:]):
         raise WireError("a description of more than it says")
     at = _HEADER.size + len(description)
-    leaves, nbytes, any_small = [], 0, False
+    leaves, nbytes = [], 0
     for dtype, shape in found:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
@@ -423,10 +405,9 @@ def _layout(description: bytes) -> _Layout:
             raise WireError("an empty tensor of absurd dimensions")
         leaves.append(_Leaf(dtype, shape, numel, at))
         at += size + -size % _ALIGNMENT
-        any_small |= size > 0
     nested = any(node is not None for node in tree)
     large = [leaf.nbytes for leaf in leaves if leaf.at is None]
-    return _Layout(tuple(leaves), tree, nested, nbytes, at, any_small, large)
+    return _Layout(tuple(leaves), tree, nested, nbytes, at, large)
 
 
 def _read_tree(

@@ -43,7 +43,7 @@ from farflung.comm.pool import Pool
 from farflung.comm.ports import NO_WAY_IN, advertised
 from farflung.comm.sending import AT_ONCE, SLOW_AT_ONCE, Sending
 from farflung.comm.transport import FIRST, LAST, Listener
-from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, WireError, encode
+from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, Unauthorized, WireError, encode
 from farflung.errors import ConfigError, PeerLost
 from farflung.tasks import Pending, failed
 from farflung.types import Payload, Tag
@@ -100,6 +100,8 @@ class ZmqTransport:
         raise_limit(size)
         self.keys = keys
         self.refused = self.turned_away = 0
+        self._said_at = 1
+        """How many refusals there are when it is logged next how many."""
         self.piece = PIECE if keys else WHOLE
         self.max_nbytes = 1 << 31
         self._listener: Listener | None = None
@@ -308,14 +310,21 @@ class ZmqTransport:
 
     def _take(self, sender: bytes, frames: Sequence[zmq.Frame]) -> None:
         if sender not in self._inboxes:
-            raise WireError("a message from nobody of this run")
+            raise Unauthorized("a message from nobody of this run")
         rank, inbox = self._inboxes[sender]
         self._prove(sender, rank, frames[0])
         assert self._listener is not None
-        for message in inbox.take([frame.buffer for frame in frames], self.max_nbytes):
+        parcel = [frame.buffer for frame in frames]
+        try:
+            messages = inbox.take(parcel, self.max_nbytes)
+        except WireError as error:
+            messages = [error]
+        for message in messages:
+            if isinstance(message, WireError):
+                self._refuse(message)
+                self._listener.malformed(rank, sum(map(len, parcel)), str(message))
+                return
             try:
-                if isinstance(message, WireError):
-                    raise message
                 if message.kind is Kind.OPEN:
                     self._opened(sender, rank)
                 else:
@@ -326,7 +335,7 @@ class ZmqTransport:
     def _opened(self, sender: bytes, rank: int) -> None:
         """A connection for urgent messages is there; who has opened it is told so."""
         if sender != self._peers[rank].token + _URGENT:
-            raise WireError("a connection opened under another's name")
+            raise Unauthorized("a connection opened under another's name")
         self._urgent.add(rank)
         if rank in self._urgent_due:
             self._urgent_due.discard(rank)
@@ -341,7 +350,7 @@ class ZmqTransport:
         peer = self._peers[rank]
         due = self._gate.name_of(peer) if connects(peer, self.me) else None
         if self._gate.named(frame) != due:
-            raise WireError("a message under another's name")
+            raise Unauthorized("a message under another's name")
         self._connections.bind(descriptor, sender)
         if not self._within_a_machine:
             _hold_little(descriptor, self.piece)
@@ -384,12 +393,16 @@ class ZmqTransport:
             self._door.mind(self._due + len(self._urgent_due), self._connections.waiting)
 
     def _report(self, what: str) -> None:
-        if self.refused + self.turned_away == 1:
+        count = self.refused + self.turned_away
+        if count >= self._said_at:
+            self._said_at = 2 * count
             logging.getLogger("farflung").warning(
-                "rank %d at %s: refused %s that is not of this run; all of them are counted",
+                "rank %d at %s: refused %s that is not of this run; %d messages and %d connections so far",
                 self.me.rank,
                 self.me.where,
                 what,
+                self.refused,
+                self.turned_away,
             )
 
 

@@ -1,36 +1,43 @@
 """Data sets: where they come from, how they are read, and how they are split among replicas."""
 
-from farflung.data.catalog import CATALOG, Entry, entries, source_named
-from farflung.data.datasets import Subset, TensorDataset
-from farflung.data.download import fetch
-from farflung.data.holding import Holding
-from farflung.data.partition import (
-    IID,
-    PARTITIONS,
-    ByOrder,
-    Dirichlet,
-    Labels,
-    Partition,
-    Share,
-    by_label,
-    describe,
-    dirichlet,
-    iid,
-    in_order,
-)
-from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
-from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
-from farflung.data.streams import STREAMS
-from farflung.data.streams.buffer import Buffer, Buffering
-from farflung.data.streams.followed import files
-from farflung.data.streams.in_memory import InMemory
-from farflung.data.streams.in_turn import in_turn
-from farflung.data.streams.kafka import kafka
-from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
-from farflung.data.streams.messages import Decoder, as_messages
-from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
-from farflung.data.streams.rate_limited import RateLimited
-from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses, rates_in
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.data.catalog import CATALOG, Entry, entries, source_named
+    from farflung.data.datasets import Subset, TensorDataset
+    from farflung.data.download import fetch
+    from farflung.data.holding import Holding
+    from farflung.data.partition import (
+        IID,
+        PARTITIONS,
+        ByOrder,
+        Dirichlet,
+        Labels,
+        Partition,
+        Share,
+        by_label,
+        describe,
+        dirichlet,
+        iid,
+        in_order,
+    )
+    from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
+    from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
+    from farflung.data.streams import STREAMS
+    from farflung.data.streams.buffer import Buffer, Buffering
+    from farflung.data.streams.followed import files
+    from farflung.data.streams.in_memory import InMemory
+    from farflung.data.streams.in_turn import in_turn
+    from farflung.data.streams.kafka import kafka
+    from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
+    from farflung.data.streams.messages import Decoder, as_messages
+    from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
+    from farflung.data.streams.rate_limited import RateLimited
+    from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses, rates_in
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "CATALOG",

@@ -15,23 +15,15 @@ import torch
 from torch import Tensor
 
 from farflung.data.archive import content
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate
+from farflung.data.source import Location, locate
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "as_float", "load", "read"]
 
-_HOME = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary"
+SOURCE = CATALOG["a9a"]
 
-SOURCE = Source(
-    name="a9a",
-    title="32,561 + 16,281 people, 123 yes-or-no columns, income above or below $50,000",
-    licence="CC BY 4.0",
-    homepage=f"{_HOME}.html#a9a",
-    files=(File("a9a", url=f"{_HOME}/a9a"), File("a9a.t", url=f"{_HOME}/a9a.t")),
-    layouts=(("a9a.gz", "a9a.t.gz"), ("a9a.bz2", "a9a.t.bz2")),
-    samples=(32_561, 16_281),
-)
 
 _COLUMNS = 123
 
@@ -58,7 +50,8 @@ def read(
     Args:
       found: where they are.
       counts: rows there must be in each.
-      above: how many of these are labelled 1; no checksum of the files is published, so this is looked at instead.
+      above: how many of these are labelled 1; files that were packed again have no checksum, so this is looked at
+        instead.
 
     Raises:
       DataError: truncated, or lines that are not what they should be; names file and line.

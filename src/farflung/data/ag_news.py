@@ -12,29 +12,18 @@ from pathlib import Path
 
 import torch
 
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import Location, locate, verify
 from farflung.data.text import as_index, encode, vocabulary, words
 from farflung.errors import DataError
 
 __all__ = ["CLASSES", "SOURCE", "load", "read"]
 
-_BASE = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
-_SMALL = "train-5000.csv"
+SOURCE = CATALOG["ag-news"]
 
-SOURCE = Source(
-    name="ag-news",
-    title="120,000 + 7,600 news in 4 classes",
-    licence="non-commercial research",
-    homepage="http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html",
-    files=(
-        File("train.csv", 29470338, _BASE + "train.csv", md5="b1a00f826fdfbd249f79597b59e1dc12"),
-        File("test.csv", 1857427, _BASE + "test.csv", md5="d52ea96a97a2d943681189a97654912d"),
-    ),
-    layouts=(("train.csv", "test.csv"), (_SMALL, "test.csv")),
-    samples=(120_000, 7_600),
-    reduced=(_SMALL,),
-)
+(_SMALL,) = SOURCE.reduced
+
 
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 

@@ -17,24 +17,17 @@ import numpy.typing as npt
 import torch
 
 from farflung.data.archive import members
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
-from farflung.data.source import File, Location, Source, locate
+from farflung.data.source import Location, locate
 from farflung.errors import DataError
 from farflung.extras import need
 
 __all__ = ["SOURCE", "load", "read"]
 
-SOURCE = Source(
-    name="aid-64",
-    title="10,000 aerial images, colour 64x64, 30 classes",
-    licence="research use, AID authors",
-    homepage="https://captain-whu.github.io/AID/",
-    files=(File("aid-64.tar"),),
-    by_hand="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
-    "<Class>/<file>.jpg into FARFLUNG_DATA/aid-64/aid-64.tar",
-    samples=(8_000, 2_000),
-)
+SOURCE = CATALOG["aid-64"]
+
 
 NORMALIZE = Normalize((0.398, 0.409, 0.368), (0.214, 0.190, 0.184))
 _SPLIT_SEED = 0

@@ -4,37 +4,242 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farflung.data import (
-    a9a,
-    ag_news,
-    aid,
-    cifar,
-    covtype,
-    fashion_mnist,
-    newsgroups,
-    shakespeare,
-    speech_commands,
-    svhn,
-)
-from farflung.data.source import Location, Source, find
+from farflung.data.source import File, Location, Source, find
 from farflung.errors import DataError, UnknownName
 
 __all__ = ["CATALOG", "Entry", "entries", "source_named"]
 
+_AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+_FASHION_MNIST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+_LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary"
+_SPEECH_COMMANDS = "http://download.tensorflow.org/data/"
+_SVHN = "http://ufldl.stanford.edu/housenumbers/"
+
 CATALOG: dict[str, Source] = {
     item.name: item
     for item in (
-        a9a.SOURCE,
-        ag_news.SOURCE,
-        aid.SOURCE,
-        cifar.CIFAR10.source,
-        cifar.CIFAR100.source,
-        covtype.SOURCE,
-        fashion_mnist.SOURCE,
-        newsgroups.SOURCE,
-        shakespeare.SOURCE,
-        *speech_commands.SOURCES.values(),
-        svhn.SOURCE,
+        Source(
+            name="a9a",
+            title="32,561 + 16,281 people, 123 yes-or-no columns, income above or below $50,000",
+            licence="CC BY 4.0",
+            homepage=f"{_LIBSVM}.html#a9a",
+            files=(
+                File(
+                    "a9a",
+                    url=f"{_LIBSVM}/a9a",
+                    lines_sha256="4a64288fba73c4362cf066e219c35663b450f1658867b7ed7bcc1f6accfc4949",
+                ),
+                File(
+                    "a9a.t",
+                    url=f"{_LIBSVM}/a9a.t",
+                    lines_sha256="506954ec230f3de29ee7ba703521446f458e81ecc317a9661ddc10d908e9d6f0",
+                ),
+            ),
+            layouts=(("a9a.gz", "a9a.t.gz"), ("a9a.bz2", "a9a.t.bz2")),
+            samples=(32_561, 16_281),
+        ),
+        Source(
+            name="ag-news",
+            title="120,000 + 7,600 news in 4 classes",
+            licence="non-commercial research",
+            homepage="http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html",
+            files=(
+                File("train.csv", 29470338, _AG_NEWS + "train.csv", md5="b1a00f826fdfbd249f79597b59e1dc12"),
+                File("test.csv", 1857427, _AG_NEWS + "test.csv", md5="d52ea96a97a2d943681189a97654912d"),
+            ),
+            layouts=(("train.csv", "test.csv"), ("train-5000.csv", "test.csv")),
+            samples=(120_000, 7_600),
+            reduced=("train-5000.csv",),
+        ),
+        Source(
+            name="aid-64",
+            title="10,000 aerial images, colour 64x64, 30 classes",
+            licence="research use, AID authors",
+            homepage="https://captain-whu.github.io/AID/",
+            files=(File("aid-64.tar"),),
+            by_hand="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
+            "<Class>/<file>.jpg into FARFLUNG_DATA/aid-64/aid-64.tar",
+            samples=(8_000, 2_000),
+        ),
+        Source(
+            name="cifar-10",
+            title="50,000 + 10,000 colour images 32x32, 10 classes",
+            licence="no licence stated",
+            homepage=f"{_CIFAR}cifar.html",
+            files=(
+                File(
+                    "cifar-10-binary.tar.gz",
+                    170052171,
+                    f"{_CIFAR}cifar-10-binary.tar.gz",
+                    md5="c32a1d4ab5d03f1284b67883e8d87530",
+                ),
+            ),
+            layouts=(
+                (
+                    *(f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6)),
+                    "cifar-10-batches-bin/test_batch.bin",
+                ),
+            ),
+            samples=(50_000, 10_000),
+        ),
+        Source(
+            name="cifar-100",
+            title="50,000 + 10,000 colour images 32x32, 100 classes",
+            licence="no licence stated",
+            homepage=f"{_CIFAR}cifar.html",
+            files=(
+                File(
+                    "cifar-100-binary.tar.gz",
+                    168513733,
+                    f"{_CIFAR}cifar-100-binary.tar.gz",
+                    md5="03b5dce01913d631647c71ecec9e9cb8",
+                ),
+            ),
+            layouts=(("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),),
+            samples=(50_000, 10_000),
+        ),
+        Source(
+            name="covtype",
+            title="581,012 patches of forest, 54 columns, 7 kinds of trees",
+            licence="CC BY 4.0",
+            homepage="https://archive.ics.uci.edu/dataset/31/covertype",
+            files=(
+                File(
+                    "covtype.data.gz",
+                    11240707,
+                    "https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz",
+                    sha256="614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771",
+                ),
+            ),
+            layouts=(("covtype.csv.gz",),),
+            samples=(464_810, 116_202),
+        ),
+        Source(
+            name="fashion-mnist",
+            title="60,000 + 10,000 grey images 28x28, 10 kinds of clothing",
+            licence="MIT, Zalando SE",
+            homepage="https://github.com/zalandoresearch/fashion-mnist",
+            files=(
+                File(
+                    "train-images-idx3-ubyte.gz",
+                    26421880,
+                    _FASHION_MNIST + "train-images-idx3-ubyte.gz",
+                    md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                ),
+                File(
+                    "train-labels-idx1-ubyte.gz",
+                    29515,
+                    _FASHION_MNIST + "train-labels-idx1-ubyte.gz",
+                    md5="25c81989df183df01b3e8a0aad5dffbe",
+                ),
+                File(
+                    "t10k-images-idx3-ubyte.gz",
+                    4422102,
+                    _FASHION_MNIST + "t10k-images-idx3-ubyte.gz",
+                    md5="bef4ecab320f06d8554ea6380940ec79",
+                ),
+                File(
+                    "t10k-labels-idx1-ubyte.gz",
+                    5148,
+                    _FASHION_MNIST + "t10k-labels-idx1-ubyte.gz",
+                    md5="bb300cfdad3c16e7a12a480ee83cd310",
+                ),
+            ),
+            packaged=True,
+            samples=(60_000, 10_000),
+        ),
+        Source(
+            name="20newsgroups",
+            title="11,314 + 7,532 Usenet posts in 20 groups",
+            licence="public Usenet posts",
+            homepage="http://qwone.com/~jason/20Newsgroups/",
+            files=(
+                File(
+                    "20news-bydate.tar.gz",
+                    14464277,
+                    "https://ndownloader.figshare.com/files/5975967",
+                    sha256="8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610",
+                ),
+            ),
+            layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
+            samples=(11_314, 7_532),
+        ),
+        Source(
+            name="tinyshakespeare",
+            title="1,115,394 characters of plays, 65 symbols",
+            licence="public domain",
+            homepage="https://github.com/karpathy/char-rnn",
+            files=(
+                File(
+                    "input.txt",
+                    1115394,
+                    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+                    sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+                ),
+            ),
+        ),
+        Source(
+            name="speech-commands-9",
+            title="4,500 + 500 spoken words, 9 words, log-mel 64x101",
+            licence="CC BY 4.0",
+            homepage="https://arxiv.org/abs/1804.03209",
+            files=(File("log-mel.npz"),),
+            by_hand="it comes as one file, log-mel.npz; without it take all words of the official archive: "
+            'data="v0.02", fetched with: farflung data fetch speech-commands-v0.02',
+            samples=(4_500, 500),
+        ),
+        Source(
+            name="speech-commands-v0.01",
+            title="64,727 spoken words, 30 words, WAV 16 kHz",
+            licence="CC BY 4.0",
+            homepage="https://arxiv.org/abs/1804.03209",
+            files=(
+                File(
+                    "speech_commands_v0.01.tar.gz",
+                    1489096277,
+                    _SPEECH_COMMANDS + "speech_commands_v0.01.tar.gz",
+                    sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
+                ),
+            ),
+            layouts=(("log-mel.npz",),),
+        ),
+        Source(
+            name="speech-commands-v0.02",
+            title="105,829 spoken words, 35 words, WAV 16 kHz",
+            licence="CC BY 4.0",
+            homepage="https://arxiv.org/abs/1804.03209",
+            files=(
+                File(
+                    "speech_commands_v0.02.tar.gz",
+                    2428923189,
+                    _SPEECH_COMMANDS + "speech_commands_v0.02.tar.gz",
+                    sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
+                ),
+            ),
+            layouts=(("log-mel.npz",),),
+        ),
+        Source(
+            name="svhn",
+            title="73,257 + 26,032 house-number digits, colour 32x32",
+            licence="non-commercial use",
+            homepage=_SVHN,
+            files=(
+                File(
+                    "train_32x32.mat",
+                    182040794,
+                    _SVHN + "train_32x32.mat",
+                    md5="e26dedcc434d2e4c54c9b2d4a06d8373",
+                ),
+                File(
+                    "test_32x32.mat",
+                    64275384,
+                    _SVHN + "test_32x32.mat",
+                    md5="eb5a983be6a315427106f1b164d9cef3",
+                ),
+            ),
+            samples=(73_257, 26_032),
+        ),
     )
 }
 """Every data set by name."""

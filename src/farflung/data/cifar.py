@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from farflung.data.archive import read_members
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
 from farflung.data.source import File, Location, Source, locate, verify
@@ -22,7 +23,6 @@ from farflung.errors import DataError
 
 __all__ = ["CIFAR10", "CIFAR100", "Layout", "load", "read"]
 
-_HOME = "https://www.cs.toronto.edu/~kriz/"
 _PIXELS = 3 * 32 * 32
 
 
@@ -49,34 +49,11 @@ class Layout:
     md5: dict[str, str]
 
 
-def _source(name: str, title: str, archive: File, unpacked: list[str]) -> Source:
-    return Source(
-        name,
-        title,
-        "no licence stated",
-        _HOME + "cifar.html",
-        (archive,),
-        (tuple(unpacked),),
-        samples=(50_000, 10_000),
-    )
-
-
-_TEN = [f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6)]
-_TEN_TEST = "cifar-10-batches-bin/test_batch.bin"
-_HUNDRED, _HUNDRED_TEST = "cifar-100-binary/train.bin", "cifar-100-binary/test.bin"
+((*_TEN, _TEN_TEST),) = CATALOG["cifar-10"].layouts
+((_HUNDRED, _HUNDRED_TEST),) = CATALOG["cifar-100"].layouts
 
 CIFAR10 = Layout(
-    source=_source(
-        "cifar-10",
-        "50,000 + 10,000 colour images 32x32, 10 classes",
-        File(
-            "cifar-10-binary.tar.gz",
-            170052171,
-            _HOME + "cifar-10-binary.tar.gz",
-            md5="c32a1d4ab5d03f1284b67883e8d87530",
-        ),
-        [*_TEN, _TEN_TEST],
-    ),
+    source=CATALOG["cifar-10"],
     train=dict.fromkeys(_TEN, 10_000),
     test={_TEN_TEST: 10_000},
     label_bytes=1,
@@ -94,17 +71,7 @@ CIFAR10 = Layout(
 """CIFAR-10."""
 
 CIFAR100 = Layout(
-    source=_source(
-        "cifar-100",
-        "50,000 + 10,000 colour images 32x32, 100 classes",
-        File(
-            "cifar-100-binary.tar.gz",
-            168513733,
-            _HOME + "cifar-100-binary.tar.gz",
-            md5="03b5dce01913d631647c71ecec9e9cb8",
-        ),
-        [_HUNDRED, _HUNDRED_TEST],
-    ),
+    source=CATALOG["cifar-100"],
     train={_HUNDRED: 50_000},
     test={_HUNDRED_TEST: 10_000},
     label_bytes=2,

@@ -17,29 +17,16 @@ import torch
 from torch import Tensor
 
 from farflung.data.archive import gunzip
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 from farflung.seeding import derive
 
 __all__ = ["SOURCE", "Standardize", "load", "read"]
 
-SOURCE = Source(
-    name="covtype",
-    title="581,012 patches of forest, 54 columns, 7 kinds of trees",
-    licence="CC BY 4.0",
-    homepage="https://archive.ics.uci.edu/dataset/31/covertype",
-    files=(
-        File(
-            "covtype.data.gz",
-            11240707,
-            "https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz",
-            sha256="614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771",
-        ),
-    ),
-    layouts=(("covtype.csv.gz",),),
-    samples=(464_810, 116_202),
-)
+SOURCE = CATALOG["covtype"]
+
 
 _COLUMNS, _MEASURED, _CLASSES = 54, 10, 7
 _SPLIT_SEED = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import DataError
 from farflung.types import Batch, Dataset, SampleIds
@@ -32,6 +33,7 @@ class Subset:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @override
     def __repr__(self) -> str:
         return f"Subset({len(self)} of {self.data!r})"
 
@@ -97,6 +99,7 @@ class TensorDataset:
     def __len__(self) -> int:
         return len(self.targets)
 
+    @override
     def __repr__(self) -> str:
         return f"TensorDataset({len(self)} samples of {tuple(self.inputs.shape[1:])}, {self.origin})"
 

@@ -10,50 +10,17 @@ from __future__ import annotations
 
 import torch
 
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.idx import read_idx
 from farflung.data.images import Normalize, RandomFlip
-from farflung.data.source import File, Location, Source, Which, locate
+from farflung.data.source import Location, Which, locate
 from farflung.errors import DataError
 
 __all__ = ["CLASSES", "SOURCE", "load", "read"]
 
-_BASE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+SOURCE = CATALOG["fashion-mnist"]
 
-SOURCE = Source(
-    name="fashion-mnist",
-    title="60,000 + 10,000 grey images 28x28, 10 kinds of clothing",
-    licence="MIT, Zalando SE",
-    homepage="https://github.com/zalandoresearch/fashion-mnist",
-    files=(
-        File(
-            "train-images-idx3-ubyte.gz",
-            26421880,
-            _BASE + "train-images-idx3-ubyte.gz",
-            md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        ),
-        File(
-            "train-labels-idx1-ubyte.gz",
-            29515,
-            _BASE + "train-labels-idx1-ubyte.gz",
-            md5="25c81989df183df01b3e8a0aad5dffbe",
-        ),
-        File(
-            "t10k-images-idx3-ubyte.gz",
-            4422102,
-            _BASE + "t10k-images-idx3-ubyte.gz",
-            md5="bef4ecab320f06d8554ea6380940ec79",
-        ),
-        File(
-            "t10k-labels-idx1-ubyte.gz",
-            5148,
-            _BASE + "t10k-labels-idx1-ubyte.gz",
-            md5="bb300cfdad3c16e7a12a480ee83cd310",
-        ),
-    ),
-    packaged=True,
-    samples=(60_000, 10_000),
-)
 
 CLASSES = (
     "T-shirt/top",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.types import Batch, Dataset, SampleIds
 
@@ -39,6 +40,7 @@ class Holding:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @override
     def __repr__(self) -> str:
         return f"Holding({len(self)} of {self.data!r})"
 

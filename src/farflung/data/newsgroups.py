@@ -15,31 +15,17 @@ from pathlib import Path
 import torch
 
 from farflung.data.archive import gunzip, members
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import Location, locate, verify
 from farflung.data.text import as_index, encode, vocabulary, words
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "load", "read"]
 
-_COUNTS = (11_314, 7_532)
+SOURCE = CATALOG["20newsgroups"]
 
-SOURCE = Source(
-    name="20newsgroups",
-    title="11,314 + 7,532 Usenet posts in 20 groups",
-    licence="public Usenet posts",
-    homepage="http://qwone.com/~jason/20Newsgroups/",
-    files=(
-        File(
-            "20news-bydate.tar.gz",
-            14464277,
-            "https://ndownloader.figshare.com/files/5975967",
-            sha256="8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610",
-        ),
-    ),
-    layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
-    samples=_COUNTS,
-)
+_COUNTS = (11_314, 7_532)
 
 
 def load(*, length: int, size: int) -> tuple[TensorDataset, TensorDataset]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from farflung.errors import ConfigError, DataError
 from farflung.seeding import derive
 from farflung.types import Dataset, Json, SampleIds
+from farflung.types.data import Partition
 
 __all__ = [
     "IID",
@@ -33,19 +33,6 @@ __all__ = [
     "iid",
     "in_order",
 ]
-
-
-class Partition(Protocol):
-    """A way to split a data set among replicas."""
-
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part: every sample in exactly one of them, the same for everybody who asks.
-
-        Raises:
-          ConfigError: numbers that cannot work.
-          DataError: a split by class of data without classes.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,29 +10,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import Location, locate, verify
 from farflung.data.text import as_index
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "SYMBOLS", "load", "read"]
 
-SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SOURCE = CATALOG["tinyshakespeare"]
 
-SOURCE = Source(
-    name="tinyshakespeare",
-    title="1,115,394 characters of plays, 65 symbols",
-    licence="public domain",
-    homepage="https://github.com/karpathy/char-rnn",
-    files=(
-        File(
-            "input.txt",
-            1115394,
-            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        ),
-    ),
-)
+SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:

@@ -45,6 +45,8 @@ class File:
       url: where it is offered; empty when it has to be asked for by hand.
       md5: of the file, as published; empty when not.
       sha256: of the file, as published; empty when not.
+      lines_sha256: of a text's lines without the blanks at their ends, where nothing is published and these blanks have
+        changed; empty otherwise.
     """
 
     name: str
@@ -52,6 +54,7 @@ class File:
     url: str = ""
     md5: str = ""
     sha256: str = ""
+    lines_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ def _complete(source: Source, folder: Path) -> tuple[str, ...] | None:
 
 
 def verify(path: Path, file: File) -> None:
-    """Checks size and published checksum of a file.
+    """Checks size and checksum of a file.
 
     Raises:
       DataError: they differ, in one line that names the file and both values.
@@ -209,3 +212,10 @@ def verify(path: Path, file: File) -> None:
         if found != expected:
             raise DataError(f"{path}: wrong checksum: expected {kind} {expected}, found {found}")
         return
+    if file.lines_sha256:
+        lines = b"\n".join(line.rstrip() for line in path.read_bytes().splitlines())
+        found = hashlib.sha256(lines).hexdigest()
+        if found != file.lines_sha256:
+            raise DataError(
+                f"{path}: wrong checksum: expected sha256 {file.lines_sha256} of its lines, found {found}"
+            )

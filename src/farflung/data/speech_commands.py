@@ -20,65 +20,27 @@ import torch
 from torch import Tensor
 
 from farflung.data.archive import members
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Normalize, RandomShift
 from farflung.data.log_mel import BANDS, FRAMES, log_mel, read_wav
-from farflung.data.source import File, Source, cache_folder, locate, verify
+from farflung.data.source import Source, cache_folder, locate, verify
 from farflung.errors import DataError
 
 __all__ = ["SOURCES", "WORDS", "Version", "load", "read_archive", "read_features"]
 
 Version: TypeAlias = Literal["nine", "v0.01", "v0.02"]
 
-_BASE = "http://download.tensorflow.org/data/"
-_LICENCE = "CC BY 4.0"
-_HOME = "https://arxiv.org/abs/1804.03209"
-_FEATURES = "log-mel.npz"
 _CHUNK = 512
 
 SOURCES: dict[Version, Source] = {
-    "nine": Source(
-        name="speech-commands-9",
-        title="4,500 + 500 spoken words, 9 words, log-mel 64x101",
-        licence=_LICENCE,
-        homepage=_HOME,
-        files=(File(_FEATURES),),
-        by_hand="it comes as one file, log-mel.npz; without it take all words of the official archive: "
-        'data="v0.02", fetched with: farflung data fetch speech-commands-v0.02',
-        samples=(4_500, 500),
-    ),
-    "v0.01": Source(
-        name="speech-commands-v0.01",
-        title="64,727 spoken words, 30 words, WAV 16 kHz",
-        licence=_LICENCE,
-        homepage=_HOME,
-        files=(
-            File(
-                "speech_commands_v0.01.tar.gz",
-                1489096277,
-                _BASE + "speech_commands_v0.01.tar.gz",
-                sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
-            ),
-        ),
-        layouts=((_FEATURES,),),
-    ),
-    "v0.02": Source(
-        name="speech-commands-v0.02",
-        title="105,829 spoken words, 35 words, WAV 16 kHz",
-        licence=_LICENCE,
-        homepage=_HOME,
-        files=(
-            File(
-                "speech_commands_v0.02.tar.gz",
-                2428923189,
-                _BASE + "speech_commands_v0.02.tar.gz",
-                sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
-            ),
-        ),
-        layouts=((_FEATURES,),),
-    ),
+    "nine": CATALOG["speech-commands-9"],
+    "v0.01": CATALOG["speech-commands-v0.01"],
+    "v0.02": CATALOG["speech-commands-v0.02"],
 }
 """Each set by its version."""
+
+_FEATURES = SOURCES["nine"].files[0].name
 
 WORDS: dict[Version, int] = {"nine": 9, "v0.01": 30, "v0.02": 35}
 """Number of words in each."""

@@ -8,27 +8,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Normalize, RandomShift
 from farflung.data.mat5 import read_mat5
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "load", "read"]
 
-_HOME = "http://ufldl.stanford.edu/housenumbers/"
+SOURCE = CATALOG["svhn"]
 
-SOURCE = Source(
-    name="svhn",
-    title="73,257 + 26,032 house-number digits, colour 32x32",
-    licence="non-commercial use",
-    homepage=_HOME,
-    files=(
-        File("train_32x32.mat", 182040794, _HOME + "train_32x32.mat", md5="e26dedcc434d2e4c54c9b2d4a06d8373"),
-        File("test_32x32.mat", 64275384, _HOME + "test_32x32.mat", md5="eb5a983be6a315427106f1b164d9cef3"),
-    ),
-    samples=(73_257, 26_032),
-)
 
 NORMALIZE = Normalize((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970))
 

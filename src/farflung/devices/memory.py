@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
 
@@ -97,6 +98,8 @@ def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) 
       forward: computes the loss.
       besides: tensors that are there anyway: parameters, buffers, the batch.
     """
+    from torch.autograd.graph import saved_tensors_hooks
+
     known = {tensor.untyped_storage().data_ptr() for tensor in besides}
     kept: dict[int, int] = {}
 
@@ -106,7 +109,7 @@ def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) 
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = forward()
     total = sum(kept.values())
     del loss  # until here it holds what was kept, so that no storage was reused

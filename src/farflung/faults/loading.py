@@ -3,7 +3,7 @@
 .. code-block:: toml
 
     [[fault]]
-    kind = "slow"    # crash, hang, leave, join, slow, cut, throttle, lose, restore, corrupt
+    kind = "slow"    # crash, hang, leave, join, slow, cut, throttle, lose, restore
     rank = 1
     at_s = 30.0      # seconds since the first step
     factor = 4       # of slow alone

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError, UnknownName, Unsupported
 
 __all__ = ["FAULTS", "Fault", "FaultPlan"]
@@ -20,7 +22,6 @@ FAULTS: dict[str, str] = {
     "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
     "lose": "of the packets between the replica and its peer, or anybody, this share is lost",
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
-    "corrupt": "the next message of the replica arrives damaged",
 }
 """What can happen, by kind."""
 PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
@@ -107,6 +108,7 @@ class Fault:
             if peer != self.rank:
                 yield from ((self.rank, peer), (peer, self.rank))
 
+    @override
     def __str__(self) -> str:
         """For messages.
 
@@ -208,10 +210,6 @@ class FaultPlan:
     ) -> FaultPlan:
         """Undoes what was done to the replica; with a peer, to the connection of the two alone."""
         return self._with(Fault("restore", rank, at_step, at_s, peer=peer))
-
-    def corrupt(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
-        """The next message of the replica arrives damaged."""
-        return self._with(Fault("corrupt", rank, at_step, at_s))
 
     def check(self, size: int, carried: Collection[str], world: str) -> None:
         """Whether a world of ``size`` replicas can carry it.

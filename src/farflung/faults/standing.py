@@ -50,7 +50,8 @@ class Standing:
 
     def slowdown(self, rank: int) -> float:
         """How many times as long a replica computes."""
-        factors = [fault.factor for fault in self._held.get(rank, ()) if fault.factor is not None]
+        held = self._held.get(rank)
+        factors = [fault.factor for fault in held if fault.factor is not None] if held else []
         return factors[-1] if factors else 1.0
 
     def hangs(self, rank: int) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from typing_extensions import override
 
-from farflung.attach import Handle, attach
 from farflung.errors import RunLost, Unsupported
 from farflung.extras import need
+from farflung.handle import Handle, attach
 from farflung.integrations.own_files import restore_own
 from farflung.recipes import Recipe
 from farflung.replica import save_tree
@@ -54,9 +55,11 @@ class FarflungStrategy(DDPStrategy):
         self._handle: Handle | None = None
         self._loaded_from: Path | None = None
 
+    @override
     def configure_ddp(self) -> None:
         """Leaves the model as it is."""
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Attaches to model and optimizer where they are about to be trained.
 
@@ -81,6 +84,7 @@ class FarflungStrategy(DDPStrategy):
         )
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients are accumulated and not exchanged."""
         if self._handle is None:
@@ -92,10 +96,12 @@ class FarflungStrategy(DDPStrategy):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Yes: attaching makes all ranks begin as rank 0."""
         return True
 
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -104,17 +110,20 @@ class FarflungStrategy(DDPStrategy):
         if self._handle is not None:
             save_tree(self._own(filepath), self._handle.state_dict())
 
+    @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes both."""
         super().remove_checkpoint(filepath)
         self._own(filepath).unlink(missing_ok=True)
 
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Lightning's file; the rank's own is read once its optimizer has been restored."""
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return loaded
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizer, and what farflung adds; without any rank's own file, as where the checkpoint was
         saved after training, says that the memory of codecs and schedules begins anew.
@@ -132,17 +141,20 @@ class FarflungStrategy(DDPStrategy):
 
     # --- the end ------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_end(self) -> None:
         """Applies what is under way; all ranks end with the same parameters."""
         if self._handle is not None:
             self._handle.finish()
         super().on_train_end()
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks, so that they do not wait."""
         self._leave(exception)
         super().on_exception(exception)
 
+    @override
     def teardown(self) -> None:
         """Ends the exchange, if training did not."""
         self._leave(RunLost("Lightning ended before training did"))

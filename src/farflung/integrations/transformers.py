@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from farflung.ddp import HookState, ddp_hook
 from farflung.errors import Unsupported
@@ -46,6 +47,7 @@ class FarflungCallback(TrainerCallback):
         self.state: HookState | None = None
         """What the codec remembers, once training has begun."""
 
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -72,6 +74,7 @@ class FarflungCallback(TrainerCallback):
                 "DistributedDataParallel: leave out fsdp and deepspeed"
             )
 
+    @override
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

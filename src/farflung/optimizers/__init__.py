@@ -1,20 +1,29 @@
-"""Optimizers by name, with the settings that only some of them have."""
+"""Optimizers: farflung's own, which are torch's like any other, and the settings of all that a run knows by name."""
 
 from collections.abc import Callable
 
-from farflung.optimizers.adam import Adam, AdamW
-from farflung.optimizers.lars import Lars
-from farflung.optimizers.sgd import SGD
-from farflung.optimizers.sign_sgd import SignSGD
+from farflung.optimizers.adam import AdamSettings, AdamWSettings
+from farflung.optimizers.lars import Lars, LarsSettings
+from farflung.optimizers.sgd import SGDSettings
+from farflung.optimizers.sign_sgd import SignSGD, SignSGDSettings
 from farflung.types import OptimizerFactory
 
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "Lars", "SignSGD"]
+__all__ = [
+    "OPTIMIZERS",
+    "AdamSettings",
+    "AdamWSettings",
+    "Lars",
+    "LarsSettings",
+    "SGDSettings",
+    "SignSGD",
+    "SignSGDSettings",
+]
 
 OPTIMIZERS: dict[str, Callable[..., OptimizerFactory]] = {
-    "adam": Adam,
-    "adamw": AdamW,
-    "lars": Lars,
-    "sgd": SGD,
-    "sign_sgd": SignSGD,
+    "adam": AdamSettings,
+    "adamw": AdamWSettings,
+    "lars": LarsSettings,
+    "sgd": SGDSettings,
+    "sign_sgd": SignSGDSettings,
 }
-"""All of them by name."""
+"""What makes each, by name, from the settings that only it has."""

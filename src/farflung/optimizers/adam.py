@@ -1,4 +1,4 @@
-"""torch's Adam and AdamW."""
+"""The settings of torch's Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from farflung.errors import ConfigError
 from farflung.options import number_option, share_option
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["AdamSettings", "AdamWSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
-    """Adam; what a weight decays by is part of its gradient, and there is no use for the setting ``momentum``.
+class AdamSettings:
+    """The settings of torch's Adam, whose weight decay is part of the gradient; the setting ``momentum`` is left out.
 
     Args:
       betas: the shares of the running means, of the gradient and of its square, that are kept at each step.
@@ -35,7 +35,7 @@ class Adam:
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
+        name = self.kind.__name__.lower()
         betas: object = self.betas
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise ConfigError(f"{name}: betas {betas!r} must be two, as in betas=(0.9, 0.999)")
@@ -59,8 +59,8 @@ class Adam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(Adam):
-    """Adam with decoupled weight decay: a weight decays beside its step, and the running means know nothing of it.
+class AdamWSettings(AdamSettings):
+    """The settings of torch's AdamW, whose weight decay is no part of the gradient and of its running means.
 
     Args:
       betas: the shares of the running means, of the gradient and of its square, that are kept at each step.

@@ -1,4 +1,4 @@
-"""torch's stochastic gradient descent."""
+"""The settings of torch's stochastic gradient descent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from farflung.errors import ConfigError
 
-__all__ = ["SGD"]
+__all__ = ["SGDSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
-    """Stochastic gradient descent.
+class SGDSettings:
+    """The settings of torch's stochastic gradient descent.
 
     Args:
       nesterov: whether momentum is Nesterov's.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.rates.warm_up import WarmUp
 
 __all__ = ["Constant"]
@@ -18,6 +20,7 @@ class Constant(WarmUp):
       by: what is counted.
     """
 
+    @override
     def _course(self, done: int, total: int) -> float:
         del done, total
         return 1.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.rates.falling import Falling
 
 __all__ = ["Cosine"]
@@ -27,5 +29,6 @@ class Cosine(Falling):
     References: Loshchilov & Hutter 2017 (SGDR), eq. 5, without restarts.
     """
 
+    @override
     def _course(self, done: int, total: int) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * self._fallen(done, total))) / 2

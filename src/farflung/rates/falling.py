@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
 from farflung.rates.warm_up import WarmUp
@@ -28,6 +30,7 @@ class Falling(WarmUp):
     final: float = 0.0
     until: int | None = None
 
+    @override
     def __post_init__(self) -> None:
         WarmUp.__post_init__(self)
         number_option(self._name, "final", self.final, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.rates.falling import Falling
 
 __all__ = ["Linear"]
@@ -24,5 +26,6 @@ class Linear(Falling):
       until: steps or samples after which ``final`` is reached; the whole run when not given.
     """
 
+    @override
     def _course(self, done: int, total: int) -> float:
         return 1 - (1 - self.final) * self._fallen(done, total)

@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
 from farflung.rates.warm_up import WarmUp
@@ -35,6 +37,7 @@ class Step(WarmUp):
     every: int | None = None
     milestones: Sequence[int] = ()
 
+    @override
     def __post_init__(self) -> None:
         WarmUp.__post_init__(self)
         number_option("step", "gamma", self.gamma, 0)
@@ -49,6 +52,7 @@ class Step(WarmUp):
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ConfigError(f"step: milestones {self.milestones!r} must rise")
 
+    @override
     def _course(self, done: int, total: int) -> float:
         del total
         if self.every is not None:

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from farflung.codecs import CODECS
-from farflung.comm import AUTO, COLLECTIVES, collective_named
 from farflung.config import BUCKET_NBYTES
-from farflung.data import SHARINGS, STREAMS
-from farflung.errors import ConfigError, UnknownName
-from farflung.gradient_coding import gradient_code
-from farflung.options import whole_option
-from farflung.rates import SCALINGS
-from farflung.reducers import REDUCERS
-from farflung.replica import Parts
-from farflung.replica.merges import takes_whole
-from farflung.sampling import SAMPLERS, InShares, Uniform
-from farflung.schedules import SCHEDULES
-from farflung.seeding import derive
-from farflung.spec import build, name_of, taken, text_of
-from farflung.types import (
-    Codec,
-    Decode,
-    Json,
-    RateScaling,
-    Reducer,
-    Reshards,
-    Sampler,
-    Schedule,
-    Scores,
-    Sharing,
-    Stream,
-)
+from farflung.errors import UnknownName
+from farflung.spec import text_of
+from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
 
-__all__ = ["MEMBERS", "RECIPES", "Recipe", "recipe"]
+if TYPE_CHECKING:
+    from farflung.replica import Parts
 
-
-MEMBERS: dict[str, Mapping[str, Any]] = {
-    "codec": CODECS,
-    "reducer": REDUCERS,
-    "collective": COLLECTIVES,
-    "schedule": SCHEDULES,
-    "sampler": SAMPLERS,
-    "stream": STREAMS,
-    "sharing": SHARINGS,
-    "scaling": SCALINGS,
-}
-"""The families that a recipe takes a member of, and what can be had of each by name."""
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +53,7 @@ class Recipe:
     summary: str = ""
     codec: str | Codec | Callable[..., Codec] = "identity"
     reducer: str | Reducer | Callable[..., Reducer] = "codec"
-    collective: str = AUTO
+    collective: str = "auto"
     schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
     sampler: str | Callable[..., Sampler] = "uniform"
     stream: str | Callable[..., Stream] = "in_memory"
@@ -112,80 +78,14 @@ class Recipe:
           UnknownName: no such member.
           ConfigError: an option out of its range, or members that do not go together.
         """
-        by_backend = collective_named(self.collective).by_backend
-        whole_option(f"recipe {self.name}", "bucket_nbytes", self.bucket_nbytes, 1)
-        stream: Stream = _made("stream", self.stream, STREAMS, "poll", fresh=True)
-        if by_backend and not stream.everything:
-            raise ConfigError(
-                f"stream {text_of(self.stream, STREAMS)}: the backend's own collectives (--collective "
-                f"{self.collective}) count waits for samples against their deadline: choose another collective"
-            )
-        schedule: Schedule = _made("schedule", self.schedule, SCHEDULES, "plan")
-        derived = derive(seed, "sampler", *([] if share is None else [share]))
-        sampler: Sampler = _made("sampler", self.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
-        if why := takes_whole(schedule):
-            self._check_alone(sampler, why)
-        for merge in schedule.merges:
-            if isinstance(merge, Decode):
-                sampler = self._in_shares(sampler, merge, seed, share)
-        return Parts(
-            reducer=self._reducer(),
-            schedule=schedule,
-            sampler=sampler,
-            stream=stream,
-            sharing=_made(
-                "sharing",
-                self.sharing,
-                SHARINGS,
-                ("exchange", "swap"),
-                {"seed": derive(seed, "sharing")},
-                fresh=True,
-            ),
-            scaling=_made("scaling", self.scaling, SCALINGS, "factor"),
-            bucket_nbytes=self.bucket_nbytes,
-        )
+        from farflung.recipes.parts import parts_of  # and torch, which a recipe in words does without
 
-    def _check_alone(self, sampler: Sampler, why: str) -> None:
-        """Refuses what a schedule leaves no place for whose replicas exchange nothing else, and take samples alike."""
-        given, plain = self.members, Recipe().members
-        other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
-        other += ["sampler"] * isinstance(sampler, Scores)
-        if other:
-            raise ConfigError(
-                f"schedule {given['schedule']}: {why}: leave out --{other[0]} {given[other[0]]}, or choose another "
-                "--schedule"
-            )
-
-    def _in_shares(self, sampler: Sampler, merge: Decode, seed: int, share: int | None) -> Sampler:
-        """For replicas that compute each other's samples."""
-        given = self.members
-        other = f"--sampler {given['sampler']}" if type(sampler) is not Uniform else ""
-        if share is not None:
-            other = "--partition, which gives each a share of its own"
-        if other:
-            raise ConfigError(
-                f"schedule {given['schedule']}: replicas compute samples of others too, so all draw alike from the "
-                f"whole training set: leave out {other}"
-            )
-        return InShares(sampler, lambda size: gradient_code(merge.construction, size, merge.stragglers, seed))
-
-    def _reducer(self) -> Reducer:
-        plain = name_of("reducer", self.reducer) == "codec" if isinstance(self.reducer, str) else False
-        given: dict[str, object] = {"collective": self.collective}
-        if plain:
-            given["codec"] = _made("codec", self.codec, CODECS, "encode")
-        reducer: Reducer = _made("reducer", self.reducer, REDUCERS, "reduce", given)
-        if not plain and self.codec != "identity":
-            raise ConfigError(
-                f"reducer {_outermost(self.reducer)} takes no codec: leave out one of --reducer and --codec "
-                f"{text_of(self.codec, CODECS)}"
-            )
-        return reducer
+        return parts_of(self, seed, share)
 
     @property
     def members(self) -> dict[str, str]:
         """The text of each member; in ``<>`` where it is an object that no other process could make."""
-        return {family: text_of(getattr(self, family), known) for family, known in MEMBERS.items()}
+        return {family: _text(family, getattr(self, family)) for family in FAMILIES}
 
     @property
     def settings(self) -> dict[str, Json]:
@@ -204,48 +104,16 @@ class Recipe:
         return {"name": self.name, "summary": self.summary, **self.settings}
 
 
-def _made(
-    kind: str,
-    member: object,
-    registry: Mapping[str, Callable[..., Any]],
-    has: str | tuple[str, ...],
-    given: Mapping[str, object] | None = None,
-    *,
-    fresh: bool = False,
-) -> Any:
-    """The member that text names, a class or function makes, or that is there already.
+FAMILIES = tuple(one.name for one in fields(Recipe) if one.name not in ("name", "summary", "bucket_nbytes"))
+"""The families that a recipe takes a member of."""
 
-    Args:
-      kind: the family.
-      member: of it.
-      registry: its members by name.
-      has: a method that all of them have; several: each has one of these.
-      given: options that have settings of their own.
-      fresh: whether each replica needs one of its own, so that one that is there already will not do.
-    """
-    methods = (has,) if isinstance(has, str) else has
-    lacks = (
-        f"it has no method {' or '.join(f'{name}()' for name in methods)}; see farflung.types.{kind.title()}"
-    )
+
+def _text(family: str, member: object) -> str:
     if isinstance(member, str):
-        made = build(kind, member, registry, given)
-    elif isinstance(member, type) or not any(hasattr(member, name) for name in methods):
-        if not callable(member):
-            raise ConfigError(f"{kind} {member!r}: {lacks}")
-        made = member(**taken(member, given or {}))
-    elif fresh:
-        raise ConfigError(
-            f"{kind} {member!r}: each replica needs its own; give the class or a function that makes one"
-        )
-    else:
-        made = member
-    if not any(hasattr(made, name) for name in methods):
-        raise ConfigError(f"{kind} {made!r}: {lacks}")
-    return made
+        return member
+    from farflung.recipes.parts import MEMBERS
 
-
-def _outermost(reducer: object) -> str:
-    return name_of("reducer", reducer) if isinstance(reducer, str) else type(reducer).__name__
+    return text_of(member, MEMBERS[family])
 
 
 def recipe(name: str) -> Recipe:

@@ -33,7 +33,7 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["AdaptiveTopK", "compressed_share"]
+__all__ = ["AdaptiveTopK", "compressed_share", "counted"]
 
 _NUMBERS = 2
 """That a replica says of its tensor: squared norms of all of it, and of its largest entries."""
@@ -43,6 +43,11 @@ def compressed_share(states: Sequence[State]) -> float:
     """The CNC ratio of Tyagi & Swany 2022: exchanges that were compressed over all; 0 before the first."""
     counted = sum(state["steps"] for state in states)
     return sum(state["compressed"] for state in states) / counted if counted else 0.0
+
+
+def counted(state: State, compressed: bool) -> State:
+    """The state with one exchange more for :func:`compressed_share`."""
+    return {**state, "steps": state["steps"] + 1, "compressed": state["compressed"] + compressed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +174,7 @@ class AdaptiveTopK:
         return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
 
     def _learned(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
-        counted = {"steps": now.shared["steps"] + 1, "compressed": now.shared["compressed"] + compressed}
-        shared = {**now.shared, **counted, "seen": sums}
+        shared = {**counted(now.shared, compressed), "seen": sums}
         return CodecState(shared if self.decide == "last" else self._with(shared, sums), now.local)
 
     def _decided(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:

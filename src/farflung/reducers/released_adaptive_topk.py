@@ -10,13 +10,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.options import density_option, floating
 from farflung.codecs.selection import largest
 from farflung.codecs.sparse import Sparse, add_entries
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
-from farflung.reducers.adaptive_topk import compressed_share
+from farflung.reducers.adaptive_topk import compressed_share, counted
 from farflung.reducers.journeys import Exchange, Gathered, Journey, Parcel, Summed
 from farflung.reducers.methods import method_of_rounds
 from farflung.reducers.rounds import check_rounds
@@ -132,8 +133,7 @@ class ReleasedAdaptiveTopK:
         result = reduced(channel, *await journey.finish())
 
         def learn(now: CodecState) -> CodecState:
-            counted = {"steps": now.shared["steps"] + 1, "compressed": now.shared["compressed"] + compress}
-            return CodecState({**now.shared, **counted}, now.local)
+            return CodecState(counted(now.shared, compress), now.local)
 
         return Reduced(result.mean, result.weight, result.rider, learn)
 
@@ -179,6 +179,7 @@ class _Entries(Sparse):
         del step, count
         return Payload((grad[self.places], self.places.to(torch.int32))), state
 
+    @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:

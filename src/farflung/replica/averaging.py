@@ -125,8 +125,11 @@ async def average(
 
 
 async def average_on(runtime: Runtime, channel: ExchangeChannel, tensors: Sequence[Tensor]) -> None:
-    """Overwrites tensors of one dtype with their means over the replicas, in one exchange on ``channel``."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """Overwrites tensors of one dtype with their means over the replicas, in one exchange on ``channel``.
+
+    They may be on several devices, since ranks need not place a model alike.
+    """
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
     total, _ = await _sum_on(runtime, channel, flat, torch.zeros(1, dtype=torch.float64))
     _load(tensors, (total / channel.size).split([tensor.numel() for tensor in tensors]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -73,6 +74,8 @@ class GradientBuckets:
         """Parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
         self._watcher: Callable[[], None] | None = None
+        self.lock = threading.RLock()
+        """Held while a gradient is taken: autograd has a thread for each device."""
         self._said_unused = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index, place))
@@ -94,7 +97,7 @@ class GradientBuckets:
         return self._fillings[index].parameters
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Runs autograd; ``ready(index)`` is called as each bucket fills, and once for each."""
+        """Runs autograd; ``ready(index)`` is called as each bucket fills, once for each and by one thread at a time."""
         self.arm(ready)
         try:
             loss.backward()
@@ -165,6 +168,10 @@ class GradientBuckets:
         """A copy of a bucket's parameters, flat and in its order."""
         return torch.cat([parameter.detach().reshape(-1) for parameter in self._fillings[index].parameters])
 
+    def copied(self, index: int, flat: Tensor) -> Tensor:
+        """Copies a tensor of a bucket's size to the device of the bucket."""
+        return flat.to(self._fillings[index].flat.device, copy=True)
+
     def load_weights(self, index: int, flat: Tensor) -> None:
         """Overwrites a bucket's parameters."""
         filling = self._fillings[index]
@@ -196,24 +203,26 @@ class GradientBuckets:
             hook.remove()
 
     def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
-        filling = self._fillings[index]
-
         def accumulated(_: Tensor) -> None:
-            if self._watcher is not None:
-                self._watcher()
-            if self._ready is None:
-                return
-            if place not in filling.missing:
-                raise Unsupported(
-                    f"parameter {filling.names[place]} got its gradient in two parts in one backward pass, as where a "
-                    "layer is used by several reentrant checkpoints: give torch.utils.checkpoint use_reentrant=False"
-                )
-            filling.missing.remove(place)
-            if not filling.missing:
-                _gather(filling)
-                self._ready(index)
+            with self.lock:
+                if self._watcher is not None:
+                    self._watcher()
+                if self._ready is not None:
+                    self._arrived(index, place, self._ready)
 
         return accumulated
+
+    def _arrived(self, index: int, place: int, ready: Callable[[int], None]) -> None:
+        filling = self._fillings[index]
+        if place not in filling.missing:
+            raise Unsupported(
+                f"parameter {filling.names[place]} got its gradient in two parts in one backward pass, as where a "
+                "layer is used by several reentrant checkpoints: give torch.utils.checkpoint use_reentrant=False"
+            )
+        filling.missing.remove(place)
+        if not filling.missing:
+            _gather(filling)
+            ready(index)
 
     def _fill(self, ready: Callable[[int], None]) -> None:
         for index, filling in enumerate(self._fillings):

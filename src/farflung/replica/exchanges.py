@@ -21,6 +21,7 @@ from farflung.replica.flights import Carrier, Flight, joined
 from farflung.replica.link_gate import LinkGate
 from farflung.replica.merges import mergers
 from farflung.replica.parts import buckets_of, numbered, spec_of
+from farflung.replica.placement import state_on
 from farflung.replica.slots import Slots
 from farflung.replica.times import Times
 from farflung.replica.unused import Places, Unused, joined_places, places_in
@@ -42,9 +43,6 @@ from farflung.types import (
 )
 
 __all__ = ["Exchanges", "Settled"]
-
-_LATER = 1 << 40
-"""A step that comes after any warm-up."""
 
 
 @dataclass(slots=True)
@@ -84,7 +82,7 @@ class Exchanges:
       meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
 
     Raises:
-      Unsupported: a merge that nothing carries out, or a bucket that nothing moves.
+      Unsupported: a merge that nothing carries out, a bucket that nothing moves, or a fragment on several devices.
     """
 
     def __init__(
@@ -108,6 +106,8 @@ class Exchanges:
         self._parts = numbered(schedule, buckets.buckets)
         self._numbers = {part: number for number, part in self._parts.items()}
         self._in_order = tuple(self._parts.values())
+        for part in self._in_order:
+            self._check_device(part)
         self._state = schedule.init()
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
@@ -174,9 +174,8 @@ class Exchanges:
 
     @property
     def at_once(self) -> bool:
-        """Whether each step's optimizer steps on the mean of that step's gradients, at the start and later on."""
-        plans = ((step, self._schedule.plan(self._state, self._in_order, step)) for step in (0, _LATER))
-        return not self.moves_parameters and all(t.due_step == step for step, plan in plans for t in plan)
+        """Whether optimizers step on means of gradients alone, each at the step that they were taken at."""
+        return not self.moves_parameters and not self._schedule.late
 
     @property
     def waited_s(self) -> float:
@@ -282,7 +281,7 @@ class Exchanges:
         """A bucket has filled: launches what was waiting for it.
 
         Exchanges start in the planned order, on every rank the same: the backend's own collectives match by nothing
-        else. May be called by a thread of autograd's, while the one that trains waits for it.
+        else. May be called by threads of autograd's, one at a time, while the one that trains waits for them.
         """
         self._filled.add(index)
         if self._looks and self._vote.finite and not self._buckets.flat(index).isfinite().all():
@@ -432,7 +431,10 @@ class Exchanges:
         return await self._runtime.launch(self.snapshot())
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same."""
+        """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same.
+
+        Tensors of the state may be on any device.
+        """
         shared, own = state["shared"], state["own"]
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
@@ -445,19 +447,26 @@ class Exchanges:
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
         for kept in own["flights"].values():
-            self._relaunch(kept)
+            self._relaunch(state_on(kept, self._device(kept["number"])))
         for kind, merger in self._mergers.items():
             name = kind.__name__
             merger.load_state_dict(shared["merges"][name], own["merges"][name], self._of(kind))
-        load = self._slots.load_state_dict
+        slots = self._placed(shared["slots"]), self._placed(own["slots"])
 
         async def behind_what_started_again() -> None:
-            load(shared["slots"], own["slots"])
+            self._slots.load_state_dict(*slots)
 
         if self._in_flight:
             self._runtime.launch(behind_what_started_again())
         else:
-            load(shared["slots"], own["slots"])
+            self._slots.load_state_dict(*slots)
+
+    def _device(self, number: int) -> torch.device:
+        """The device of a part."""
+        return self._buckets.flat(buckets_of(self._parts[number])[0].index).device
+
+    def _placed(self, slots: State) -> State:
+        return {number: state_on(state, self._device(int(number))) for number, state in slots.items()}
 
     async def snapshot(self) -> State:
         """The same, to be launched: on the thread that carries exchanges."""
@@ -490,6 +499,14 @@ class Exchanges:
 
     # --- launching --------------------------------------------------------------------------------------------
 
+    def _check_device(self, part: Part) -> None:
+        devices = sorted({str(self._buckets.flat(bucket.index).device) for bucket in buckets_of(part)})
+        if len(devices) > 1:
+            raise Unsupported(
+                f"schedule {type(self._schedule).__name__}: fragment {part.index} holds parameters on "
+                f"{' and '.join(devices)}: choose a schedule without fragments, or keep the model on one device"
+            )
+
     def _check(self, transfer: Transfer) -> None:
         named = f"schedule {type(self._schedule).__name__}, step {self._step}"
         if type(transfer.merge) not in self._mergers:
@@ -498,6 +515,10 @@ class Exchanges:
             )
         if transfer.part not in self._numbers:
             raise Unsupported(f"{named}: plans a part that is not among its parts: name it there")
+        if transfer.due_step > self._step and not self._schedule.late:
+            raise Unsupported(
+                f"{named}: plans a result for step {transfer.due_step}, and its late is False: make it True"
+            )
 
     def _of(self, kind: type) -> list[Flight]:
         return [flight for flight in self._in_flight if type(flight.transfer.merge) is kind]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from farflung.errors import ConfigError, Unsupported
 
-__all__ = ["check_optimizer", "check_sole", "check_whole", "held_by", "needs_closure", "plain_optimizer"]
+__all__ = [
+    "accumulates",
+    "check_optimizer",
+    "check_sole",
+    "check_whole",
+    "held_by",
+    "needs_closure",
+    "plain_optimizer",
+]
 
 FEW = 4
 """Names of parameters in a message."""
@@ -48,11 +58,16 @@ def _is_a(thing: object, kind: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses layers whose gradients are sparse.
+    """Refuses lazy parameters and buffers, and layers whose gradients are sparse.
 
     Raises:
-      Unsupported: names the layer.
+      Unsupported: names the tensor or the layer.
     """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise Unsupported(
+                f"attach: {name} is lazy and has no shape yet: run a batch through the model before, on all ranks"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(
@@ -72,6 +87,11 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is no torch.optim.Optimizer")
     return inner
+
+
+def accumulates(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether a wrapper adds this pass to later ones without a step, as Accelerate's in ``accumulate()``."""
+    return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

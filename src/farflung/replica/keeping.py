@@ -26,7 +26,6 @@ from farflung.replica.drawing import Drawing
 from farflung.replica.errands import Errands
 from farflung.replica.exchanges import Exchanges
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state
-from farflung.replica.placement import state_on
 from farflung.seeding import RandomState
 from farflung.telemetry import Telemetry
 from farflung.types import Json, Runtime, SampleIds, State
@@ -47,7 +46,6 @@ class Keeping:
       drawing: the samples; its stream and sampler are kept too.
       exchanges: with what is under way.
       share: the samples that the replica draws from alone; ``None``: there are none.
-      device: where model and exchanges are.
     """
 
     workload: str
@@ -58,7 +56,6 @@ class Keeping:
     drawing: Drawing
     exchanges: Exchanges
     share: SampleIds | None
-    device: torch.device
 
     async def save(
         self,
@@ -151,5 +148,5 @@ class Keeping:
         drawing.parts.stream.seek(own["stream"])
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
-        self.exchanges.load_state_dict(state_on(exchanges, self.device))
+        self.exchanges.load_state_dict(exchanges)
         drawing.ownership.load_state_dict(own.get("ownership", {}))

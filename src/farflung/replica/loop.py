@@ -207,7 +207,6 @@ class Replica:
             self._drawing,
             self._exchanges,
             self.share,
-            self.device,
         )
         if self.training.clip_norm and not self._exchanges.clips:
             raise ConfigError(

@@ -58,12 +58,12 @@ def batch_on(batch: Batch, device: torch.device) -> Batch:
 
 
 def state_on(state: State, device: torch.device) -> State:
-    """The tensors of a state on ``device``, but for riders, which stay on the host."""
+    """Moves the tensors of a state to ``device``, but for riders, which belong on the host."""
     return {
         name: state_on(leaf, device)
         if isinstance(leaf, dict)
-        else leaf.to(device)
-        if isinstance(leaf, torch.Tensor) and name != "rider"
+        else leaf.to(HOST if name == "rider" else device)
+        if isinstance(leaf, torch.Tensor)
         else leaf
         for name, leaf in state.items()
     }

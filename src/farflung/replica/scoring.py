@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.types import Batch, Cost, PoolView, Runtime, SampleIds, ScoredBy, Scores, Spare, Workload
@@ -108,6 +109,7 @@ class _Tap(nn.Module):
         self._model = model
         self._output: Tensor | None = None
 
+    @override
     def forward(self, *inputs: Any) -> Any:
         with torch.no_grad():
             output: Any = self._model(*inputs)

@@ -1,16 +1,29 @@
 """What a run amounts to, for people: its course, its end, how its data was split, and who sent what to whom."""
 
-from farflung.report.buffers import buffers_picture
-from farflung.report.coded import coded_picture
-from farflung.report.comparison import Compared, Course, compare_courses, comparison_picture, comparison_table
-from farflung.report.gantt import gantt_picture
-from farflung.report.partition import partition_picture, partition_table
-from farflung.report.pictures import run_picture
-from farflung.report.sampling import sampling_picture
-from farflung.report.summary import score_words, summary_table
-from farflung.report.tensorboard import TensorBoard
-from farflung.report.text import PLAIN_WIDTH, as_text
-from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.report.buffers import buffers_picture
+    from farflung.report.coded import coded_picture
+    from farflung.report.comparison import (
+        Compared,
+        Course,
+        compare_courses,
+        comparison_picture,
+        comparison_table,
+    )
+    from farflung.report.gantt import gantt_picture
+    from farflung.report.partition import partition_picture, partition_table
+    from farflung.report.pictures import run_picture
+    from farflung.report.sampling import sampling_picture
+    from farflung.report.summary import score_words, summary_table
+    from farflung.report.tensorboard import TensorBoard
+    from farflung.report.text import PLAIN_WIDTH, as_text
+    from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "PLAIN_WIDTH",

@@ -73,6 +73,8 @@ class _Course:
     objectives: list[tuple[float, float]] = field(default_factory=list)
     begins: list[float] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
+    start: float = math.inf
+    """When the first device came: before, there is nothing to see."""
     end: float = 0.0
 
 
@@ -102,7 +104,7 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated:
             for begin in course.begins[1:]:
                 axes.axvline(begin, color=INK, linestyle=":", linewidth=1)
         objective.set_xlabel("simulated time (s)" if simulated else "time (s)")
-        objective.set_xlim(0, course.end * 1.02 or 1.0)
+        objective.set_xlim(course.start, course.start + (1.02 * (course.end - course.start) or 1.0))
 
 
 # --- from events to figures -------------------------------------------------------------------------------------
@@ -150,6 +152,7 @@ def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) ->
     rank = int(_number(event, "rank"))
     if kind == "came":
         there[rank] = _Device(since=t)
+        course.start = min(course.start, t)
         course.devices.append((rank, there[rank]))
     if rank not in there:
         return

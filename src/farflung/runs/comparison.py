@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.files import held, naming, writing
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
-from farflung.runs.config import DEVICE, SimulatedConfig
+from farflung.runs.config import COMPARED, DEVICE, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
 
     from farflung.report import Compared, Course
 
-__all__ = ["COMPARED", "Comparison", "Contest", "Row", "Watch", "compare", "contest"]
-
-COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
-"""The recipes that are compared when none are given."""
+__all__ = ["Comparison", "Contest", "Row", "Watch", "compare", "contest"]
 
 
 class Watch(Protocol):
@@ -88,6 +87,7 @@ class Comparison:
         comparison_picture(self.courses, Path(path), title=self.title, target=self.target)
         return Path(path)
 
+    @override
     def __str__(self) -> str:
         from farflung.report import as_text
 

@@ -8,30 +8,30 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from farflung.comm import collective_named
+from typing_extensions import override
+
 from farflung.config import Training
-from farflung.data import PARTITIONS, LiveStream, Partition, Share, describe
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
 from farflung.network import NetworkProfile, network_profile
-from farflung.recipes import MEMBERS, Recipe, recipe
-from farflung.replica import check_model, check_optimizer_kind, check_share, fingerprint
-from farflung.runs.folder import RunFolder
+from farflung.recipes import FAMILIES, Recipe, recipe
 from farflung.runs.settings import Setting, settings_of
 from farflung.runs.variants import variant
-from farflung.runtime import DecisionLog, VirtualWorld
-from farflung.runtime.stage import check_plan
-from farflung.seeding import generator
 from farflung.spec import build, is_carried, text_of
-from farflung.timing import forward_flops
 from farflung.types import ChecksSize, Json, SampleIds, Workload
-from farflung.workloads import WORKLOADS, check_workload, workload
+from farflung.types.data import Partition
 
-__all__ = ["DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
+# The options of commands are read from these classes, so what imports torch is imported where it is used.
+if TYPE_CHECKING:
+    from farflung.data import Share
+    from farflung.runs.folder import RunFolder
+    from farflung.runtime import DecisionLog, VirtualWorld
+
+__all__ = ["COMPARED", "DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
 
 DEFAULTS = ("batch_size", "learning_rate", "momentum", "weight_decay", "steps")
 """What every workload says for itself."""
@@ -40,6 +40,8 @@ NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
 DEVICE = "cpu-core"
 """What they compute on."""
+COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
+"""The recipes that are compared when nothing is said."""
 
 Settings: TypeAlias = "Mapping[str, object]"
 """Settings by name: text and numbers, or objects."""
@@ -61,6 +63,8 @@ class RunConfig:
         from each replica's own samples.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
+      threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
+        otherwise torch's default for its cores.
       task: what ``workload`` has made.
 
     Raises:
@@ -75,6 +79,7 @@ class RunConfig:
     partition: str | Partition
     deadline: float
     encrypt: bool
+    threads: int
     task: Workload = field(compare=False, repr=False)
 
     command: ClassVar[str] = "train"
@@ -83,6 +88,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        if self.threads < 0:
+            raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
         if not (self.deadline > 0 and math.isfinite(self.deadline)):
             raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
 
@@ -150,6 +157,8 @@ class RunConfig:
     @classmethod
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
         """The value of each field."""
+        from farflung.workloads import WORKLOADS
+
         data = str(said.get("data", "auto"))
         what = said.get("workload", WORKLOAD)
         task = task or _made_workload(what, data)
@@ -173,6 +182,7 @@ class RunConfig:
             "partition": said.get("partition", "iid" if apart else "shared"),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
+            "threads": int(said.get("threads", 0)),
             "task": task,
         }
 
@@ -180,6 +190,9 @@ class RunConfig:
 
     def model_layout(self) -> str:
         """A short hash of the names, shapes and dtypes of the model, for comparing ranks."""
+        from farflung.replica import fingerprint
+        from farflung.seeding import generator
+
         return fingerprint(self.task.model(generator(self.seed, "model")))
 
     def make_shares(self) -> list[SampleIds] | None:
@@ -188,6 +201,8 @@ class RunConfig:
         Raises:
           BadInput: a partition that cannot be made, or that leaves a replica nothing.
         """
+        from farflung.data import PARTITIONS
+
         how: Partition | _Shared | str = self.partition
         if isinstance(how, str):
             known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, "shared": _Shared}
@@ -207,10 +222,14 @@ class RunConfig:
     @property
     def split_text(self) -> str:
         """How the training set is split, in words."""
+        from farflung.data import PARTITIONS
+
         return text_of(self.partition, PARTITIONS)
 
     def split(self) -> list[Share]:
         """Size and labels of each replica's share; nothing where all draw from the whole set."""
+        from farflung.data import describe
+
         shares = self.make_shares()
         return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
 
@@ -236,6 +255,11 @@ class RunConfig:
                 f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
+        if self.training.batch_size > len(train):
+            raise ConfigError(
+                f"--batch-size {self.training.batch_size}: {self.workload} has {len(train)} training samples; use at "
+                "most as many"
+            )
         shares = self.split()
         self.recipe.parts(self.seed, 0 if shares else None)
         return shares
@@ -259,6 +283,9 @@ class RunConfig:
         Raises:
           BadInput: says what is wrong with it.
         """
+        from farflung.replica import check_model, check_optimizer_kind, check_share
+        from farflung.seeding import generator
+
         shares = self.make_shares()
         for rank in range(self.workers):
             checkpoints = folder.checkpoints(rank, self.workers, leader=False)
@@ -322,6 +349,7 @@ class SimulatedConfig(RunConfig):
     command: ClassVar[str] = "simulate"
 
     @property
+    @override
     def title(self) -> str:
         """For people."""
         return f"{self.workload}, {self.recipe.name}, {self.network_name}"
@@ -332,11 +360,13 @@ class SimulatedConfig(RunConfig):
         return self.network if isinstance(self.network, str) else self.network.name
 
     @classmethod
+    @override
     def lacks(cls, stored: Mapping[str, Json]) -> bool:
         """Whether it is a run of the other world."""
         return "network" not in stored
 
     @classmethod
+    @override
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
         of_the_world = {name: said.get(name, value) for name, value in _WORLD.items()}
         count = _profile(of_the_world["network"]).nodes
@@ -349,6 +379,8 @@ class SimulatedConfig(RunConfig):
 
     def make_faults(self) -> FaultPlan:
         """What goes wrong."""
+        from farflung.runtime.stage import check_plan
+
         if isinstance(self.faults, FaultPlan):
             return self.faults
         if not self.faults:
@@ -360,6 +392,9 @@ class SimulatedConfig(RunConfig):
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """The clock, the network and the devices."""
+        from farflung.runtime import VirtualWorld
+        from farflung.timing import forward_flops
+
         device = self.device
         if isinstance(device, str):
             device = device_profile(device, forward_flops=forward_flops(self.task))
@@ -374,8 +409,12 @@ class SimulatedConfig(RunConfig):
             count_evaluation=self.count_evaluation,
         )
 
+    @override
     def check(self) -> list[Share]:
         """See :meth:`RunConfig.check`."""
+        from farflung.comm import collective_named
+        from farflung.data import LiveStream
+
         if collective_named(self.recipe.collective).by_backend:
             raise ConfigError(
                 f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
@@ -399,6 +438,7 @@ class SimulatedConfig(RunConfig):
             "changes": list(profile.changes),
         }
 
+    @override
     def to_json(self) -> dict[str, Json]:
         """See :meth:`RunConfig.to_json`."""
         return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
@@ -443,6 +483,8 @@ def _check_setting(name: str, value: object, known: Mapping[str, Setting]) -> No
 
 
 def _made_workload(what: object, data: str) -> Workload:
+    from farflung.workloads import check_workload, workload
+
     options = {} if data == "auto" else {"data": data}
     if isinstance(what, str):
         return workload(what, **options)
@@ -457,7 +499,7 @@ def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
     how: str | Recipe = said.get("recipe", RECIPE)
     members = {name: said[name] for name in Recipe().settings if name in said}
     if isinstance(how, str):
-        how = Recipe(how) if members.keys() >= MEMBERS.keys() else recipe(how)
+        how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
     return how.but(**members)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from farflung.comm import collective_named
 from farflung.comm.keys import Keys
@@ -18,20 +21,23 @@ from farflung.files import write_json
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
-from farflung.runs.preparing import Prepared
+from farflung.runs.preparing import Prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
-from farflung.runs.simulation import one_thread, whole
+from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.runtime import Seat, WallRuntime
+from farflung.runtime.stores import told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["NETWORK", "Reach", "join"]
+__all__ = ["NETWORK", "Reach", "agreed_folder", "join", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Tells a replica under torchrun what lies between it and the others, where that is known: a name or a TOML file."""
 JOIN_S = 60.0
+_FOLDER = "farflung/folder"
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,25 @@ class Reach:
           ConfigError: the master address is unknown, or there is no way to it.
         """
         return self.interface or seat.interface()
+
+
+def meeting(seat: Seat) -> dist.Store | None:
+    """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
+    store = seat.store(JOIN_S)
+    if store is None or seat.meeting is not None:  # a file is of one run alone
+        return store
+    return dist.PrefixStore(f"run-{next(_numbers)}", store)
+
+
+def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
+    """Names a new folder on rank 0, and takes that name over on the other ranks.
+
+    Raises:
+      DeadlinePassed: rank 0 did not name one.
+    """
+    if rank == 0:
+        store.set(_FOLDER, str(run_folder(title)))
+    return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
 def join(
@@ -89,13 +114,26 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    with one_thread(), on_stop(asked.set), JsonLines(files.telemetry(rank)) as file:
-        telemetry = Telemetry(rank, file, show)
-        telemetry.emit("hello", pid=os.getpid())
+    met = seat.meeting is not None  # a wait in a file is short, and the command ends its workers
+
+    def ask() -> None:
+        asked.set()
+        if not met:
+            raise KeyboardInterrupt
+
+    threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
+    decisions = files.decision_log()
+    with ExitStack() as stack:
+        stack.enter_context(torch_threads(threads))
+        stack.enter_context(on_stop(ask))
+        file = stack.enter_context(JsonLines(files.telemetry(rank)))
+        stack.callback(decisions.write)
+        telemetry = Telemetry(rank, file, show, decisions.write)
+        telemetry.emit("hello", pid=os.getpid(), threads=threads)
         runtime = WallRuntime(
             rank,
             size,
-            seat.store(JOIN_S),
+            run.store or meeting(seat),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,
@@ -105,11 +143,12 @@ def join(
             advertise=reach.advertise,
             encrypt=config.encrypt,
             keys=reach.keys,
-            decisions=files.decision_log(),
+            decisions=decisions,
             device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
             model=Path(model) if model else None,
         )
+        met = True
         try:
             checkpoints = files.checkpoints(rank, size, leader=leader)
             replica = make_replica(

@@ -18,7 +18,7 @@ from farflung.errors import BadInput, RunLost
 from farflung.files import write_json, writing
 from farflung.network import network_profile
 from farflung.runs.config import RunConfig
-from farflung.runs.events import listener
+from farflung.runs.events import Buffered, listener
 from farflung.runs.folder import RunFolder
 from farflung.runs.job import Job
 from farflung.runs.parent import Parent, parent_of
@@ -62,17 +62,18 @@ def launch(
         with writing(Path(tempfile.gettempdir())):
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
             events = stack.enter_context(listener(Path(scratch)))
+        shown = stack.enter_context(Buffered(show))
         if network:
             profile = network_profile(network).for_nodes(config.workers)
             stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
-        parent = parent_of(folder.log)
+        parent = parent_of(folder.log, workers=config.workers)
         parent.begin(
             Job(
                 str(folder.path), folder.resumed, config.workers, scratch,
                 device=device, pace=pace, network=network, paced=bool(network),
             )
         )  # fmt: skip
-        summary = _Watch(parent, config.workers, events, show, folder).run()
+        summary = _Watch(parent, config.workers, events, shown, folder).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 

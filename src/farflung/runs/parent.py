@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from farflung.files import writing
 from farflung.runs.job import Job
 
@@ -91,16 +89,15 @@ def _forked(theirs: int, ours: int) -> None:
 
     os.setsid()
     os.close(ours)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     sys.exit(workers.serve(theirs))
 
 
-def parent_of(log: Path) -> Parent:
-    """The process that was forked ahead, or one that is started now.
+def parent_of(log: Path, *, workers: int) -> Parent:
+    """Returns the process that was forked ahead, or starts one.
 
     Args:
       log: where it writes what it has to say before it knows its job.
+      workers: number of its workers; several share the cores, with one thread each.
 
     Raises:
       BadInput: ``log`` cannot be written.
@@ -114,13 +111,14 @@ def parent_of(log: Path) -> Parent:
             stdin=theirs,
             stdout=said,
             stderr=said,
-            env=_environment(),
+            env=_environment(workers),
             start_new_session=True,
         )
     return Parent(started.pid, ours, started.poll, started.wait)
 
 
-def _environment() -> dict[str, str]:
+def _environment(workers: int) -> dict[str, str]:
     # Workers import what was named from where this process would.
     found = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+    threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
+    return {**os.environ, **threads, "PYTHONPATH": found}

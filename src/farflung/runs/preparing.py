@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import torch.distributed as dist
 
 from farflung.data import Share
 from farflung.errors import ConfigError
@@ -47,6 +48,7 @@ class Prepared(Generic[C]):
       shares: size and labels of each replica's share; nothing where all draw from the whole set.
       replay: a decision log whose decisions are made again.
       scratch: keeps the files where they have no folder of their own.
+      store: where the ranks have agreed on a new folder, and meet.
     """
 
     config: C
@@ -54,6 +56,7 @@ class Prepared(Generic[C]):
     shares: Sequence[Share] = ()
     replay: Path | None = None
     scratch: Scratch | None = field(default=None, repr=False)
+    store: dist.Store | None = field(default=None, repr=False)
 
     def begun(self) -> AbstractContextManager[None]:
         """Makes the folder; inside, no other process makes a run there.
@@ -77,6 +80,7 @@ def prepared(
     replay: Path | str | None = None,
     check: bool = True,
     scratch: bool = False,
+    folder: Callable[[str], Path] | None = None,
 ) -> Prepared[C]:
     """Resolves settings, finds a folder, and finds out what cannot work.
 
@@ -89,6 +93,7 @@ def prepared(
       check: whether to look at the data and at checkpoints too.
       scratch: where neither ``out`` nor ``resume`` is given: keep the run in a folder that goes with it, not in a new
         one under ``runs/``.
+      folder: names a new folder for a run of such a title; :func:`run_folder` when not given.
 
     Raises:
       BadInput: says what and what to do.
@@ -115,7 +120,7 @@ def prepared(
             kept = Scratch()
             files = RunFolder(kept.path / "run")
         else:
-            files = RunFolder(run_folder(config.title))
+            files = RunFolder((folder or run_folder)(config.title))
         if check:
             files.check()
             shares = config.check()
@@ -125,7 +130,7 @@ def prepared(
 
 
 def run_folder(title: str) -> Path:
-    """A new folder under ``runs/``, of which all ranks of a torchrun job have the same name."""
-    label = os.environ.get("TORCHELASTIC_RUN_ID") or time.strftime("%Y%m%d-%H%M%S")
+    """Names a new folder under ``runs/``, by title and time."""
+    label = time.strftime("%Y%m%d-%H%M%S")
     stem = re.sub(r"[^\w.-]+", "-", title)
     return Path("runs") / f"{stem}-{label}"

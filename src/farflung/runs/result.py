@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.data import Share
 from farflung.errors import DataError
@@ -102,6 +103,7 @@ class Run:
         """
         return Path(shutil.copytree(self.folder, folder))
 
+    @override
     def __str__(self) -> str:
         from farflung.report import as_text
 

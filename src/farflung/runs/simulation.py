@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from farflung.comm import AUTO
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import naming, reading, write_json, write_whole
@@ -40,10 +43,16 @@ __all__ = [
     "simulate",
     "simulate_prepared",
     "timing_decisions",
+    "torch_threads",
     "whole",
 ]
 
 T = TypeVar("T")
+
+MESSAGE_S = 5e-5
+"""What it takes to simulate one message, on a processor of today."""
+LONG_S = 10.0
+"""An exchange that takes as long to simulate is warned of."""
 
 
 def nowhere(event: Event) -> None:
@@ -127,9 +136,11 @@ def _simulated(
     run: Prepared[SimulatedConfig], show: Sink, stop_asked: Callable[[], bool], checkpointed: bool
 ) -> Run:
     config, files = run.config, run.files
-    world = config.make_world(files.decision_log())
+    decisions = files.decision_log()
+    world = config.make_world(decisions)
     shares = config.make_shares()
     with ExitStack() as open_files:
+        open_files.callback(decisions.write)
         recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.workers))
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
@@ -140,7 +151,7 @@ def _simulated(
                 config.task,
                 config.recipe,
                 config.training,
-                Telemetry(rank, file, show, world.injector),
+                Telemetry(rank, file, show, world.injector, decisions.write),
                 shares=shares,
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
@@ -154,9 +165,29 @@ def _simulated(
                 replica.resume(start)
         if not config.make_faults().faults:
             keep_once(replicas)
+        _say_if_long(world, config.recipe, replicas[0])
         summary, model = _run(world, replicas, whole)
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective}, world)
+
+
+def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
+    """Warns in one line, before a run begins, of exchanges that take long to simulate."""
+    auto = replica.runtime.comm.auto
+    names = [
+        auto.get(spec.nbytes, "direct") if recipe.collective == AUTO else recipe.collective
+        for spec in replica.bucket_specs
+    ]
+    messages = sum(map(world.network.messages, names))
+    if messages * MESSAGE_S >= LONG_S:
+        logging.getLogger("farflung").warning(
+            "an exchange of %s replicas by %s has about %s messages, which are simulated one by one: each will take "
+            "about %s",
+            f"{len(world.runtimes):,}",
+            ", ".join(dict.fromkeys(names)),
+            f"{messages:,}",
+            timedelta(seconds=round(messages * MESSAGE_S)),
+        )
 
 
 async def whole(replica: Replica) -> tuple[Summary, State]:
@@ -238,9 +269,11 @@ def _retimed(
     checkpointed: bool,
 ) -> Run:
     config, files = run.config, run.files
-    world = config.make_world(files.decision_log())
+    decisions = files.decision_log()
+    world = config.make_world(decisions)
     shares = config.make_shares()
     with ExitStack() as open_files:
+        open_files.callback(decisions.write)
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
@@ -250,13 +283,16 @@ def _retimed(
                     config.task,
                     config.recipe,
                     config.training,
-                    Telemetry(rank, retimed_events(events[rank], file, show), world.injector),
+                    Telemetry(
+                        rank, retimed_events(events[rank], file, show), world.injector, decisions.write
+                    ),
                     shares=shares,
                     kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
                 )
             )
         settle = partial(world.settle_collective, anew=True)
         collective = settled_collective(settle, config.recipe, replicas[0])
+        _say_if_long(world, config.recipe, replicas[0])
         with reading(
             stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
         ):
@@ -317,11 +353,16 @@ def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: Virtu
     return run.ended(found)
 
 
+def one_thread() -> AbstractContextManager[None]:
+    """Has torch compute on one thread, as workers that share a machine do: the bits depend on it."""
+    return torch_threads(1)
+
+
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch computes on one thread, as real workers do: the bits depend on it."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Has torch compute on so many threads inside."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

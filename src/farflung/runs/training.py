@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
@@ -16,10 +19,10 @@ from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
-from farflung.runs.events import EVENTS, teller
-from farflung.runs.joining import NETWORK, Reach, join
+from farflung.runs.events import EVENTS, Buffered, teller
+from farflung.runs.joining import NETWORK, Reach, agreed_folder, join, meeting
 from farflung.runs.launching import launch
-from farflung.runs.preparing import Prepared, prepared
+from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
 from farflung.runtime import Seat
@@ -75,7 +78,8 @@ def train(
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
       data_stays: refuses a recipe by which samples would be sent to other replicas, or computed by them.
-      show: gets the events as they happen: of all workers that are started here, of this replica under torchrun.
+      show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
+        replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
       settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
 
     Raises:
@@ -105,19 +109,29 @@ def prepare_training(
     resume: Path | str | None = None,
     replay: Path | str | None = None,
 ) -> Prepared[RunConfig]:
-    """See :func:`farflung.runs.prepared`; under torchrun rank 0 alone looks whether it can work.
+    """See :func:`farflung.runs.prepared`; under torchrun, Slurm and MPI rank 0 alone looks whether it can work.
+
+    There rank 0 also names a new folder, and tells the other ranks through the store.
 
     Raises:
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
     seat = Seat.taken()
-    if seat is not None:
-        given = layers[-1].get("workers") if layers else None
-        if given not in (None, seat.size):
-            raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
-        layers = (*layers, {"workers": seat.size})
-    check = seat is None or seat.rank == 0
-    return prepared(RunConfig, *layers, out=out, resume=resume, replay=replay, check=check)
+    ready = partial(prepared, RunConfig, out=out, resume=resume, replay=replay)
+    if seat is None:
+        return ready(*layers)
+    given = layers[-1].get("workers") if layers else None
+    if given not in (None, seat.size):
+        raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
+    store: dist.Store | None = None
+
+    def folder(title: str) -> Path:
+        nonlocal store
+        store = meeting(seat)
+        return run_folder(title) if store is None else agreed_folder(store, seat.rank, title)
+
+    run = ready(*layers, {"workers": seat.size}, check=seat.rank == 0, folder=folder)
+    return replace(run, store=store)
 
 
 @contextmanager
@@ -168,7 +182,8 @@ def ready_to_train(
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-            return join(run, sink, seat, reach, device=device, pace=pace or "", network=known)
+            with Buffered(sink) as shown:
+                return join(run, shown, seat, reach, device=device, pace=pace or "", network=known)
 
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined

@@ -19,15 +19,19 @@ from pathlib import Path
 
 import torch
 
+# What a configuration imports only when it is used: here once for all workers.
+import farflung.optimizers
+import farflung.recipes.parts
+import farflung.workloads  # noqa: F401
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
-from farflung.runs.events import teller
+from farflung.runs.events import Buffered, teller
 from farflung.runs.job import Job
 from farflung.runs.joining import Reach, join
 from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
-from farflung.telemetry import Event
+from farflung.telemetry import Event, Sink
 
 __all__ = ["serve"]
 
@@ -54,6 +58,9 @@ def serve(pipe: int) -> int:
     with job.files.log.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if job.workers > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     ranks: dict[int, int] = {}
@@ -103,7 +110,11 @@ def _wait(job: Job, ranks: dict[int, int], over: threading.Event) -> int:
 
 def _train(job: Job, rank: int) -> int:
     """One replica: tells the starting process of every event, and of any error."""
-    tell = teller(job.events)
+    with Buffered(teller(job.events)) as tell:
+        return _trained(job, rank, tell)
+
+
+def _trained(job: Job, rank: int, tell: Sink) -> int:
     seat = Seat(rank, job.workers, rank, job.workers, job.meeting)
     try:
         config = RunConfig.resolve(job.files.stored_config())

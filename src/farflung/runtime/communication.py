@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from farflung.comm import View
 from farflung.errors import RunLost
 from farflung.tasks import Pending, Task
@@ -17,6 +19,8 @@ from farflung.tasks import Pending, Task
 __all__ = ["CommunicationThread"]
 
 T = TypeVar("T")
+
+_LEFT = "this rank has left the run, and exchanges nothing after finish() or close(): take states and averages before"
 
 
 class CommunicationThread(threading.Thread):
@@ -35,13 +39,16 @@ class CommunicationThread(threading.Thread):
         self._stopping = False
         self._launched: set[Pending[Any]] = set()
         self._lost: RunLost | None = None
+        self._spent_s: float | None = None
         self._bell, self._ear = socket.socketpair()
         self._ear.setblocking(False)
         view.transport.watch(self._ear.fileno(), self._heard)
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds that it has taken so far; for a thread that runs."""
+        """Processor seconds that it has taken so far."""
+        if self._spent_s is not None:
+            return self._spent_s
         assert self.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
@@ -57,7 +64,7 @@ class CommunicationThread(threading.Thread):
         heapq.heappush(self._timers, (t, self._sequence, fn))
 
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Runs a coroutine here; callable from any thread."""
+        """Runs a coroutine here; callable from any thread. It fails where this thread has ended or ends before."""
         task = Task(coroutine, self.soon)
         self._launched.add(task)
         task.on_done(self._launched.discard)
@@ -78,6 +85,7 @@ class CommunicationThread(threading.Thread):
         self._bell.close()
         self._ear.close()
 
+    @override
     def run(self) -> None:
         """The loop; an error in it fails everything that waits."""
         try:
@@ -86,13 +94,19 @@ class CommunicationThread(threading.Thread):
         except BaseException as error:
             lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
             lost.__cause__ = error
-            self._lost = lost
+            self._end(lost)
             self._view.end(lost)
-            for task in list(self._launched):
-                task.fail(lost)
         finally:
             self._sleeping = False
+            self._end(RunLost(_LEFT))
             self._view.close()
+            self._spent_s = time.thread_time()
+
+    def _end(self, lost: RunLost) -> None:
+        """Fails what has been launched, and all that is launched from now on."""
+        self._lost = self._lost or lost
+        for task in list(self._launched):
+            task.fail(self._lost)
 
     def _turn(self) -> None:
         while self._soon:

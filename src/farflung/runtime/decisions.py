@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from farflung.comm import Purpose, collective_named, resolve_collective
 from farflung.errors import ConfigError
-from farflung.files import JsonLinesFile, deciding, json_lines, writing
+from farflung.files import JsonLinesFile, deciding, json_lines
 from farflung.network import NetworkProfile
+from farflung.telemetry import Event
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
 __all__ = [
@@ -61,33 +63,51 @@ class DecisionLog:
     """The decisions of a run, in order. With an equal log a run is a function of its seed.
 
     Args:
-      path: the file that keeps those for all replicas, a JSON object on each line; ``None``: all are kept in memory
-        alone. What a replica decides for itself is kept beside it, for ``decisions.jsonl`` in
-        ``decisions/rank-<r>.jsonl``. A file appears with its first decision, and whatever it holds already stays.
+      path: the file that takes those for all replicas at each :meth:`write`, a JSON object on each line. What a replica
+        decides for itself goes beside it, for ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file appears with
+        its first decision, and whatever it holds already stays.
       replay: decisions to make again. Where a choice depends on time or arrival, nothing else is decided then.
+      keep: whether to keep in :attr:`entries` what goes to no file.
     """
 
-    def __init__(self, path: Path | None = None, replay: Iterable[Decision] | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, replay: Iterable[Decision] | None = None, *, keep: bool = True
+    ) -> None:
         self.entries: list[Decision] = []
-        """Those made so far."""
-        self._path = path
+        """Those made so far, where no file takes them."""
+        self._path, self._keep = path, keep
+        self._unwritten: deque[Decision] = deque()
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
-        """Adds one.
+        """Adds one; callable from any thread, since it touches no file."""
+        if self._path is not None:
+            self._unwritten.append(decision)
+        elif self._keep:
+            self.entries.append(decision)
+
+    def write(self, event: Event | None = None) -> None:
+        """Appends to the files what was recorded since the last call; always to be called on the same thread.
+
+        Args:
+          event: lets this method be a sink of telemetry, which writes at each event of a replica.
 
         Raises:
-          StorageError: it cannot be kept.
+          StorageError: a file cannot be written.
         """
-        self.entries.append(decision)
-        if self._path is not None:
-            path = self._path
-            if decision.rank is not None:
-                path = path.with_suffix("") / f"rank-{decision.rank}.jsonl"
-            with writing(path):
-                path.parent.mkdir(exist_ok=True)
-            with JsonLinesFile(path) as lines:
-                lines.add(_content(decision))
+        del event
+        found: dict[int | None, list[Decision]] = {}
+        while self._unwritten:
+            decision = self._unwritten.popleft()
+            found.setdefault(decision.rank, []).append(decision)
+        for rank, decisions in found.items():
+            with JsonLinesFile(self._file_of(rank)) as lines:
+                for decision in decisions:
+                    lines.add(_content(decision))
+
+    def _file_of(self, rank: int | None) -> Path:
+        assert self._path is not None
+        return self._path if rank is None else self._path.with_suffix("") / f"rank-{rank}.jsonl"
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """What is to be decided again; ``None`` where nothing was."""
@@ -139,7 +159,7 @@ def read_decisions(path: Path) -> list[Decision]:
     Raises:
       ConfigError: a file cannot be read, or a line is no decision; one line with file and line.
     """
-    own = sorted(path.with_suffix("").glob("rank-*.jsonl"))
+    own = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
     files = own if own and not path.exists() else [path, *own]
     return [decision for file in files for decision in _read(file)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.comm.interface import LOOPBACK, route_to
+from farflung.comm.interface import LOOPBACK, check_host, route_to
 from farflung.errors import ConfigError
+from farflung.runtime.stores import reached, serving
 
 __all__ = ["Seat", "interface_to_master"]
 
@@ -112,26 +113,47 @@ class Seat:
           join_s: how long the others may take to come, in seconds.
 
         Raises:
-          ConfigError: it is not known where.
+          ConfigError: it is not known where, or there is no such host, or it cannot be listened there.
+          DeadlinePassed: the store of rank 0 was not reached.
         """
         if self.size == 1:
             return None
         if self.meeting is not None:
             return dist.FileStore(str(self.meeting), self.size)
         address, port = self._met_at()
+        check_host(address, f"MASTER_ADDR {address}")
         patience = timedelta(seconds=join_s)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            url = "env://"
-        else:
-            url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-            if (
-                self.rank == 0
-                and address in (LOOPBACK, "localhost")
-                and (own := _on_loopback(int(port), self.size, patience))
-            ):
-                return own
-        store: dist.Store = next(iter(rendezvous(url, self.rank, self.size, timeout=patience)))[0]
-        return store
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if self.rank == 0 and not agent:
+            return self._served(address, int(port), patience)
+
+        def connect() -> dist.Store:
+            if agent:
+                found = rendezvous("env://", self.rank, self.size, timeout=patience)
+                store: dist.Store = next(iter(found))[0]
+                return store
+            return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
+
+        return reached(address, int(port), connect, f"its store at {address}:{port}", join_s)
+
+    def _served(self, address: str, port: int, patience: timedelta) -> dist.Store:
+        """The store of rank 0: on loopback at that address alone; else, and where this process has one already, as
+        torch makes it.
+        """
+        if address in (LOOPBACK, "localhost"):
+            with suppress(OSError):
+                store = serving(LOOPBACK, port)
+                store.set_timeout(patience)
+                return store
+        try:
+            return dist.TCPStore(
+                LOOPBACK, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
+                multi_tenant=True,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise ConfigError(
+                f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another"
+            ) from None
 
     def interface(self) -> str:
         """The address of this machine on the way to the others.
@@ -145,7 +167,7 @@ class Seat:
 
     def _met_at(self) -> tuple[str, str]:
         address, port = self.master
-        if address and port and port.isdecimal():
+        if address and port and port.isdecimal() and int(port) <= 65535:
             return address, port
         missing = [
             name for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), self.master, strict=True) if not value
@@ -223,17 +245,3 @@ def _tasks_per_node(text: str) -> list[int]:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     return counts
-
-
-def _on_loopback(port: int, size: int, patience: timedelta) -> dist.Store | None:
-    """A store that this machine alone can reach, where torch's own would listen at every address; ``None`` where the
-    port is taken, by a store that this process has already or by somebody else.
-    """
-    try:
-        listener = socket.create_server((LOOPBACK, port), backlog=size)
-    except OSError:
-        return None
-    return dist.TCPStore(
-        LOOPBACK, port, size, is_master=True, timeout=patience, wait_for_workers=False,
-        multi_tenant=True, master_listen_fd=listener.detach(),
-    )  # fmt: skip

@@ -12,12 +12,12 @@ from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.pauses import Pauses, pair
 from farflung.comm.virtual.roster import Roster
 from farflung.errors import DeadlinePassed, PeerLost, Unsupported
-from farflung.faults import MEMBERSHIP, Fault, FaultPlan, Standing
+from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.tasks import Pending
 
 __all__ = ["CARRIED", "VirtualStage", "check_plan"]
 
-CARRIED = frozenset({"crash", "cut", "hang", "lose", "restore", "slow", "throttle"})
+CARRIED = frozenset(FAULTS).difference(MEMBERSHIP)
 """The kinds of faults that virtual time carries in every view; in one that is not whole members may come and go too."""
 
 

@@ -45,6 +45,7 @@ from farflung.runtime.decisions import (
 )
 from farflung.runtime.measuring import measured_network
 from farflung.runtime.pace import Pace
+from farflung.runtime.stores import told_by
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
@@ -54,10 +55,6 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-_LOOK_S = 0.05
-"""How often it is looked whether somebody has published an address."""
-_STORE_S = 5.0
-"""How long a store may take to say what it has."""
 EXPANSION = 8
 """How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
 a 2-byte number."""
@@ -82,7 +79,7 @@ class WallRuntime:
         the one that is bound: behind port forwarding, in a container. ``"none"``: nobody can connect to it; it connects
         to those that can be reached, and the lowest rank of these relays its messages for the others.
       encrypt: whether to encrypt on loopback too; elsewhere everything is.
-      decisions: where decisions are kept; a fresh log when not given.
+      decisions: where decisions are kept; they are not when not given.
       keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
         wherever it is); otherwise replicas make their own and publish them in the store.
       device: a slower device whose pace to keep; ``None``: as fast as this machine is.
@@ -140,7 +137,7 @@ class WallRuntime:
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
         self._store, self._whole = store, whole
-        self.decisions = decisions or DecisionLog()
+        self.decisions = decisions or DecisionLog(keep=False)
         if native and size > 1:
             assert store is not None
             self._group = _gloo(store, rank, size, address, deadline_s)
@@ -335,9 +332,9 @@ class WallRuntime:
 
         One that relays messages stays for those who need it, until none has passed for the deadline of the run.
         """
-        if self._store is not None and not self._whole:
+        if not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
-                self._store.delete_key(_place(self.comm.rank))  # nobody takes it for who comes again
+                self.forget(self.comm.rank)
         self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # what waits for a device is sent before the farewell
@@ -362,15 +359,9 @@ class WallRuntime:
             raise ConfigError("a replica that runs alone has no store where another could be found")
         greeted: Pending[None] = Pending()
 
-        def end(admitted: Pending[None]) -> None:
-            if admitted.error is None:
-                greeted.set(None)
-            else:
-                greeted.fail(admitted.error)
-
         def let_in(peer: Peer) -> None:
             try:
-                self.view.admit(peer).on_done(end)
+                greeted.follow(self.view.admit(peer))
             except FarflungError as error:
                 greeted.fail(error)
                 return
@@ -378,11 +369,8 @@ class WallRuntime:
             self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
 
         def find() -> None:
-            since = self.now()
             try:
-                if not self._comes(rank, since + join_s):
-                    raise DeadlinePassed(rank, "its address in the store", self.now() - since)
-                peer = self._peer(store, rank, self.now() + _STORE_S)
+                peer = self._peer(store, rank, self.now() + join_s)
             except BaseException as error:
                 self._thread.soon(partial(greeted.fail, error))
             else:
@@ -395,31 +383,21 @@ class WallRuntime:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
         return self._store is not None and self._store.check([_place(rank)])
 
-    def _comes(self, rank: int, until: float) -> bool:
-        """Whether a replica publishes its address before a time, and before this one leaves: a wait of a store's own is
-        ended by nothing.
+    def forget(self, rank: int) -> None:
+        """Removes the address of a replica that leaves or is gone from the store, so that it is not taken for that of
+        another which comes under its rank.
         """
-        with suppress(dist.DistStoreError, RuntimeError):
-            while not self.has_come(rank):
-                if self.now() >= until or self._closes.wait(_LOOK_S):
-                    return False
-            return True
-        return False
+        if self._store is not None:
+            self._store.delete_key(_place(rank))
 
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
         store.set(_place(self.comm.rank), self.view.transport.me.to_json())
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
-        """What a replica has published."""
-        key, begin = _place(rank), self.now()
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, until - begin)))
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise DeadlinePassed(
-                rank, f"its address in the store ({type(error).__name__})", self.now() - begin
-            ) from None
-        peer = Peer.from_json(store.get(key))
+        """What a replica publishes before a time, and before this one leaves."""
+        left_s = max(0.0, until - self.now())
+        peer = Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s, self._closes))
         if peer.rank != rank:
             raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
         return peer
@@ -437,9 +415,10 @@ class WallRuntime:
             self.close(error)
             raise
 
-    def _stage(self, payload: Payload, then: Callable[[Payload], object]) -> None:
+    def _stage(self, payload: Payload) -> Pending[Payload]:
         """Brings a payload to the host; another thread waits for the device."""
         host, wait = to_host(payload)
+        staged: Pending[Payload] = Pending()
 
         def copied() -> None:
             try:
@@ -447,13 +426,12 @@ class WallRuntime:
             except RuntimeError as error:  # the device is out of order
                 lost = RunLost(f"a gradient could not be copied from its device: {error}")
                 self._thread.soon(lambda: self.view.end(lost))
+                self._thread.soon(lambda: staged.fail(lost))
             else:
-                self._thread.soon(arrived)
-
-        def arrived() -> None:
-            then(host)
+                self._thread.soon(lambda: staged.set(host))
 
         self._staging.submit(copied)
+        return staged
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()

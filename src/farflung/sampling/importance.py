@@ -90,7 +90,7 @@ def speed_up(scores: Tensor) -> float:
     References: Katharopoulos & Fleuret 2018, whose code has it as
     :math:`(1 - \sum_j (g_j - 1/B)^2 / \sum_j g_j^2)^{-1/2}`, which is the same.
     """
-    return math.sqrt(len(scores) * float((probabilities(scores) ** 2).sum()))
+    return math.sqrt(len(scores) * float((probabilities(scores.double()) ** 2).sum()))
 
 
 def speed_up_threshold(candidates: int, batch_size: int) -> float:

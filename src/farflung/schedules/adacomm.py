@@ -88,6 +88,11 @@ class AdaComm:
         """The mean, with block momentum where that is asked for."""
         return (Outer(momentum=self.block_momentum, state=self.optimizer_state),)
 
+    @property
+    def late(self) -> bool:
+        """Never."""
+        return False
+
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """The buckets themselves."""
         return buckets

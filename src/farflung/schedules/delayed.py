@@ -108,10 +108,27 @@ class Delayed:
                 raise ConfigError(f"delayed: pull {self.pull!r} must be 'swap', 'auto' or a share")
             part_option("delayed", "pull", self.pull)
 
+    def check(self, size: int) -> None:
+        """Refuses a single replica, which would be pulled towards its own past.
+
+        Raises:
+          ConfigError: says what to do instead.
+        """
+        if size == 1:
+            raise ConfigError(
+                "schedule delayed averages replicas, and there is one: use --workers 2 or more, or --schedule "
+                "synchronous"
+            )
+
     @property
     def merges(self) -> tuple[Merge, ...]:
         """The swap or the pull."""
         return (self._merge,)
+
+    @property
+    def late(self) -> bool:
+        """With a delay, or one that is yet to be chosen."""
+        return self.delay != 0
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """The buckets themselves."""

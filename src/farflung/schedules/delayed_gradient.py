@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
 from farflung.types import Merge, Part, State, SwapGradient, Transfer
@@ -56,6 +58,12 @@ class DelayedGradient(Fixed):
     def __post_init__(self) -> None:
         whole_option("delayed_gradient", "delay", self.delay, 0)
         whole_option("delayed_gradient", "period", self.period, 1)
+
+    @property
+    @override
+    def late(self) -> bool:
+        """With a delay."""
+        return self.delay > 0
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""

@@ -14,6 +14,11 @@ class Fixed:
 
     __slots__ = ()
 
+    @property
+    def late(self) -> bool:
+        """Never, unless overridden."""
+        return False
+
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """The buckets themselves."""
         return buckets

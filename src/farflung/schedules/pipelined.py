@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
 from farflung.options import whole_option
 from farflung.schedules.fixed import Fixed
@@ -95,6 +97,12 @@ class Pipelined(Fixed):
     def merges(self) -> tuple[Merge, ...]:
         """Replaced, with the remedy asked for."""
         return (Replace(self.correction, self.predict),)
+
+    @property
+    @override
+    def late(self) -> bool:
+        """With a width above 1."""
+        return self.width > 1
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import flag_option, share_option, whole_option
@@ -103,6 +104,13 @@ class StreamingDiLoCo(Fixed):
         )
         return (how,)
 
+    @property
+    @override
+    def late(self) -> bool:
+        """With a delay."""
+        return self.delay > 0
+
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """Fragments of every P-th bucket, those of another dtype apart; their numbers leave their turns modulo P."""
         found: dict[tuple[torch.dtype, int], list[Bucket]] = {}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
+from typing_extensions import override
 
 from farflung.codecs import CODECS
 from farflung.comm import ExchangeChannel, Purpose
@@ -173,6 +174,7 @@ class _TimedChannel(ExchangeChannel):
         super().__init__(comm, Purpose.STEP.at(step), 0)
         self._clock, self._taken = clock, taken
 
+    @override
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         begin = self._clock()
         value = super().compute(cost, fn)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from farflung._torch import DispatchMode, StorageRef, tree_leaves
 
 __all__ = ["peak_nbytes"]
 
@@ -28,12 +27,12 @@ def peak_nbytes(fn: Callable[[], object]) -> int:
     return peak
 
 
-class _Living(TorchDispatchMode):
+class _Living(DispatchMode):  # type: ignore[misc]
     """Follows the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        super().__init__()
+        self._storages: dict[int, tuple[Any, int]] = {}
         self.peak: int = 0
 
     def __torch_dispatch__(
@@ -44,7 +43,8 @@ class _Living(TorchDispatchMode):
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                reference = StorageRef(storage)
+                self._storages[reference.cdata] = reference, storage.nbytes()
         gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
         for key in gone:
             del self._storages[key]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import Unsupported
 from farflung.files import JsonLinesFile
@@ -44,7 +44,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class TrafficRecorder:
+class TrafficRecorder(JsonLinesFile):
     """Writes the traffic of a run while it goes on; nothing is written twice.
 
     Args:
@@ -56,8 +56,8 @@ class TrafficRecorder:
     """
 
     def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path, anew=True)
         self._size = size
-        self._file = JsonLinesFile(path, anew=True)
         self._journeys: dict[tuple[Op, ...], int] = {}
         self._open: dict[tuple[int, int], dict[int, int]] = {}
         self._begun: dict[int, tuple[int, int]] = {}
@@ -74,12 +74,12 @@ class TrafficRecorder:
         """A rank is through with an exchange."""
         if ops not in self._journeys:
             self._journeys[ops] = len(self._journeys)
-            self._file.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
+            self.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
         ended = self._open.setdefault((step, number), {})
         ended[rank] = self._journeys[ops]
         if len(ended) == self._size:
             del self._open[step, number]
-            self._file.add(
+            self.add(
                 {
                     "step": step,
                     "number": number,
@@ -95,20 +95,12 @@ class TrafficRecorder:
         kind = "learn_together" if together else "learn"
         if ops != self._learned.get((kind, number), ()):
             self._learned[kind, number] = ops
-            self._file.add({"step": step, "number": number, kind: [list(op) for op in ops]})
+            self.add({"step": step, "number": number, kind: [list(op) for op in ops]})
 
     def filled(self, rank: int, step: int, order: list[int]) -> None:
         """A backward pass has filled its buckets in this order."""
         if order != sorted(order):
-            self._file.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.__exit__(kind, error, trace)
+            self.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
 
 
 @dataclass(slots=True)
@@ -121,11 +113,13 @@ class RecordedReplica(Replica):
 
     recorder: TrafficRecorder | None = None
 
+    @override
     def __post_init__(self) -> None:
         if self.recorder is not None:
             self.parts = replace(self.parts, reducer=_RecordingReducer(self.parts.reducer, self.recorder))
         Replica.__post_init__(self)
 
+    @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """The replica's."""
         order: list[int] = []

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.errors import DataError
 from farflung.replica import Checkpoints, Replica, Vote
@@ -51,21 +52,25 @@ class Retimed(Replica):
     traffic: Traffic = field(default_factory=Traffic)
     checkpointed: bool = True
 
+    @override
     def __post_init__(self) -> None:
         self.workload = _Hollow(self.workload)
         self.parts = replace(self.parts, reducer=_Mover(self.traffic))
         self.checkpoints = _Unkept() if self.checkpointed else None
         Replica.__post_init__(self)
 
+    @override
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """Nothing."""
         del weights
         return torch.zeros(()), self.vote(0.0, len(batch))
 
-    def score(self, ids: SampleIds) -> Tensor:
+    @override
+    def scorer(self) -> Callable[[SampleIds], Tensor]:
         """All alike."""
-        return torch.ones(len(ids))
+        return lambda ids: torch.ones(len(ids))
 
+    @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Buckets fill in the order in which they did."""
         del loss
@@ -76,6 +81,7 @@ class Retimed(Replica):
         for index in order:
             ready(index)
 
+    @override
     def update(self) -> None:
         """Nothing."""
 
@@ -236,9 +242,11 @@ class _Unkept(Checkpoints):
     def __init__(self) -> None:
         super().__init__(Path(), 0, 1, leader=False)
 
+    @override
     def save(self, step: int, shared: State, own: State) -> Path:
         del shared, own
         return self.folder / f"step-{step:08d}"
 
+    @override
     def prune(self) -> None:
         """Nothing."""

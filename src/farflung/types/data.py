@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from farflung.tasks import Pending
 from farflung.types.sampling import Carries
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Channel, Decision
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 __all__ = [
     "Arrivals",
@@ -22,6 +23,7 @@ __all__ = [
     "Feed",
     "Gate",
     "Moved",
+    "Partition",
     "Reshards",
     "Samples",
     "Sharing",
@@ -69,6 +71,19 @@ class Dataset(Samples, Protocol):
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         """``prepare(rows(ids), train=train)``."""
+        ...
+
+
+class Partition(Protocol):
+    """A way to split a data set among replicas."""
+
+    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+        """The ids of each part: every sample in exactly one of them, the same at each call.
+
+        Raises:
+          ConfigError: numbers that cannot work.
+          DataError: a split by class of data without classes.
+        """
         ...
 
 
@@ -252,7 +267,7 @@ class Gate(Protocol):
         """Waits until it is open.
 
         Args:
-          rest_s: seconds to leave the link alone before, if exchanges are under way that nobody waits for yet.
+          rest_s: seconds to leave the link alone before, if exchanges are under way that no step waits for yet.
 
         Returns:
           When that is.
@@ -287,7 +302,7 @@ class Reshards(Protocol):
         ...
 
     def partner(self, step: int, rank: int, size: int) -> int | None:
-        """With whom a replica swaps in the round that begins at ``step``; ``None``: with nobody."""
+        """The rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
         ...
 
     def outgoing(self, held: int, sampler: Carries | None, *, step: int, rank: int) -> SampleIds:

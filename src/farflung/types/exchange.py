@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from farflung.types.tensors import Json, Payload, State, TensorSpec
 from farflung.types.world import Channel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "ChecksRun",

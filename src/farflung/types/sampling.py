@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Decision
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Carries", "Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
 

@@ -212,6 +212,11 @@ class Schedule(Protocol):
         """Every merge that its transfers may name; whether a replica knows them is found out before the first step."""
         ...
 
+    @property
+    def late(self) -> bool:
+        """Whether any result may be due at a later step than the one at which its exchange starts."""
+        ...
+
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """What its transfers move of a model with these buckets."""
         ...

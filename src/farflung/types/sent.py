@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Counts", "Sent"]
 
-Counts: TypeAlias = npt.NDArray[np.int64]
+Counts: TypeAlias = "npt.NDArray[np.int64]"
 """Bytes to each rank, in the order of ranks."""
 
 _EACH = slice(None)
@@ -30,6 +31,8 @@ class Sent:
     """
 
     def __init__(self, size: int, nbytes: Mapping[str, Sequence[int]] | None = None) -> None:
+        import numpy as np
+
         self._size = size
         self._counts: dict[str, Counts] = {}
         for kind, counts in (nbytes or {}).items():
@@ -37,6 +40,8 @@ class Sent:
 
     def add(self, kind: str, nbytes: int | Counts, dst: int | slice = _EACH) -> None:
         """Counts what was sent to ``dst``, or to each rank what was sent to it."""
+        import numpy as np
+
         counts = self._counts.get(kind)
         if counts is None:
             counts = self._counts[kind] = np.zeros(self._size, dtype=np.int64)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Json", "Payload", "Placed", "SampleIds", "Segment", "State", "TensorSpec"]
 
@@ -16,7 +17,7 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 """What JSON can say."""
 State: TypeAlias = "dict[str, Any]"
 """What a checkpoint keeps of a part: nested dicts with string keys; leaves are tensors or JSON values."""
-SampleIds: TypeAlias = Tensor
+SampleIds: TypeAlias = "Tensor"
 """Indices into a data set, shape ``(n,)``, int64."""
 
 
@@ -32,12 +33,18 @@ class Placed(NamedTuple):
         return math.prod(self.shape)
 
 
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """The shape and dtype of a dense tensor."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=_float32)
     parts: tuple[Placed, ...] = field(default=(), compare=False)
     """What a flat bucket is made of, in its order; empty where that is not known. Specs compare without it."""
 

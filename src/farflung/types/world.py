@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from farflung.tasks import Pending
 from farflung.types.sent import Counts, Sent
 from farflung.types.tensors import Json, Payload, Segment, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AllReduce",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.workloads._residual import BATCH_NORM_MOMENTUM
 
@@ -91,6 +92,7 @@ class _Inverted(nn.Module):
         )
         self.residual = stride == 1 and width == out
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         y = cast("Tensor", self.body(x))
         return x + y if self.residual else y

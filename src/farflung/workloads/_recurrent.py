@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.data.text import PADDING
 
@@ -27,6 +28,7 @@ class TextClassifier(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(2 * hidden, classes)
 
+    @override
     def forward(self, words: Tensor) -> Tensor:
         """Logits, shape ``(n, classes)``, of ``words``, shape ``(n, length)``."""
         states, _ = self.lstm(self.embedding(words))
@@ -64,6 +66,7 @@ class AttentiveClassifier(nn.Module):
             nn.Dropout(0.2), nn.Linear(both, both), nn.ReLU(), nn.Dropout(0.2), nn.Linear(both, classes)
         )
 
+    @override
     def forward(self, words: Tensor) -> Tensor:
         """Logits, shape ``(n, classes)``, of ``words``, shape ``(n, length)``."""
         states, seen = self.embedding(words), []
@@ -93,6 +96,7 @@ class NextSymbol(nn.Module):
         with torch.no_grad():  # remember by default: forget gates start open
             self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden].fill_(1.0)
 
+    @override
     def forward(self, symbols: Tensor) -> Tensor:
         """Logits of what follows each position, shape ``(n, length, symbols)``."""
         states, _ = self.lstm(self.embedding(symbols))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 __all__ = ["BATCH_NORM_MOMENTUM", "resnet", "resnet18", "resnet50"]
 
@@ -73,6 +74,7 @@ class _Basic(nn.Module):
         self.body = nn.Sequential(*_conv(width, inner, 3, stride), nn.ReLU(), *_conv(inner, inner, 3))
         self.shortcut = _projection(width, inner, stride)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
 
@@ -91,6 +93,7 @@ class _Bottleneck(nn.Module):
         )
         self.shortcut = _projection(width, 4 * inner, stride)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
 
@@ -114,6 +117,7 @@ class _Block(nn.Module):
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.norm2 = _norm(out)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 __all__ = ["Transformer"]
 
@@ -42,6 +43,7 @@ class Transformer(nn.Module):
             for adds in (block.out, block.down):
                 nn.init.normal_(adds.weight, std=SPREAD / math.sqrt(2 * layers))
 
+    @override
     def forward(self, symbols: Tensor) -> Tensor:
         """Logits of what follows each position, shape ``(n, length, symbols)``."""
         states = self.symbol(symbols) + self.place.weight[: symbols.shape[1]]
@@ -63,6 +65,7 @@ class _Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
+    @override
     def forward(self, states: Tensor) -> Tensor:
         states = states + self.out(self._attended(self.before_attention(states)))
         layers: Tensor = self.down(F.gelu(self.up(self.before_layers(states))))

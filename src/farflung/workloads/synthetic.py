@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
@@ -31,6 +32,7 @@ class Point(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.randn(dim))
 
+    @override
     def forward(self, centres: Tensor) -> Tensor:
         """The distance vectors from ``centres``, shape ``(n, dim)``."""
         return self.w - centres

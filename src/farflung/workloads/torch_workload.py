@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.seeding import RandomState, derive, generator
@@ -82,6 +83,7 @@ class TorchWorkload:
         """Settings when none are given."""
         self._try(made)
 
+    @override
     def __repr__(self) -> str:
         return f"TorchWorkload({self.name}, {len(self._train)} + {len(self._test)} samples)"
 

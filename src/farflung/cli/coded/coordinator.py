@@ -17,7 +17,8 @@ from rich.console import Console
 from farflung.cli.coded.progress import Watch
 from farflung.cli.coded.reach import ReachOptions
 from farflung.cli.coded.summary import summary_lines
-from farflung.cli.options import given, spoken, with_options
+from farflung.cli.main import spoken
+from farflung.cli.options import given, with_options
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.coded.folder import Folder

@@ -20,7 +20,7 @@ from farflung.cli.coded.coordinator import stopping
 from farflung.cli.coded.crowd import Crowd
 from farflung.cli.coded.progress import Watch
 from farflung.cli.coded.summary import encoding_words
-from farflung.cli.options import spoken
+from farflung.cli.main import spoken
 from farflung.cli.tables import print_table
 from farflung.coded.folder import Folder
 from farflung.coded.held import HeldProducts

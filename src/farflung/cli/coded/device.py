@@ -15,7 +15,7 @@ import tyro
 from rich.filesize import decimal
 
 from farflung.cli.coded.reach import ReachOptions
-from farflung.cli.options import spoken
+from farflung.cli.main import spoken
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.coded.attendance import take_part
@@ -67,6 +67,7 @@ class Attend(ReachOptions):
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
         address, reach, holding = Address.of(self.address), self.reach, self._holding()
         seat = _Seat(self._tell)
+        self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
         with on_stop(seat.ask):
             reason = take_part(
                 address, holding, reach, patience_s=self.patience, pace=self._pace(holding), met=seat.take

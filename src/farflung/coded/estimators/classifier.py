@@ -20,7 +20,7 @@ from farflung.coded.local import fit_locally, local_settings
 from farflung.coded.objectives import Objective
 from farflung.coded.problem import Problem
 from farflung.coded.solvers import Iterate, Solver
-from farflung.errors import BadLabels
+from farflung.errors import BadLabels, BadParameter, ConfigError
 
 __all__ = ["CodedClassifier", "signs", "solver_options"]
 
@@ -40,7 +40,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
           BadLabels: fewer classes.
-          ConfigError: a setting out of its range.
+          BadParameter: a parameter out of its range.
         """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, order="C")
         check_classification_targets(y)
@@ -50,7 +50,10 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"{type(self).__name__} needs samples of at least 2 classes in the data, but the data contains only "
                 f"one class: {self.classes_[0]!r}"
             )
-        found = self._minimum(_dense(X), torch.from_numpy(codes))
+        try:
+            found = self._minimum(_dense(X), torch.from_numpy(codes))
+        except ConfigError as error:
+            raise BadParameter(str(error)) from None
         if not found.converged:
             warnings.warn(
                 f"{type(self).__name__} did not converge in {found.iterations} iterations (gap {found.gap:.1e}): raise "

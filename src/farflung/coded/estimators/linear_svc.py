@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.estimators.classifier import CodedClassifier, signs, solver_options
 from farflung.coded.objectives import Hinge, Objective, SquaredHinge
@@ -26,7 +27,9 @@ class CodedLinearSVC(CodedClassifier):
       intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
       solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"`` for either; by default the one
         for the loss. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default the solver's own.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10, and 1e-4 for
+        ``"bundle"``, whose gap is a proof. It is another measure than scikit-learn's ``tol``: above the default the
+        coefficients are less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
       devices: how many hold the samples.
@@ -72,6 +75,7 @@ class CodedLinearSVC(CodedClassifier):
         self.code = code
         self.seed = seed
 
+    @override
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
         losses: dict[str, type[Hinge | SquaredHinge]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
         if self.loss not in losses:
@@ -81,6 +85,7 @@ class CodedLinearSVC(CodedClassifier):
         )
         return objective, signs(codes)
 
+    @override
     def _solver(self) -> Solver[Any]:
         one: Solver[Any]
         name = self.solver or ("bundle" if self.loss == "hinge" else "lbfgs")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.estimators.classifier import CodedClassifier, signs, solver_options
 from farflung.coded.objectives import Logistic, Multinomial, Objective
@@ -24,7 +25,8 @@ class CodedLogisticRegression(CodedClassifier):
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       fit_intercept: whether there is an intercept; it is not penalised.
       solver: ``"lbfgs"`` or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default the solver's own.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
+        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
       devices: how many hold the samples.
@@ -77,6 +79,7 @@ class CodedLogisticRegression(CodedClassifier):
             margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
         return margins.log_softmax(dim=1).numpy()
 
+    @override
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
         options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
         classes = len(self.classes_)
@@ -84,6 +87,7 @@ class CodedLogisticRegression(CodedClassifier):
             return Logistic(**options), signs(codes)
         return Multinomial(classes=classes, **options), codes
 
+    @override
     def _solver(self) -> Solver[Any]:
         if self.solver == "lbfgs":
             return LBFGS(**solver_options(tol=self.tol))

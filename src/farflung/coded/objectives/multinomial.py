@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.objectives.intercepts import FreeIntercept
 from farflung.options import whole_option
@@ -33,6 +34,7 @@ class Multinomial(FreeIntercept):
 
     classes: int
 
+    @override
     def __post_init__(self) -> None:
         FreeIntercept.__post_init__(self)
         whole_option("objective", "classes", self.classes, 2)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.coded.problem import Problem
 from farflung.coded.solvers.interface import Iterate, Solver
@@ -31,6 +32,7 @@ class OneVsRestState(Iterate, Generic[S]):
 
     outputs: tuple[S, ...]
 
+    @override
     def tree(self) -> State:
         return {"outputs": {str(index): state.tree() for index, state in enumerate(self.outputs)}}
 

@@ -29,13 +29,21 @@ AUTO = "auto"
 
 
 def _by_owners(run: AllReduce, owners: Callable[[int], int]) -> Collective:
-    return Collective(run, partial(owners_s, owners), owners, in_rank_order=True)
+    return Collective(
+        run,
+        partial(owners_s, owners),
+        owners,
+        messages=lambda size: 2 * owners(size) * (size - 1),
+        in_rank_order=True,
+    )
 
 
 COLLECTIVES: dict[str, Collective] = {
     "direct": _by_owners(direct, all_own),
-    "all_gather": Collective(all_gather, gather_s, in_rank_order=True),
-    "ring": Collective(ring, ring_s),
+    "all_gather": Collective(
+        all_gather, gather_s, messages=lambda size: size * (size - 1), in_rank_order=True
+    ),
+    "ring": Collective(ring, ring_s, messages=lambda size: 2 * size * (size - 1)),
     "multi_parameter_server": _by_owners(multi_parameter_server, half_own),
     "parameter_server": _by_owners(parameter_server, one_owns),
     AUTO: Collective(auto),

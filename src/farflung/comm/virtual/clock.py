@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 from farflung.tasks import Pending
 
 __all__ = ["Carrier", "Clock", "ClockInUse", "Departure", "VirtualClock"]
@@ -126,12 +128,14 @@ class Departure(Pending[None]):
         self._clock, self.at, self._watched = clock, at, False
 
     @property
+    @override
     def done(self) -> bool:
         """Whether the clock has come to it."""
         if not self._done and self._clock.now() >= self.at:
             self.set(None)
         return self._done
 
+    @override
     def on_done(self, callback: Callable[[Pending[None]], None]) -> None:
         """Calls ``callback(self)`` at that time; at once where it is past."""
         if not self.done and not self._watched:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import COLLECTIVES, collective_named
@@ -178,10 +179,21 @@ class VirtualNetwork:
 
     def collective(self, rank: int, name: str) -> AllReduce:
         """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
-        collective, forms = collective_named(name), self._whole or self._symmetric
-        if forms is None or not forms.has(collective) or self._charged:
+        collective, forms = collective_named(name), self._forms
+        if forms is None or not forms.has(collective):
             return collective.run
         return partial(_as_a_whole, forms, rank, name)
+
+    def messages(self, name: str) -> int:
+        """How many messages of an exchange by a collective are carried one by one; 0 where that is not known."""
+        collective, forms = collective_named(name), self._forms
+        if collective.messages is None or (forms is not None and forms.has(collective)):
+            return 0
+        return collective.messages(len(self.mailboxes))
+
+    @property
+    def _forms(self) -> ClosedForms | Symmetric | None:
+        return None if self._charged else self._whole or self._symmetric
 
     def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
         """Runs something from a time at which all was quiet up to now; then it goes on here."""
@@ -222,6 +234,7 @@ class VirtualCommunicator(Receiving):
         self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
+    @override
     def _wait_begins(self, deadline_s: float | None) -> float:
         self._network.ends_wait(self.rank, deadline_s)
         return self._network.now()

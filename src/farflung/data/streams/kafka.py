@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args, overload
 
+from typing_extensions import override
+
 from farflung.data.streams.buffer import Buffering, buffered
 from farflung.data.streams.live import LiveStream, Reach, Records
 from farflung.data.streams.messages import Decoder
@@ -269,6 +271,7 @@ class _MadeS(Sequence[float]):
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
 
+    @override
     def __len__(self) -> int:
         return len(self._messages)
 
@@ -278,6 +281,7 @@ class _MadeS(Sequence[float]):
     @overload
     def __getitem__(self, at: slice) -> _MadeS: ...
 
+    @override
     def __getitem__(self, at: int | slice) -> float | _MadeS:
         if isinstance(at, slice):
             return _MadeS(self._messages[at])

@@ -414,7 +414,7 @@ class LiveStream:
             self._buffer.put(ids[new:])
             self._missing -= len(listed) - new
             if self._buffer.measures:
-                self._made_s[partition].extend(made_s[new:][-MEASURED:])
+                self._made_s[partition].extend(made_s[-MEASURED:])
         self._check_found(partition, following)
 
     def _skip_one(self, partition: int, position: int, error: Exception) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm import ExchangeChannel
 from farflung.gradient_coding import gradient_code
@@ -30,16 +31,19 @@ class Decoding(Merger):
         self._by_decoder: ByDecoder | None = None
 
     @property
+    @override
     def channels(self) -> Sequence[ExchangeChannel]:
         """The decoder's."""
         return [] if self._by_decoder is None else self._by_decoder.channels
 
     @staticmethod
+    @override
     def needs_the_loop(merge: Decode) -> str:
         """A code says which samples each replica computes."""
         del merge
         return "a replica computes shares of others too, which a code weighs"
 
+    @override
     def carrier(
         self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier:
@@ -51,32 +55,38 @@ class Decoding(Merger):
         self._by_decoder = ByDecoder(runtime, code, flats, rider, steps)
         return self._by_decoder
 
+    @override
     def opens(self, step: int) -> None:
         """Opens the decoder."""
         assert self._by_decoder is not None
         self._by_decoder.open(step)
 
+    @override
     def ahead(self, step: int) -> bool:
         """Where the others were enough."""
         assert self._by_decoder is not None
         return self._by_decoder.ahead(step)
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The bucket itself."""
         del transfer, step
         return self._buckets.flat(index), {}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The mean becomes the gradient."""
         del flight
         if mean is not None:
             self._buckets.load(index, mean)
 
+    @override
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """On what was decoded."""
         del finite
         return merged
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Never."""
         del pending

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Carrier, Flight
@@ -30,16 +31,19 @@ class Fetching(Merger):
         self._by_server: ByServer | None = None
 
     @property
+    @override
     def nbytes(self) -> int:
         """Of what was fetched."""
         return sum(tensor.nbytes for tensor in self._fetched)
 
     @staticmethod
+    @override
     def needs_the_loop(merge: Fetch) -> str:
         """A server ends when all have done the run's steps."""
         del merge
         return "its server has to know how many steps there are"
 
+    @override
     def carrier(
         self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier:
@@ -49,16 +53,19 @@ class Fetching(Merger):
         self._by_server = ByServer(runtime, self._bound, rider, steps, meets)
         return self._by_server
 
+    @override
     def opens(self, step: int) -> None:
         """Opens the server."""
         assert self._by_server is not None
         self._by_server.open(step, lambda: dict(enumerate(self._fetched)))
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The update since the last answer."""
         del transfer, step
         return self._buckets.weights(index).sub_(self._fetched[index]), {}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """What was fetched."""
         del flight
@@ -66,18 +73,22 @@ class Fetching(Merger):
         self._fetched[index] = mean
         self._buckets.load_weights(index, mean)
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Unless all had come to the same step when they were answered."""
         return pending or not (self._by_server is not None and self._by_server.together)
 
+    @override
     def stands_for_all(self) -> list[Tensor]:
         """What was fetched; that of rank 0 is meant."""
         return self._fetched
 
+    @override
     def restart(self) -> None:
         """The parameters are what was fetched."""
         self._fetched = self._weights()
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues from parameters that all have alike."""
         del shared, own, flights

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight
@@ -41,20 +42,24 @@ class OuterSteps(Merger):
         """Whether a bucket's last merge has left a share of the own parameters."""
 
     @property
+    @override
     def nbytes(self) -> int:
         """Of anchors and momentum."""
         return sum(tensor.nbytes for tensor in (*self._anchors, *self._speeds.values()))
 
+    @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """One whose state is averaged has to be known."""
         if self._state == "averaged":
             check_averaged(optimizer)
         self._optimizer = optimizer
 
+    @override
     def updated(self, *, done: bool) -> None:
         """Notes a step in every bucket."""
         self._fresh = [fresh or done for fresh in self._fresh]
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """How far this replica has come from the anchor."""
         del transfer, step
@@ -62,6 +67,7 @@ class OuterSteps(Merger):
         self._fresh[index] = False
         return own.clone(), {"own": own}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The outer step, and the parameters that follow from it."""
         merge = flight.transfer.merge
@@ -78,6 +84,7 @@ class OuterSteps(Merger):
             assert self._optimizer is not None
             forget(self._optimizer, self._buckets.parameters(index))
 
+    @override
     def averages(self, index: int) -> list[Tensor]:
         """The optimizer's moments, where they are averaged."""
         if self._state != "averaged":
@@ -85,20 +92,24 @@ class OuterSteps(Merger):
         assert self._optimizer is not None
         return moments(self._optimizer, self._buckets.parameters(index))
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Where a share of the own parameters stays too."""
         return pending or any(self._mixed)
 
+    @override
     def common(self) -> list[Tensor]:
         """The anchor."""
         return self._anchors
 
+    @override
     def restart(self) -> None:
         """The parameters are the anchor; the outer momentum goes on."""
         self._anchors = self._weights()
         self._fresh = [False] * len(self._anchors)
         self._mixed = [False] * len(self._anchors)
 
+    @override
     def state_dict(self) -> tuple[State, State]:
         """Anchor and momentum, which all share, and whether there are own steps in no exchange yet."""
         shared: State = {
@@ -108,11 +119,13 @@ class OuterSteps(Merger):
         }
         return shared, {"fresh": list(self._fresh)}
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold what was given."""
         del flights
-        self._anchors = [shared["anchors"][str(index)].clone() for index in range(len(self._anchors))]
-        self._speeds = {int(index): speed.clone() for index, speed in shared["speeds"].items()}
+        copied = self._buckets.copied
+        self._anchors = [copied(index, shared["anchors"][str(index)]) for index in range(len(self._anchors))]
+        self._speeds = {int(index): copied(int(index), speed) for index, speed in shared["speeds"].items()}
         self._fresh, self._mixed = list(own["fresh"]), list(shared["mixed"])
 
     def _step(self, index: int, mean: Tensor, merge: Outer) -> None:

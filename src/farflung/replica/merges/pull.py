@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.replica.buckets import GradientBuckets
@@ -59,10 +60,12 @@ class Pulling(Merger):
         """Whether a bucket's last pull has left a part of the way."""
 
     @property
+    @override
     def nbytes(self) -> int:
         """Of the anchor and of the parameters without recent updates."""
         return sum(tensor.nbytes for tensor in (*self._anchors, *self._given))
 
+    @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Its momentum has to fade."""
         momentum = momentum_of(optimizer)
@@ -72,10 +75,12 @@ class Pulling(Merger):
             )
         self._optimizer = optimizer
 
+    @override
     def updated(self, *, done: bool) -> None:
         """Notes a step in every bucket."""
         self._fresh = [fresh or done for fresh in self._fresh]
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The updates since the last block, which become the block of ``step``."""
         del transfer
@@ -86,6 +91,7 @@ class Pulling(Merger):
         self._left[index][step] = 1.0
         return block.clone(), {"own": block}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The mean moves the anchor, and all is pulled; without one, what is left of the own block goes before."""
         recent = self._recent(index)
@@ -96,24 +102,29 @@ class Pulling(Merger):
             self._anchors[index].add_(mean)
         self._pull(index, self._share(flight), recent)
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Until a pull has gone all the way."""
         return pending or any(self._leans)
 
+    @override
     def common(self) -> list[Tensor]:
         """The anchor."""
         return self._anchors
 
+    @override
     def stands_for_all(self) -> list[Tensor]:
         """The anchor."""
         return self._anchors
 
+    @override
     def landed(self) -> None:
         """What leans goes all the way to the anchor."""
         for index, leans in enumerate(self._leans):
             if leans:
                 self._pull(index, 1.0, self._recent(index))
 
+    @override
     def restart(self) -> None:
         """The parameters are the anchor."""
         self._anchors, self._given = self._weights(), self._weights()
@@ -121,18 +132,20 @@ class Pulling(Merger):
         self._left = [{} for _ in self._anchors]
         self._leans = [False] * len(self._anchors)
 
+    @override
     def state_dict(self) -> tuple[State, State]:
         """The anchor, which all share; what was pulled here, and what is left in it of blocks under way."""
         shared = {"anchors": _by_bucket(self._anchors), "leans": list(self._leans)}
         left = [{str(step): share for step, share in blocks.items()} for blocks in self._left]
         return shared, {"given": _by_bucket(self._given), "fresh": list(self._fresh), "left": left}
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold the blocks."""
         del flights
-        numbers = range(len(self._anchors))
-        self._anchors = [shared["anchors"][str(index)].clone() for index in numbers]
-        self._given = [own["given"][str(index)].clone() for index in numbers]
+        numbers, copied = range(len(self._anchors)), self._buckets.copied
+        self._anchors = [copied(index, shared["anchors"][str(index)]) for index in numbers]
+        self._given = [copied(index, own["given"][str(index)]) for index in numbers]
         self._fresh, self._leans = list(own["fresh"]), list(shared["leans"])
         self._left = [{int(step): share for step, share in blocks.items()} for blocks in own["left"]]
 

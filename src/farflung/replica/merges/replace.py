@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight
@@ -31,15 +32,18 @@ class Replacing(Merger):
         self._predict = merge.predict
 
     @staticmethod
+    @override
     def needs_the_loop(merge: Replace) -> str:
         """Where weights are predicted."""
         return "predicted weights need hold of the forward pass" if merge.predict else ""
 
+    @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """A prediction has to know the optimizer."""
         if self._predict:
             check_predictable(optimizer)
 
+    @override
     def taking(
         self, optimizer: torch.optim.Optimizer, flights: Sequence[Flight]
     ) -> AbstractContextManager[None]:
@@ -52,6 +56,7 @@ class Replacing(Merger):
                 missing.setdefault(flight.step, {})[index] = kept["own"]
         return predicted(optimizer, self._buckets, list(missing.values()))
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The bucket itself, or a copy where it is needed again."""
         assert isinstance(transfer.merge, Replace)
@@ -63,6 +68,7 @@ class Replacing(Merger):
             kept["at"] = self._buckets.weights(index)
         return kept["own"].clone(), kept
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The mean becomes the gradient, corrected where the parameters have moved; none where nobody had one."""
         assert isinstance(flight.transfer.merge, Replace)
@@ -73,11 +79,13 @@ class Replacing(Merger):
             mean = mean + flight.transfer.merge.correction * mean * mean * moved
         self._buckets.load(index, mean, flight.unused.get(index, ()), flight.never.get(index, ()))
 
+    @override
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """On what was merged."""
         del finite
         return merged
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Never."""
         del pending

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight
@@ -35,14 +36,17 @@ class Swapping(Merger):
         """Own steps since a bucket's last block."""
 
     @property
+    @override
     def nbytes(self) -> int:
         """Of the anchor."""
         return sum(anchor.nbytes for anchor in self._anchors)
 
+    @override
     def updated(self, *, done: bool) -> None:
         """Counts a step in every bucket."""
         self._fresh = [fresh + done for fresh in self._fresh]
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The updates since the last block, which become the block of ``step``."""
         del transfer
@@ -51,6 +55,7 @@ class Swapping(Merger):
         self._fresh[index] = 0
         return block.clone(), {"own": block}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The block gives way to the mean."""
         recent = self._recent(index) if self._fresh[index] else None
@@ -60,22 +65,28 @@ class Swapping(Merger):
         weights = self._base(index)
         self._buckets.load_weights(index, weights if recent is None else weights.add_(recent))
 
+    @override
     def common(self) -> list[Tensor]:
         """The anchor."""
         return self._anchors
 
+    @override
     def restart(self) -> None:
         """The parameters are the anchor."""
         self._anchors = [self._buckets.weights(index) for index in range(len(self._anchors))]
         self._fresh = [0] * len(self._fresh)
 
+    @override
     def state_dict(self) -> tuple[State, State]:
         """The anchor, which all share, and how many own steps are in no block yet."""
         return {"anchors": {str(i): t for i, t in enumerate(self._anchors)}}, {"fresh": list(self._fresh)}
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues; the exchanges under way hold the blocks."""
-        self._anchors = [shared["anchors"][str(i)].clone() for i in range(len(self._anchors))]
+        self._anchors = [
+            self._buckets.copied(i, shared["anchors"][str(i)]) for i in range(len(self._anchors))
+        ]
         self._fresh = list(own["fresh"])
         self._blocks = [{} for _ in self._anchors]
         for flight in flights:

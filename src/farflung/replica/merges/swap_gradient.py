@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight
@@ -29,16 +30,19 @@ class SwappingGradients(Merger):
         """Own gradients since a bucket's last exchange."""
 
     @property
+    @override
     def nbytes(self) -> int:
         """Of the blocks that fill."""
         return sum(total.nbytes for total in self._sums.values())
 
     @staticmethod
+    @override
     def needs_the_loop(merge: Merge) -> str:
         """A loop's own gradients would be taken for those that were swapped."""
         del merge
         return "swapped gradients cannot be told from gradients that a loop adds up"
 
+    @override
     def filled(self, index: int) -> None:
         """Adds to the block."""
         own = self._buckets.flat(index)
@@ -47,37 +51,46 @@ class SwappingGradients(Merger):
         )  # what is swapped goes to parameters without a gradient of their own too
         self._sums[index] = self._sums[index].add_(own) if index in self._sums else own.clone()
 
+    @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The block."""
         del transfer, step
         own = self._sums.pop(index)
         return own.clone(), {"own": own}
 
+    @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
         """The difference is added to the gradient of this step."""
         gradient = self._buckets.flat(index).sub_(flight.kept[index]["own"])
         if mean is not None:
             gradient.add_(mean)
 
+    @override
     def steps(self, *, merged: bool, finite: bool) -> bool:
         """Always: a gradient that is not finite has become zero, and what was swapped counts nevertheless."""
         del merged, finite
         return True
 
+    @override
     def apart(self, *, pending: bool) -> bool:
         """Whatever is pending."""
         del pending
         return True
 
+    @override
     def restart(self) -> None:
         """Forgets the blocks that fill."""
         self._sums = {}
 
+    @override
     def state_dict(self) -> tuple[State, State]:
         """The blocks that fill."""
         return {}, {"sums": {str(index): total for index, total in self._sums.items()}}
 
+    @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
         """Continues."""
         del shared, flights
-        self._sums = {int(index): total.clone() for index, total in own["sums"].items()}
+        self._sums = {
+            int(index): self._buckets.copied(int(index), total) for index, total in own["sums"].items()
+        }

@@ -1,4 +1,4 @@
-"""farflung in somebody's own training loop: three lines, and the loop stays as it is."""
+"""farflung in a training loop of its user's: three lines, and the loop stays as it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
@@ -25,6 +28,7 @@ from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import averaged, broadcast, sum_everywhere
 from farflung.replica.fitness import (
+    accumulates,
     check_optimizer,
     check_sole,
     check_whole,
@@ -35,14 +39,26 @@ from farflung.replica.fitness import (
 )
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
+from farflung.schedules import (
+    SCHEDULES,
+    SSP,
+    AdaComm,
+    Delayed,
+    DelayedGradient,
+    LocalSGD,
+    Pipelined,
+    Synchronous,
+)
+from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
-from farflung.types import State
+from farflung.types import Schedule, State
 
 __all__ = ["Handle", "attach", "carries"]
 
 T = TypeVar("T")
 
 _JOIN_S = 60.0
+_UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
 _attached: list[Handle] = []
@@ -57,6 +73,29 @@ def carries(chosen: Recipe) -> str:
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.members['sampler']}"
     return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
+
+
+def _nearest(parts: Parts) -> str:
+    """Tells what to change in a recipe that a loop of its own cannot follow, for the nearest one that it can."""
+    changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
+    if parts.scaling != NoScaling():
+        changes["scaling"] = "none"
+    if needs_the_loop(parts.schedule):
+        changes["schedule"] = text_of(_nearest_schedule(parts.schedule), SCHEDULES)
+    return ", ".join(f"{family}={text!r}" for family, text in changes.items())
+
+
+def _nearest_schedule(schedule: Schedule) -> Schedule:
+    match schedule:
+        case AdaComm():
+            return LocalSGD(schedule.sync_every, schedule.optimizer_state)
+        case DelayedGradient():
+            return Delayed(schedule.delay, schedule.period, pull="swap")
+        case Pipelined():
+            return replace(schedule, predict=False)
+        case SSP():
+            return Delayed("auto" if schedule.bound is None else schedule.bound)
+    return Synchronous()
 
 
 def _left_to_the_loop(parts: Parts) -> str:
@@ -100,7 +139,8 @@ def attach(
 
     Args:
       model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
-      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do.
+      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do. Inside of
+        Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
@@ -109,36 +149,39 @@ def attach(
       interface: the address or network interface to listen on; that of the route to the master when not given.
       port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
       advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
-        ``"none"`` where nobody can connect to it.
+        ``"none"`` where no peer can connect to it.
       encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
-        waits for the device. ``None``: nobody looks, as under DistributedDataParallel; for loops with a ``GradScaler``.
+        waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
+        ``GradScaler``.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
 
     Raises:
       UnknownName: no such recipe or network.
       Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
-        FSDP, sparse gradients, complex parameters; an optimizer that needs a closure, with late results.
+        FSDP, sparse gradients, complex or lazy parameters; an optimizer that needs a closure, with late results.
       ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
         not say where the replicas meet.
       RunLost: a replica did not come.
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
-    if reason := needs_the_loop(parts.schedule):
-        raise Unsupported(f"attach cannot follow schedule {chosen.schedule}: {reason}; use farflung train")
-    if reason := _left_to_the_loop(parts):
-        raise Unsupported(f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train")
+    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+        raise Unsupported(
+            f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train, or this "
+            f"recipe.but({_nearest(parts)}), which comes nearest"
+        )
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
     check_sole(model)
     check_whole(model)
+    accumulating = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
@@ -171,6 +214,7 @@ def attach(
         encrypt=encrypt,
     )
     try:
+        runtime.view.left += _UNEVEN
         runtime.expect(itertools.chain(model.parameters(), model.buffers()))
         exchanges = Exchanges(
             runtime,
@@ -189,7 +233,7 @@ def attach(
         exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
         handle.start()
     except BaseException as error:
         runtime.close(error)
@@ -209,6 +253,7 @@ class Handle:
         exchanges: Exchanges,
         collective: str,
         show: Sink | None = None,
+        accumulating: Callable[[], bool] = lambda: False,
     ) -> None:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
@@ -218,7 +263,7 @@ class Handle:
         """Backward passes exchanged so far."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
-        self._syncing = True
+        self._syncing, self._accumulating = True, accumulating
         self._weight = 1.0
         self._finished = False
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
@@ -332,6 +377,9 @@ class Handle:
     def averaged(self) -> Iterator[nn.Module]:
         """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
         where replicas differ; with a pull they are the anchor instead.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())
@@ -346,6 +394,9 @@ class Handle:
 
         Each replica keeps its own, and that of its optimizer. What else is a replica's own, its running statistics and,
         where replicas differ, its parameters, is in here too.
+
+        Raises:
+          RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
         exchanges = self._runtime.drive(self._exchanges.state_dict())
@@ -417,9 +468,9 @@ class Handle:
     # --- inside autograd --------------------------------------------------------------------------------------
 
     def _gradient_arrives(self) -> None:
-        if not self._syncing:
+        if not self._syncing or self._accumulating():
             return
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task in self._tasks:
             return
         if any(end is not None and end() is None for end in self._tasks.values()):
@@ -431,7 +482,7 @@ class Handle:
             self._pass_begins()
         end = _End(self._task_ends, task)
         self._tasks[task] = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        after_backward(end)
 
     def _pass_begins(self) -> None:
         self._check_all_known()
@@ -446,7 +497,7 @@ class Handle:
     def _task_ends(self, task: int) -> None:
         """The pass ends with the outermost run of autograd; those inside are of reentrant checkpoints."""
         self._tasks[task] = None
-        outer = torch._C._current_autograd_node()
+        outer = current_node()
         if outer is None:
             self._tasks.clear()
             self._backward_ends()
@@ -454,7 +505,8 @@ class Handle:
 
         def outer_goes_on(*_: object) -> None:
             hook.remove()
-            self._gradient_arrives()
+            with self._buckets.lock:
+                self._gradient_arrives()
 
         hook = outer.register_hook(outer_goes_on)
 
@@ -470,7 +522,8 @@ class Handle:
     # --- around the optimizer ---------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
-        self._check_all_known()
+        if not self._exchanged:  # else the backward pass has checked
+            self._check_all_known()
         if self.size > 1 and not self._exchanged and not self._said_apart and self._has_gradients():
             self._said_apart = True
             warnings.warn(
@@ -509,7 +562,7 @@ class Handle:
             self._tell()
 
     def _tell(self) -> None:
-        """An event of the step that is through, which reaches from the one before to here, to whoever wants it."""
+        """Emits an event of the step that has ended, from the end of the one before to its own."""
         if self._telemetry is None:
             return
         begin, waited = self._told_s, self._told_waited_s
@@ -584,7 +637,7 @@ class Handle:
 
 
 class _End:
-    """Told by autograd that a run is through. Nobody else keeps it, so it is gone with a run that broke off."""
+    """Told by autograd that a run is through. Autograd alone keeps it, so it is gone with a run that broke off."""
 
     def __init__(self, ended: Callable[[int], None], task: int) -> None:
         self._ended, self._task = ended, task
