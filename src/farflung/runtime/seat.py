@@ -36,6 +36,8 @@ _MPI = {
     ),
 }
 """By who started it: how it is told where to meet, and what it says of rank, size, and both on this machine."""
+_served: dict[int, dist.Store] = {}
+"""Stores that this process serves, by port."""
 _SLURM_PORTS = 15_000, 10_000
 """From which port on the jobs of Slurm meet, and on how many."""
 
@@ -125,7 +127,7 @@ class Seat:
         patience = timedelta(seconds=join_s)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if self.rank == 0 and not agent:
-            return self._served(address, int(port), patience)
+            return self._kept(address, int(port), patience)
 
         def connect() -> dist.Store:
             if agent:
@@ -136,15 +138,20 @@ class Seat:
 
         return reached(address, int(port), connect, f"its store at {address}:{port}", join_s)
 
-    def _served(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        """The store of rank 0: on loopback at that address alone; else, and where this process has one already, as
-        torch makes it.
+    def _kept(self, address: str, port: int, patience: timedelta) -> dist.Store:
+        """The store of rank 0: on loopback at that address alone, else as torch makes it.
+
+        The process keeps it for its later runs, since another rank may begin the next run while this one ends.
         """
+        if port not in _served:
+            _served[port] = self._serving(address, port, patience)
+        _served[port].set_timeout(patience)
+        return _served[port]
+
+    def _serving(self, address: str, port: int, patience: timedelta) -> dist.Store:
         if address in (LOOPBACK, "localhost"):
             with suppress(OSError):
-                store = serving(LOOPBACK, port)
-                store.set_timeout(patience)
-                return store
+                return serving(LOOPBACK, port)
         try:
             return dist.TCPStore(
                 LOOPBACK, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
