@@ -15,8 +15,7 @@ from benchmarks.presets.language import Language, settings, world_on
 from benchmarks.presets.methods import RATES, parts_of
 from farflung.recipes import recipe
 from farflung.replica import Replica
-from farflung.runs.simulation import one_thread
-from farflung.runs.uncharged import coding_told
+from farflung.runs.simulation import coding_told, one_thread
 from farflung.schedules import Delayed, Pipelined, PostLocalSGD
 from farflung.telemetry import Event
 from farflung.types import Schedule

@@ -22,7 +22,7 @@ import torch
 from farflung.comm import View
 from farflung.runs import Run, joining, launching, prepare_training, train, training
 from farflung.runs.events import Buffered
-from farflung.runs.parent import Parent
+from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
 
 DEADLINE_S = 250

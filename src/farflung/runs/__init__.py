@@ -9,15 +9,14 @@ if TYPE_CHECKING:
     from farflung.runs.config import COMPARED, DEVICE, NETWORK, RunConfig, SimulatedConfig
     from farflung.runs.events import EVENTS, listener
     from farflung.runs.folder import RunFolder
-    from farflung.runs.parent import forked_ahead
+    from farflung.runs.launching import forked_ahead
     from farflung.runs.preparing import Filed, Prepared, prepared, run_folder
     from farflung.runs.replicas import make_replica, settled_collective
     from farflung.runs.result import Run
-    from farflung.runs.settings import Setting, settings_of
+    from farflung.runs.settings import Setting, settings_of, variant
     from farflung.runs.simulation import retime, retime_prepared, simulate, simulate_prepared
     from farflung.runs.stopping import asked_to_stop
     from farflung.runs.training import prepare_training, ready_to_train, train
-    from farflung.runs.variants import variant
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -19,8 +19,7 @@ from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import FAMILIES, Recipe, recipe
-from farflung.runs.settings import Setting, settings_of
-from farflung.runs.variants import variant
+from farflung.runs.settings import Setting, settings_of, variant
 from farflung.spec import build, is_carried, text_of
 from farflung.types import ChecksSize, Json, SampleIds, Workload
 from farflung.types.data import Partition

@@ -1,60 +1,144 @@
-"""Starts workers on this machine, shows their progress, and says who was lost if one is."""
+"""Starts the workers of a run on this machine, and follows their events to the end.
+
+Workers are forks of a process that has imported torch (:mod:`farflung.runs.workers`). The ``farflung`` command forks
+that process off itself before it computes anything, so that nothing is imported twice. A program that calls
+:func:`farflung.train` may have computed and may have threads, and neither survives a fork; there it is a Python of its
+own. It is not the fork server of :mod:`multiprocessing`, which imports the main module in each worker: a script
+without an ``if __name__`` guard, or one read from stdin, would fail.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from farflung.comm import NetworkModel
 from farflung.errors import BadInput, RunLost
 from farflung.files import write_json, writing
-from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, listener
 from farflung.runs.folder import RunFolder
-from farflung.runs.job import Job
-from farflung.runs.parent import Parent, parent_of
 from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.runs.stopping import on_stop
+from farflung.runs.workers import Job, serve
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
-__all__ = ["launch"]
+__all__ = ["forked_ahead", "launch"]
 
 GRACE_S = 0.1
-"""How long the workers may take to end by themselves once one has reported an error."""
+"""Time for workers to end by themselves once one has reported an error."""
 STOP_S = 30.0
-"""How long a stop that was asked for may take."""
+"""Time for a requested stop."""
+END_S = 5.0
+"""Time for the parent of the workers to end them, before it is killed with them."""
 
 
-def launch(
-    run: Prepared[RunConfig],
-    show: Sink,
-    *,
-    device: str = "cpu",
-    pace: str = "",
-    network: str = "",
-) -> Run:
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The process whose forks are the workers, in a session of its own.
+
+    Args:
+      pid: its process id, and that of its group.
+      pipe: write end of the pipe from which it reads its job; closing it ends the workers and the process.
+      poll: returns its exit code; ``None`` while it runs.
+      wait: waits for its end, for at most so many seconds.
+    """
+
+    pid: int
+    pipe: int
+    poll: Callable[[], int | None]
+    wait: Callable[[float], object]
+
+    def end(self) -> None:
+        """Ends the process and its workers, and waits until all have ended."""
+        os.close(self.pipe)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(END_S)
+        if self.poll() is None:  # it hangs, and so do perhaps its workers
+            for end in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):  # not yet in a session of its own
+                    end(self.pid, signal.SIGKILL)
+            self.wait(END_S)
+
+
+_ahead: list[Parent] = []
+"""The parent that was forked ahead and has no job yet."""
+
+
+@contextmanager
+def forked_ahead() -> Iterator[None]:
+    """Forks the parent of the workers of one run here; the caller has computed nothing and has no threads yet."""
+    theirs, ours = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_forked, args=(theirs, ours))
+    process.start()
+    os.close(theirs)
+    assert process.pid is not None
+    _ahead.append(Parent(process.pid, ours, lambda: process.exitcode, process.join))
+    try:
+        yield
+    finally:
+        if _ahead:
+            _ahead.pop().end()
+
+
+def _forked(theirs: int, ours: int) -> None:
+    os.setsid()
+    os.close(ours)
+    sys.exit(serve(theirs))
+
+
+def parent_of(log: Path, *, workers: int) -> Parent:
+    """Returns the parent that was forked ahead, or starts one.
+
+    Args:
+      log: file of its output until it has its job.
+      workers: number of its workers; several have one thread each.
+
+    Raises:
+      BadInput: ``log`` cannot be written.
+    """
+    if _ahead:
+        return _ahead.pop()
+    # Workers import what is named from where this process would.
+    path = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
+    threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
+    theirs, ours = os.pipe()
+    with os.fdopen(theirs), writing(log), log.open("ab") as output:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "farflung.runs.workers"],
+            stdin=theirs,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **threads, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    return Parent(started.pid, ours, started.poll, started.wait)
+
+
+def launch(run: Prepared[RunConfig], show: Sink, *, device: str = "cpu", pace: str = "") -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
     Args:
-      run: what and where; its folder has been made.
-      show: gets the events of all workers.
-      device: what the workers train on.
-      pace: a device whose pace they keep; empty: as fast as they can.
-      network: a profile whose pace their messages keep, by name or as a TOML file; empty: none.
+      run: configuration and folder, which exists.
+      show: takes the events of all workers.
+      device: torch's device to train on.
+      pace: device profile whose speed is kept; empty for full speed.
 
     Raises:
-      BadInput: a worker found something wrong with what the user gave.
+      BadInput: a worker found an error in what the user gave.
       RunLost: a worker was lost or failed; names it.
     """
     config, folder = run.config, run.files
@@ -63,38 +147,25 @@ def launch(
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
-        if network:
-            profile = network_profile(network).for_nodes(config.workers)
-            stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
         parent = parent_of(folder.log, workers=config.workers)
-        parent.begin(
-            Job(
-                str(folder.path), folder.resumed, config.workers, scratch,
-                device=device, pace=pace, network=network, paced=bool(network),
-            )
-        )  # fmt: skip
+        job = Job(str(folder.path), folder.resumed, config.workers, scratch, device, pace)
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
         summary = _Watch(parent, config.workers, events, shown, folder).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
+@dataclass
 class _Watch:
     """Follows the workers to their end."""
 
-    def __init__(
-        self,
-        parent: Parent,
-        workers: int,
-        events: socket.socket,
-        show: Sink,
-        folder: RunFolder,
-    ) -> None:
-        self._parent, self._workers, self._events, self._show, self._folder = (
-            parent,
-            workers,
-            events,
-            show,
-            folder,
-        )
+    parent: Parent
+    workers: int
+    events: socket.socket
+    show: Sink
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._summary: Event | None = None
@@ -104,21 +175,18 @@ class _Watch:
     def run(self) -> Mapping[str, Json]:
         with on_stop(self._interrupt):
             try:
-                while self._parent.poll() is None:
-                    self._listen()
+                while self.parent.poll() is None:
+                    with contextlib.suppress(TimeoutError):
+                        self._hear(self.events.recv(1 << 20))
                     if self._end_by is not None and time.monotonic() > self._end_by:
                         break
                 with contextlib.suppress(BlockingIOError):
-                    self._events.setblocking(False)
+                    self.events.setblocking(False)
                     while True:
-                        self._hear(self._events.recv(1 << 20))
+                        self._hear(self.events.recv(1 << 20))
             finally:
-                self._parent.end()
+                self.parent.end()
         return self._outcome()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._hear(self._events.recv(1 << 20))
 
     def _hear(self, datagram: bytes) -> None:
         event: Event = json.loads(datagram)
@@ -132,11 +200,11 @@ class _Watch:
             self._summary = event
         elif kind == "pace" and rank == 0 and self._summary is not None:
             self._summary = {**self._summary, "pace": {k: event[k] for k in ("device", "steps", "overran")}}
-        self._show(event)
+        self.show(event)
 
     def _interrupt(self) -> None:
         self._interrupts += 1
-        at_work = len(self._pids) == self._workers
+        at_work = len(self._pids) == self.workers
         self._end_by = time.monotonic() + (STOP_S if at_work and self._interrupts == 1 else 0.0)
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
@@ -150,14 +218,14 @@ class _Watch:
             raise kind(str(told["message"]))
         if self._summary is not None:
             told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
-            kept = self._folder.stored_summary() if self._folder.summary.exists() else {}
+            kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
             summary = {**kept, **told}
-            if refused := self._folder.refused():
+            if refused := self.folder.refused():
                 summary["refused"] = dict(refused)
-                write_json(self._folder.summary, summary)
+                write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
             raise KeyboardInterrupt
         raise RunLost(
-            f"the workers ended (exit code {self._parent.poll()}) and said nothing: see {self._folder.log}"
+            f"the workers ended (exit code {self.parent.poll()}) and said nothing: see {self.folder.log}"
         )

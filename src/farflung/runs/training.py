@@ -204,7 +204,7 @@ def ready_to_train(
                 "choose another one"
             )
     with run.begun():
-        yield partial(launch, run, device=device, pace=pace or "", network=network or "")
+        yield partial(launch, run, device=device, pace=pace or "")
 
 
 def _both(one: Sink, other: Sink) -> Sink:

@@ -1,21 +1,26 @@
-"""The workers of a run on this machine, and the process whose forks they are; see :mod:`farflung.runs.parent`.
+"""Workers of a run on this machine: forks of one process that has imported torch.
 
-That process gets its job as a line of JSON from a pipe that the starting process holds open. At its end nobody waits
-for the run any more, and all of them end at once, however the starting process did.
+That process reads its job, one line of JSON, from a pipe. When the other end of the pipe is closed, because the run was
+given up or the process that started it has died, it kills the workers and ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import threading
+import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn, cast
 
 import torch
 
@@ -27,34 +32,65 @@ from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, teller
-from farflung.runs.job import Job
+from farflung.runs.folder import RunFolder
 from farflung.runs.joining import Reach, join
 from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
-from farflung.telemetry import Event, Sink
+from farflung.telemetry import Event
 
-__all__ = ["serve"]
+__all__ = ["Job", "serve"]
 
-LATE_S = 5.0
-"""How long the others have to say whom they lost before this process does."""
+REPORT_S = 5.0
+"""Time for the surviving workers to report which rank they have lost, before this process does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run on workers of this machine.
+
+    Args:
+      folder: the run's, which exists.
+      resumed: whether the run continues from a checkpoint in it.
+      workers: number of them.
+      scratch: a folder for the socket of events and the file of the rendezvous; removed with the run.
+      device: torch's device to train on.
+      pace: device profile whose speed is kept; empty for full speed.
+    """
+
+    folder: str
+    resumed: bool
+    workers: int
+    scratch: str
+    device: str
+    pace: str
+
+    @property
+    def files(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(Path(self.folder), resumed=self.resumed)
+
+    @property
+    def events(self) -> str:
+        """Address of the socket that takes the events."""
+        return f"{self.scratch}/events"
 
 
 def serve(pipe: int) -> int:
-    """Waits for the job, starts the workers, and waits for them; in each of them, trains.
+    """Reads a job, forks its workers, and waits for them.
 
     Args:
-      pipe: where the job comes from.
+      pipe: descriptor from which the job comes.
 
     Returns:
-      The exit code, of this process or of a worker.
+      The exit code: 1 if a worker was killed by a signal.
     """
     torch.optim.SGD([torch.zeros(1)])  # imports what torch leaves for the first optimizer
-    told = b""
-    while not told.endswith(b"\n"):
+    line = b""
+    while not line.endswith(b"\n"):
         if not (more := os.read(pipe, 1 << 16)):
-            return 0  # there is nothing to be done
-        told += more
-    job = Job.from_json(json.loads(told))
+            return 0
+        line += more
+    job = Job(**json.loads(line))
     with job.files.log.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -63,81 +99,67 @@ def serve(pipe: int) -> int:
         torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    ranks: dict[int, int] = {}
-    for rank in range(job.workers):
-        pid = os.fork()
-        if pid == 0:
-            with Path(os.devnull).open("rb") as nothing:
-                os.dup2(nothing.fileno(), pipe)
-            return _train(job, rank)
-        ranks[pid] = rank
-    over = threading.Event()
-    threading.Thread(target=_end_with_the_command, args=(pipe, job, ranks, over), daemon=True).start()
-    code = _wait(job, ranks, over)
-    if over.is_set():
-        os.killpg(0, signal.SIGKILL)  # what workers may have started
-    return code
-
-
-def _end_with_the_command(pipe: int, job: Job, ranks: dict[int, int], over: threading.Event) -> None:
-    """Kills the workers; this process ends when they are gone, so who waits for it knows that they are."""
-    while os.read(pipe, 1):
-        pass
-    over.set()
-    shutil.rmtree(job.scratch, ignore_errors=True)
-    for pid in list(ranks):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _wait(job: Job, ranks: dict[int, int], over: threading.Event) -> int:
-    """Waits for all; tells of one that was killed, unless those that it leaves waiting do."""
-    tell, lost = teller(job.events), list[Event]()
-    while ranks:
-        pid, status = os.wait()
-        rank = ranks.pop(pid)
-        if os.WIFSIGNALED(status) and not over.is_set():
-            what = f"rank {rank} was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-            print(what, file=sys.stderr)
-            lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
-            late = threading.Timer(LATE_S, tell, [lost[0]])
-            late.daemon = True
-            late.start()
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_train, args=(job, rank)) for rank in range(job.workers)]
+    for worker in workers:
+        worker.start()
+    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    tell, lost, report_at = teller(job.events), list[Event](), 0.0
+    while running:
+        ended = wait([*running, pipe], max(0.0, report_at - time.monotonic()) if report_at else None)
+        if pipe in ended:
+            _kill(workers, job)
+        if not ended:
+            tell(lost[0])
+            report_at = 0.0
+        for sentinel in ended:
+            rank = running.pop(cast(int, sentinel))
+            workers[rank].join()
+            code = workers[rank].exitcode or 0
+            if code < 0:
+                what = f"rank {rank} was ended by {signal.Signals(-code).name}"
+                print(what, file=sys.stderr)
+                lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
+                report_at = report_at or time.monotonic() + REPORT_S
     for event in lost[:1]:
         tell(event)
     return 1 if lost else 0
 
 
-def _train(job: Job, rank: int) -> int:
-    """One replica: tells the starting process of every event, and of any error."""
+def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
+    """Kills the workers, the processes that they have started, and this one."""
+    shutil.rmtree(job.scratch, ignore_errors=True)
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("this process is in the group")
+
+
+def _train(job: Job, rank: int) -> None:
+    """Trains as one replica; reports its events, and any error, to the process that started the run."""
+    seat = Seat(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
+    code = 0
     with Buffered(teller(job.events)) as tell:
-        return _trained(job, rank, tell)
-
-
-def _trained(job: Job, rank: int, tell: Sink) -> int:
-    seat = Seat(rank, job.workers, rank, job.workers, job.meeting)
-    try:
-        config = RunConfig.resolve(job.files.stored_config())
-        run = Prepared(config, job.files)
-        join(
-            run, tell, seat, Reach(LOOPBACK),
-            device=job.device, pace=job.pace, network=job.network, model=job.model,
-        )  # fmt: skip
-    except FarflungError as error:
-        own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
-        tell(_error_event(rank, str(error), error.exit_code, own=own))
-        print(f"rank {rank}: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        what = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
-        tell(_error_event(rank, what, 1, own=True))
-        traceback.print_exc()
-        return 1
-    return 0
+        try:
+            run = Prepared(RunConfig.resolve(job.files.stored_config()), job.files)
+            join(run, tell, seat, Reach(LOOPBACK), device=job.device, pace=job.pace)
+        except FarflungError as error:
+            own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
+            code = error.exit_code
+            tell(_error_event(rank, str(error), code, own=own))
+            print(f"rank {rank}: {error}", file=sys.stderr)
+        except Exception as error:
+            code = 1
+            what = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
+            tell(_error_event(rank, what, code, own=True))
+            traceback.print_exc()
+    sys.exit(code)
 
 
 def _error_event(rank: int, message: str, exit_code: int, *, own: bool) -> Event:
-    """``own``: it happened to this replica, rather than to one that it waited for."""
+    """``own``: the error is this rank's, not the loss of another."""
     return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": own}
 
 
