@@ -24,8 +24,6 @@ class Job:
         find each other; gone with whoever started them.
       device: what to train on.
       pace: a device whose pace to keep; empty: as fast as they can.
-      network: what lies between them, by name or as a TOML file; empty: that is not known.
-      paced: whether the messages keep the pace of the model of that network, which is in ``scratch`` too.
     """
 
     folder: str
@@ -34,8 +32,6 @@ class Job:
     scratch: str
     device: str
     pace: str
-    network: str
-    paced: bool
 
     @property
     def files(self) -> RunFolder:
@@ -51,11 +47,6 @@ class Job:
     def meeting(self) -> Path:
         """The file through which they find each other."""
         return Path(self.scratch, "meeting")
-
-    @property
-    def model(self) -> str:
-        """The folder of the model of the network; empty where there is none."""
-        return self.scratch if self.paced else ""
 
     def to_json(self) -> dict[str, Json]:
         """For :meth:`from_json` in another process."""

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from farflung.comm import NetworkModel
 from farflung.errors import BadInput, RunLost
 from farflung.files import write_json, writing
-from farflung.network import network_profile
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, listener
 from farflung.runs.folder import RunFolder
@@ -42,7 +40,6 @@ def launch(
     *,
     device: str = "cpu",
     pace: str = "",
-    network: str = "",
 ) -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
@@ -51,7 +48,6 @@ def launch(
       show: gets the events of all workers.
       device: what the workers train on.
       pace: a device whose pace they keep; empty: as fast as they can.
-      network: a profile whose pace their messages keep, by name or as a TOML file; empty: none.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
@@ -63,14 +59,11 @@ def launch(
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
-        if network:
-            profile = network_profile(network).for_nodes(config.workers)
-            stack.enter_context(NetworkModel(profile, Path(scratch), config.seed))
         parent = parent_of(folder.log, workers=config.workers)
         parent.begin(
             Job(
                 str(folder.path), folder.resumed, config.workers, scratch,
-                device=device, pace=pace, network=network, paced=bool(network),
+                device=device, pace=pace,
             )
         )  # fmt: skip
         summary = _Watch(parent, config.workers, events, shown, folder).run()

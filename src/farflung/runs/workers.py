@@ -121,7 +121,7 @@ def _trained(job: Job, rank: int, tell: Sink) -> int:
         run = Prepared(config, job.files)
         join(
             run, tell, seat, Reach(LOOPBACK),
-            device=job.device, pace=job.pace, network=job.network, model=job.model,
+            device=job.device, pace=job.pace,
         )  # fmt: skip
     except FarflungError as error:
         own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
