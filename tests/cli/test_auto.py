@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from farflung.runs import joining
 from farflung.runtime import read_decisions
 from tests.forks import ran
 
@@ -21,9 +24,10 @@ def summary(folder: Path, command: str, *options: str) -> dict[str, object]:
     return found
 
 
-def test_simulated_and_paced_runs_send_alike(tmp_path: Path) -> None:
+def test_simulated_and_real_runs_send_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = summary(tmp_path, "simulate", "--network", NETWORK)
-    real = summary(tmp_path, "train", "--network", NETWORK)
+    monkeypatch.setenv(joining.NETWORK, NETWORK)
+    real = summary(tmp_path, "train")
     for fact in ("bytes_sent_per_replica", "collective", "final_loss"):
         assert real[fact] == simulated[fact], fact
     assert real["collective"] == "parameter_server"

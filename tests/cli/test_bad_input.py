@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ("args", "says"),
     [
         (["train", "--pace", "nowhere"], "unknown device 'nowhere'"),
-        (["train", "--network", "nowhere"], "unknown network profile 'nowhere'"),
+        (["train", "--network", "4g"], "farflung lab --network 4g train ..."),
         (
             ["train", "--data-stays", "--sharing", "injection"],
             "--sharing injection sends samples to other replicas: leave out --data-stays, or choose --sharing none",

@@ -218,7 +218,7 @@ def test_a_message_that_is_refused_loses_its_sender_at_once(
     sent, why = REFUSED[what]
     stayer, offender, other = members.comms
     waiting, anybody, departure = stayer.recv(1, tag(5)), stayer.recv_any(tag(6)), stayer.departure()
-    offender.view.transport.send(0, sent, 0)
+    offender.view.transport.send(0, sent)
     members.until(lambda: waiting.done)
     assert isinstance(waiting.error, PeerLost)
     nbytes = sum(map(len, sent))
@@ -227,7 +227,7 @@ def test_a_message_that_is_refused_loses_its_sender_at_once(
     assert str(offender.recv(0, tag(5)).error) == f"lost rank 0: it left, saying: {waiting.error}"
     if not whole:
         assert departure.result() == 1
-        offender.view.transport.send(0, sent, 0)
+        offender.view.transport.send(0, sent)
         members.exchange(7, 0, 2)
         assert not anybody.done
         return

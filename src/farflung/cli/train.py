@@ -10,6 +10,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from farflung.cli.options import RunOptions, finish, with_settings
+from farflung.errors import ConfigError
 from farflung.runs import RunConfig
 from farflung.types import Json
 
@@ -45,8 +46,8 @@ class Train(RunOptions):
     reaches that store can take part."""
 
     network: str | None = None
-    """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
-    one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
+    """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate
+    models them."""
     device: str = "cpu"
     """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
     share. Of the command line alone."""
@@ -59,6 +60,11 @@ class Train(RunOptions):
     @override
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
+        if self.network is not None:
+            raise ConfigError(
+                f"--network: train uses the links of this machine: use farflung lab --network {self.network} train ... "
+                f"(real sockets on shaped links, needs root) or farflung simulate --network {self.network}"
+            )
         from farflung.cli.progress import Progress
         from farflung.runs import prepare_training, ready_to_train
         from farflung.runtime import Seat
@@ -72,7 +78,6 @@ class Train(RunOptions):
             port=self.port,
             advertise=self.advertise,
             keys=self.keys,
-            network=self.network,
             device=self.device,
             pace=self.pace,
             data_stays=bool(self.data_stays),

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
     from farflung.comm.communicator import WallCommunicator
     from farflung.comm.mailbox import Mailbox, Waiting
-    from farflung.comm.paced import NetworkModel, PacedTransport
     from farflung.comm.peer import Peer
     from farflung.comm.transport import Listener, Transport
     from farflung.comm.view import View
@@ -31,8 +30,6 @@ __all__ = [
     "LinkModel",
     "Listener",
     "Mailbox",
-    "NetworkModel",
-    "PacedTransport",
     "Peer",
     "Purpose",
     "Transport",

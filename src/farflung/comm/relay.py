@@ -97,11 +97,10 @@ class Relay:
             piece=self._transport.piece,
             route=message.route,
         )
-        nbytes = message.payload.nbytes
         self.count += 1
         if message.kind is Kind.DATA:
-            self.passed(nbytes, destination)
-            self._transport.send(destination, frames, nbytes, priority=priority, view=message.view)
+            self.passed(message.payload.nbytes, destination)
+            self._transport.send(destination, frames, priority=priority, view=message.view)
             return
         with suppress(PeerLost):  # which is told when its connection closes
             self._transport.say(destination, frames, last=priority != FIRST)

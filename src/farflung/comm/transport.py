@@ -105,15 +105,12 @@ class Transport(Protocol):
         """Whether somebody was reached at a member's address who did not prove to be it."""
         ...
 
-    def send(
-        self, rank: int, frames: Sequence[Frame], nbytes: int, *, priority: int = 0, view: int = 0
-    ) -> Pending[None]:
+    def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         """Done when the message has left, or fails with :class:`farflung.errors.PeerLost`.
 
         Args:
           rank: of whom it is for.
           frames: of the message.
-          nbytes: of its payload.
           priority: the smallest leaves first; below 0 it waits behind no message of 0 or more, however much of that is
             under way.
           view: for :meth:`withdraw`.
@@ -121,7 +118,7 @@ class Transport(Protocol):
         ...
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        """Sends what waits for no pace, and for nothing that was sent before, or else for all of it.
+        """Sends a message at once, ahead of everything that was sent before, or else behind all of it.
 
         Raises:
           PeerLost: the connection is gone.

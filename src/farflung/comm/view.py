@@ -114,7 +114,7 @@ class View(Meeting):
         self._sent[dst] += 1
         frames = self._frames(Kind.DATA, tag, payload, dst, priority)
         hop = self._routes.next_hop(dst)
-        return self.transport.send(hop, frames, payload.nbytes, priority=priority, view=self.number)
+        return self.transport.send(hop, frames, priority=priority, view=self.number)
 
     def now(self) -> float:
         """The view's clock, in seconds."""

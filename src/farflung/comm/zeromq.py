@@ -210,11 +210,8 @@ class ZmqTransport:
         """See :class:`farflung.comm.transport.Transport`."""
         return self._sending.held_nbytes
 
-    def send(
-        self, rank: int, frames: Sequence[Frame], nbytes: int, *, priority: int = 0, view: int = 0
-    ) -> Pending[None]:
+    def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         """See :class:`farflung.comm.transport.Transport`."""
-        del nbytes
         try:
             return self._put(rank, frames, priority, view)
         except PeerLost as error:

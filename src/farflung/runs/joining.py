@@ -34,7 +34,7 @@ from farflung.timing import forward_flops
 __all__ = ["NETWORK", "Reach", "agreed_folder", "join", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
-"""Tells a replica under torchrun what lies between it and the others, where that is known: a name or a TOML file."""
+"""Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
 _FOLDER = "farflung/folder"
 _numbers = itertools.count()
@@ -93,8 +93,6 @@ def join(
     *,
     device: str = "cpu",
     pace: str = "",
-    network: str = "",
-    model: str = "",
 ) -> Run:
     """Trains as one replica.
 
@@ -105,8 +103,6 @@ def join(
       reach: how the others reach this machine.
       device: what to train on; see :func:`farflung.replica.place`.
       pace: a device whose pace to keep; empty: as fast as this machine is.
-      network: what lies between the replicas; empty: that is not known.
-      model: the folder of a model of a network whose pace to keep; empty: none.
     """
     config, files, rank, size = run.config, run.files, seat.rank, seat.size
     leader = seat.local_rank == 0
@@ -146,7 +142,6 @@ def join(
             decisions=decisions,
             device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
             seed=config.seed,
-            model=Path(model) if model else None,
         )
         met = True
         try:
@@ -164,7 +159,8 @@ def join(
             )
             if not replica.parts.sharing.data_leaves_device:
                 runtime.expect(chain(replica.model.parameters(), replica.model.buffers()))
-            profile = network_profile(network) if network else None
+            known = os.environ.get(NETWORK)
+            profile = network_profile(known) if known else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
             collective = settled_collective(settle, config.recipe, replica, start)

@@ -11,16 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from farflung.comm import collective_named
 from farflung.comm.keys import load_keys
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
-from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, Buffered, teller
-from farflung.runs.joining import NETWORK, Reach, agreed_folder, join, meeting
+from farflung.runs.joining import Reach, agreed_folder, join, meeting
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
@@ -45,7 +43,6 @@ def train(
     port: str | None = None,
     advertise: str | None = None,
     keys: Path | str | None = None,
-    network: str | None = None,
     device: str = "cpu",
     pace: str | None = None,
     data_stays: bool = False,
@@ -73,7 +70,6 @@ def train(
       advertise: under torchrun on several machines: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one,
         where that is another address than the one it listens at; ``"none"`` where nobody can connect to this one.
       keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
-      network: paces the messages of workers that are started here as this network would: a name or a TOML file.
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
@@ -95,7 +91,6 @@ def train(
         port=port,
         advertise=advertise,
         keys=keys,
-        network=network,
         device=device,
         pace=pace,
         data_stays=data_stays,
@@ -142,7 +137,6 @@ def ready_to_train(
     port: str | None,
     advertise: str | None,
     keys: Path | str | None,
-    network: str | None,
     device: str,
     pace: str | None,
     data_stays: bool,
@@ -167,23 +161,17 @@ def ready_to_train(
         )
     seat = Seat.taken()
     if seat is not None:
-        if network is not None:
-            raise ConfigError(
-                "--network paces workers that farflung train starts itself: "
-                f"leave {seat.started_by} out, or use farflung lab"
-            )
         if advertise is not None and ":" in advertise.rpartition("]")[2] and seat.local_size > 1:
             raise ConfigError(
                 f"--advertise {advertise}: {seat.local_size} replicas here cannot be reached at one port: give the "
                 "host alone, and a --port range that is forwarded as it is"
             )
         reach = Reach(interface, port, advertise, None if keys is None else load_keys(Path(keys)))
-        known = os.environ.get(NETWORK, "")
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             with Buffered(sink) as shown:
-                return join(run, shown, seat, reach, device=device, pace=pace or "", network=known)
+                return join(run, shown, seat, reach, device=device, pace=pace or "")
 
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined
@@ -196,13 +184,6 @@ def ready_to_train(
     place(device, local_size=config.workers)
     if pace is not None:
         device_profile(pace, forward_flops=forward_flops(config.task))
-    if network is not None:
-        network_profile(network).for_nodes(config.workers)
-        if collective_named(config.recipe.collective).by_backend:
-            raise ConfigError(
-                f"--network: the backend's own collectives (--collective {config.recipe.collective}) cannot be paced: "
-                "choose another one"
-            )
     with run.begun():
         yield partial(launch, run, device=device, pace=pace or "")
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +18,8 @@ from torch import Tensor
 from farflung import tasks
 from farflung.comm import (
     AUTO,
-    PacedTransport,
     Peer,
     Purpose,
-    Transport,
     View,
     WallCommunicator,
     ZmqTransport,
@@ -84,8 +81,6 @@ class WallRuntime:
         wherever it is); otherwise replicas make their own and publish them in the store.
       device: a slower device whose pace to keep; ``None``: as fast as this machine is.
       seed: of that device's stragglers.
-      model: the folder of a :class:`farflung.comm.NetworkModel` whose pace messages keep; ``None``: they go as they
-        can.
       whole: see :class:`farflung.comm.View`.
       members: the same; this one too. Others come later, see :meth:`admit`.
 
@@ -114,7 +109,6 @@ class WallRuntime:
         decisions: DecisionLog | None = None,
         device: DeviceProfile | None = None,
         seed: int = 0,
-        model: Path | None = None,
         whole: bool = True,
         members: Collection[int] | None = None,
     ) -> None:
@@ -144,7 +138,7 @@ class WallRuntime:
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
         self._closes = threading.Event()
-        transport: Transport = ZmqTransport(
+        transport = ZmqTransport(
             rank,
             size,
             interface=address,
@@ -153,8 +147,6 @@ class WallRuntime:
             keys=keys or (Keys.fresh() if encrypt or not local else None),
             later=not whole,
         )
-        if model is not None:
-            transport = PacedTransport(transport, model)
         self.view = View(transport, size, now=self.now, whole=whole, members=members, settings=settings)
         """The members, as this one sees them."""
         self.comm = WallCommunicator(
