@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +11,10 @@ import pytest
 
 from benchmarks.adacomm.links import COLLECTIVE, STEP_S, links, most_per_step
 from benchmarks.adacomm.pictures import draw
-from benchmarks.adacomm.race import ALLOWED, LONGER, Race, Raced, lowest, on_links, reached, smooth
-from benchmarks.adacomm.run import BENCHMARK, KINDS, adacomm, fixed, period, tau_0_of, times_faster
+from benchmarks.adacomm.race import ALLOWED, LONGER, Race, lowest, on_links, reached, smooth
+from benchmarks.adacomm.run import fixed, times_faster
 from benchmarks.adacomm.watched import Point, Watched
-from benchmarks.common import Simulated, main
+from benchmarks.common import Simulated
 
 TINY = Watched(workload="synthetic/quadratic", steps=24, every=4, batch_size=4)
 
@@ -155,23 +154,6 @@ def test_what_never_reaches_the_target_is_said_so() -> None:
     assert again.not_reached is None
 
 
-def test_a_period_is_steps_for_each_exchange() -> None:
-    assert period(Point(100, 120.0, 1.0, 20), 4.0) == 20.0
-
-
-def test_tau_0_is_that_of_the_schedule() -> None:
-    assert tau_0_of(Raced(replace(TINY, schedule=adacomm(100, 4.0)), [])) == 100
-
-
-def test_a_kind_differs_in_what_it_is_named_after() -> None:
-    assert KINDS["decaying rate"][0].milestones == [Watched().steps // 2, Watched().steps * 3 // 4]
-    assert {name for name, (usual, _) in KINDS.items() if usual.momentum} == {
-        "momentum kept",
-        "block momentum",
-    }
-    assert {name for name, (_, more) in KINDS.items() if "block_momentum" in more} == {"block momentum"}
-
-
 # --- the whole --------------------------------------------------------------------------------------------------
 
 
@@ -179,11 +161,3 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     draw(path, {name: curve(2.0, 1.0) for name in "abcde"}, 1.5)
     assert path.stat().st_size
-
-
-def test_a_quick_run_makes_rows_and_stores_none(capsys: pytest.CaptureFixture[str]) -> None:
-    before = list((BENCHMARK.folder / "results").glob("*"))
-    assert main(BENCHMARK, ["--quick", "--json", "--only", "best case"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["time to the same training loss against synchronous SGD, best case"]["ours"] is not None
-    assert list((BENCHMARK.folder / "results").glob("*")) == before

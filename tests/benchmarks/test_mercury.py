@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.common import main
-from benchmarks.common.results import load_expected
-from benchmarks.mercury import trained
 from benchmarks.mercury.applications import APPLICATIONS, MBPS, QUADRATIC
 from benchmarks.mercury.curves import Method, Target, at_the_end, on_links, smooth, times_faster
 from benchmarks.mercury.methods import (
@@ -30,10 +26,9 @@ from benchmarks.mercury.methods import (
     uniform,
 )
 from benchmarks.mercury.pictures import draw
-from benchmarks.mercury.plan import MOST_HOURS, made_up, minutes, plan, scored
-from benchmarks.mercury.rows import JOBS, MISSING, mercury_row, pictured, why_missing
-from benchmarks.mercury.run import BENCHMARK, NotTrained, stored
-from benchmarks.mercury.variance import main as what_scores_are_worth
+from benchmarks.mercury.plan import made_up, scored
+from benchmarks.mercury.rows import JOBS, mercury_row, pictured
+from benchmarks.mercury.run import NotTrained, stored
 from benchmarks.mercury.variance import worth
 from benchmarks.mercury.watched import Found, Point, Watched
 from farflung.data import TensorDataset
@@ -222,27 +217,6 @@ def test_more_replicas_train_on_as_many_samples() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def test_every_expected_row_is_measured_by_one_group() -> None:
-    measured = [row for group in BENCHMARK.groups for row in group.rows]
-    assert sorted(measured) == sorted(row.name for row in load_expected(BENCHMARK.folder))
-
-
-def test_jobs_make_all_that_their_rows_ask_for_and_no_row_needs_what_is_not_planned() -> None:
-    asked: list[Watched] = []
-
-    def ask(training: Watched) -> Found:
-        asked.append(training)
-        return made_up(training)
-
-    planned = [training for one in plan([], made_up) for training in one.trainings]
-    for job in JOBS.values():
-        for rows in job.rows:
-            assert set(rows.measure(ask)) == set(rows.names)
-    pictured(ask)
-    assert all(training in planned for training in asked)
-    assert all(planned.count(training) == 1 for training in planned)
-
-
 def test_rows_have_the_ratio_the_rates_and_the_gain_in_steps() -> None:
     (rows,) = [rows for rows in JOBS["speech"].rows if mercury_row("speech", 100) in rows.names]
     ((_, row),) = rows.measure(made_up).items()
@@ -256,24 +230,9 @@ def test_rows_have_the_ratio_the_rates_and_the_gain_in_steps() -> None:
     assert row.simulated
 
 
-def test_what_cannot_be_measured_says_what_is_missing() -> None:
-    assert why_missing("tictac cifar10 at 10 Mbit/s") == "missing: prioritized transfers"
-    assert "cifar100/resnet8" in why_missing(mercury_row("cifar100", 50))
-    assert not why_missing(mercury_row("cifar10", 50))
-    assert all(why_missing(row) for rows in MISSING for row in rows.names)
-
-
 def test_a_training_that_is_not_stored_is_said_and_not_made() -> None:
     with pytest.raises(NotTrained, match="not stored yet"):
         stored(replace(TINY, seed=12345))
-
-
-def test_a_quick_run_makes_rows_and_stores_none(capsys: pytest.CaptureFixture[str]) -> None:
-    before = list((BENCHMARK.folder / "results").glob("*"))
-    assert main(BENCHMARK, ["--quick", "--json", "--only", "mercury aid at 10 Mbit/s"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["verdict"] != "not run"
-    assert list((BENCHMARK.folder / "results").glob("*")) == before
 
 
 def test_nothing_has_less_variance_than_drawing_by_gradient_norms() -> None:
@@ -285,26 +244,7 @@ def test_nothing_has_less_variance_than_drawing_by_gradient_norms() -> None:
         assert max(one.by_loss, one.by_bound) < 1
 
 
-def test_what_scores_are_worth_is_asked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert what_scores_are_worth(["fashions"]) == 2
-    assert "fashions" in capsys.readouterr().err
-
-
 # --- the plan ---------------------------------------------------------------------------------------------------
-
-
-def test_all_trainings_take_no_longer_than_allowed() -> None:
-    found = plan([], made_up)
-    assert [one.name for one in found] == list(JOBS)
-    assert 0 < sum(one.minutes for one in found) / 60 <= MOST_HOURS
-    assert all(one.left == one.trainings for one in found)
-
-
-def test_what_is_stored_is_not_left() -> None:
-    everything = [training for one in plan([], made_up) for training in one.trainings]
-    assert not any(one.left for one in plan(everything, made_up))
-    first = plan(everything[:1], made_up)[0]
-    assert first.minutes_left == pytest.approx(first.minutes - minutes(everything[0]))
 
 
 def test_scoring_is_counted_by_the_size_of_groups() -> None:
@@ -314,19 +254,6 @@ def test_scoring_is_counted_by_the_size_of_groups() -> None:
     one = uniform("cifar10", parts={"sampler": "grouped_importance(groups=8)"})
     assert scored(one) == 50_000 / 4 / 8
     assert scored(replace(one, samples=8192)) == 256
-
-
-def test_jobs_are_made_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[Watched] = []
-
-    def ask(training: Watched) -> Found:
-        asked.append(training)
-        return made_up(training)
-
-    assert trained.main(["targets", "drift"], ask) == 0
-    assert {training.application for training in asked} == {"cifar10", "speech", "aid", "agnews"}
-    assert trained.main(["drifts"], ask) == 2
-    assert "drifts" in capsys.readouterr().err
 
 
 # --- the picture ------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.results import load_expected
 from benchmarks.presets.courses import (
     SEARCHED,
     Course,
@@ -23,9 +22,7 @@ from benchmarks.presets.courses import (
 from benchmarks.presets.language import Curve, Language
 from benchmarks.presets.methods import LEFT_OUT, METHODS, NETWORKS, RATES, REFERENCE, parts_of
 from benchmarks.presets.pictures import LOOKS, draw
-from benchmarks.presets.run import BENCHMARK, fewest_bytes, learned, simulated
 from benchmarks.presets.times import Pace, Paces, _phases, _simulated
-from benchmarks.presets.trained import main
 from farflung.recipes import RECIPES
 
 SMALL = Language("synchronous", 0.001, "four-regions", steps=200, workload="synthetic/quadratic")
@@ -46,24 +43,6 @@ def test_every_preset_is_compared_or_left_out_with_a_reason() -> None:
     assert METHODS.keys() | LEFT_OUT.keys() == RECIPES.keys()
     assert not METHODS.keys() & LEFT_OUT.keys()
     assert LOOKS.keys() == METHODS.keys()
-
-
-def test_every_expected_row_is_measured_by_one_group() -> None:
-    measured = [row for group in BENCHMARK.groups for row in group.rows]
-    assert sorted(measured) == sorted(row.name for row in load_expected(BENCHMARK.folder))
-
-
-@pytest.mark.parametrize("measure", [lambda: learned("diloco", True), lambda: learned("adacomm", True)])
-def test_a_quick_run_of_trainings_works(measure: Callable[[], dict[str, object]]) -> None:
-    assert len(measure()) >= 3
-
-
-def test_a_quick_run_of_times_and_of_all_presets_works() -> None:
-    (steps,) = simulated("streaming_diloco", True).values()
-    assert steps.simulated
-    assert steps.ours is not None
-    assert steps.ours > 1
-    assert len(fewest_bytes(True)) == 2
 
 
 # --- rates ------------------------------------------------------------------------------------------------------
@@ -173,11 +152,6 @@ def test_a_training_counts_bytes_of_all_replicas_and_evaluates_on_its_way() -> N
     sent = [sent for _, _, sent, _ in curve]
     assert sent[-1] == pytest.approx(sent[3] * 2)
     assert {seconds for *_, seconds in curve} == {0.0}
-
-
-def test_training_a_preset_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diloko"]) == 2
-    assert "diloko" in capsys.readouterr().err
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------
