@@ -15,8 +15,9 @@ import tyro
 from rich.console import Console
 
 from farflung.cli.settings import option_types, read_settings
+from farflung.comm import Endpoint
 from farflung.extras import need
-from farflung.runs import RunConfig, Setting
+from farflung.runs import RunConfig, Setting, settings_of
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:  # these import torch, which help does without
     from farflung.cli.progress import Progress
     from farflung.runs import Prepared, Run
 
-__all__ = ["RunOptions", "finish", "given", "with_options", "with_settings"]
+__all__ = ["ENDPOINT", "RunOptions", "endpoint_of", "finish", "given", "with_options", "with_settings"]
+
+ENDPOINT = settings_of(Endpoint)
+"""The options of how a process connects to its peers."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -140,6 +144,11 @@ def given(command: object, settings: Collection[str]) -> dict[str, Any]:
     """Those of some settings that are on a command line."""
     said = {name: getattr(command, name, None) for name in settings}
     return {name: value for name, value in said.items() if value is not None}
+
+
+def endpoint_of(command: object) -> Endpoint:
+    """How a process connects to its peers, by a command line."""
+    return Endpoint(**given(command, ENDPOINT))
 
 
 def finish(run: Run, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import RunOptions, finish, with_settings
+from farflung.cli.options import ENDPOINT, RunOptions, finish, with_settings
 from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
@@ -26,9 +26,7 @@ class Simulate(RunOptions):
     """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset(
-        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port", "threads"}
-    )
+    elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
 
     @override
     def start(self, filed: Mapping[str, Json]) -> int:

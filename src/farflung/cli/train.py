@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import RunOptions, finish, with_settings
+from farflung.cli.options import ENDPOINT, RunOptions, endpoint_of, finish, with_options, with_settings
 from farflung.errors import ConfigError
 from farflung.runs import RunConfig
 from farflung.types import Json
@@ -19,6 +18,7 @@ __all__ = ["Train"]
 
 @dataclass(frozen=True)
 @with_settings(RunConfig)
+@with_options(ENDPOINT)
 class Train(RunOptions):
     """Train a model on several workers of this machine.
 
@@ -28,22 +28,6 @@ class Train(RunOptions):
     """
 
     elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
-
-    interface: str | None = None
-    """Under torchrun on several machines: the address, or the name of the network interface, at which the others
-    reach this one; when not given, the one on the way to the master address."""
-    port: str | None = None
-    """Under torchrun: the port at which this replica listens, or a range such as 7000-7100 of which each replica here
-    takes one, for firewalls; when not given, any that is free."""
-    advertise: str | None = None
-    """Under torchrun on several machines: HOST or HOST:PORT by which the others reach this one, where that is another
-    address than the one it listens at: behind port forwarding, in a container. none where nobody can connect to this
-    one, as behind a home router: it connects to the others, and one that can be reached relays between two that
-    cannot."""
-    keys: Path | None = None
-    """Under torchrun on several machines: the folder made by farflung keys, with this machine's secret key and the
-    public keys of all; when not given, keys are made for the run and exchanged through torchrun's store, so whoever
-    reaches that store can take part."""
 
     network: str | None = None
     """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate
@@ -74,10 +58,7 @@ class Train(RunOptions):
         leads = seat is None or seat.rank == 0
         ready = ready_to_train(
             run,
-            interface=self.interface,
-            port=self.port,
-            advertise=self.advertise,
-            keys=self.keys,
+            endpoint=endpoint_of(self),
             device=self.device,
             pace=self.pace,
             data_stays=bool(self.data_stays),

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from farflung.comm import collective_named
-from farflung.comm.keys import Keys
+from farflung.comm import Endpoint, collective_named
 from farflung.devices import device_profile
 from farflung.files import write_json
 from farflung.network import network_profile
@@ -26,44 +25,18 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
-from farflung.runtime import Seat, WallRuntime
+from farflung.runtime import Pace, Seat, WallRuntime
 from farflung.runtime.stores import told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["NETWORK", "Reach", "agreed_folder", "join", "meeting"]
+__all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
 _FOLDER = "farflung/folder"
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How this machine is reached by the others of a run.
-
-    Args:
-      interface: the address or network interface to listen on; ``None``: the one on the way to the master address.
-      port: to listen at, or a range of them; ``None``: any that is free.
-      advertise: the host, or host and port, that the others are told; ``"none"``: nobody can connect; ``None``: what is
-        listened at.
-      keys: what to prove this machine with where the run's store is not trusted.
-    """
-
-    interface: str | None = None
-    port: str | None = None
-    advertise: str | None = None
-    keys: Keys | None = None
-
-    def address(self, seat: Seat) -> str:
-        """Where a replica listens.
-
-        Raises:
-          ConfigError: the master address is unknown, or there is no way to it.
-        """
-        return self.interface or seat.interface()
 
 
 def meeting(seat: Seat) -> dist.Store | None:
@@ -89,7 +62,7 @@ def join(
     run: Prepared[RunConfig],
     show: Sink,
     seat: Seat,
-    reach: Reach,
+    endpoint: Endpoint = Endpoint(),
     *,
     device: str = "cpu",
     pace: str = "",
@@ -100,7 +73,7 @@ def join(
       run: what and where; its folder has been made.
       show: gets this replica's events.
       seat: which one it is.
-      reach: how the others reach this machine.
+      endpoint: how this replica connects to the others.
       device: what to train on; see :func:`farflung.replica.place`.
       pace: a device whose pace to keep; empty: as fast as this machine is.
     """
@@ -119,6 +92,7 @@ def join(
 
     threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
+    slower = device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(ask))
@@ -130,18 +104,13 @@ def join(
             rank,
             size,
             run.store or meeting(seat),
+            endpoint=replace(endpoint.on(seat.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
-            interface=reach.address(seat),
-            port=reach.port,
-            advertise=reach.advertise,
-            encrypt=config.encrypt,
-            keys=reach.keys,
             decisions=decisions,
-            device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
-            seed=config.seed,
+            pace=Pace(slower, rank, config.seed) if slower else None,
         )
         met = True
         try:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from farflung.comm.keys import load_keys
+from farflung.comm import Endpoint
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, Settings
 from farflung.runs.events import EVENTS, Buffered, teller
-from farflung.runs.joining import Reach, agreed_folder, join, meeting
+from farflung.runs.joining import agreed_folder, join, meeting
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
@@ -39,10 +39,7 @@ def train(
     out: Path | str | None = None,
     resume: Path | str | None = None,
     replay: Path | str | None = None,
-    interface: str | None = None,
-    port: str | None = None,
-    advertise: str | None = None,
-    keys: Path | str | None = None,
+    endpoint: Endpoint = Endpoint(),
     device: str = "cpu",
     pace: str | None = None,
     data_stays: bool = False,
@@ -65,11 +62,7 @@ def train(
       out: the run's folder; a new one under ``runs/`` when not given.
       resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
       replay: a ``decisions.jsonl`` whose decisions are made again.
-      interface: under torchrun on several machines: where the others reach this one.
-      port: under torchrun: the port to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: under torchrun on several machines: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one,
-        where that is another address than the one it listens at; ``"none"`` where nobody can connect to this one.
-      keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
+      endpoint: under torchrun on several machines: how this replica connects to the others.
       device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
         which all of them share.
       pace: computes no faster than this device: a name or a TOML file.
@@ -87,10 +80,7 @@ def train(
     )
     with ready_to_train(
         run,
-        interface=interface,
-        port=port,
-        advertise=advertise,
-        keys=keys,
+        endpoint=endpoint,
         device=device,
         pace=pace,
         data_stays=data_stays,
@@ -133,10 +123,7 @@ def prepare_training(
 def ready_to_train(
     run: Prepared[RunConfig],
     *,
-    interface: str | None,
-    port: str | None,
-    advertise: str | None,
-    keys: Path | str | None,
+    endpoint: Endpoint,
     device: str,
     pace: str | None,
     data_stays: bool,
@@ -161,22 +148,23 @@ def ready_to_train(
         )
     seat = Seat.taken()
     if seat is not None:
+        endpoint.read_keys()
+        advertise = endpoint.advertise
         if advertise is not None and ":" in advertise.rpartition("]")[2] and seat.local_size > 1:
             raise ConfigError(
                 f"--advertise {advertise}: {seat.local_size} replicas here cannot be reached at one port: give the "
                 "host alone, and a --port range that is forwarded as it is"
             )
-        reach = Reach(interface, port, advertise, None if keys is None else load_keys(Path(keys)))
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             with Buffered(sink) as shown:
-                return join(run, shown, seat, reach, device=device, pace=pace or "")
+                return join(run, shown, seat, endpoint, device=device, pace=pace or "")
 
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined
         return
-    if any(each is not None for each in (interface, port, advertise, keys)):
+    if replace(endpoint, encrypt=False) != Endpoint():
         raise ConfigError(
             "--interface, --port, --advertise and --keys are for several machines: start this under torchrun there"
         )

@@ -23,12 +23,11 @@ import torch
 import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
-from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, teller
 from farflung.runs.job import Job
-from farflung.runs.joining import Reach, join
+from farflung.runs.joining import join
 from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
 from farflung.telemetry import Event, Sink
@@ -120,7 +119,7 @@ def _trained(job: Job, rank: int, tell: Sink) -> int:
         config = RunConfig.resolve(job.files.stored_config())
         run = Prepared(config, job.files)
         join(
-            run, tell, seat, Reach(LOOPBACK),
+            run, tell, seat,
             device=job.device, pace=job.pace,
         )  # fmt: skip
     except FarflungError as error:
