@@ -8,18 +8,21 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import ENDPOINT, RunOptions, endpoint_of, finish, with_options, with_settings
+from farflung.cli.options import ENDPOINT, RunCommand, endpoint_of, finish, given, with_options, with_settings
 from farflung.errors import ConfigError
-from farflung.runs import RunConfig
+from farflung.runs import RunConfig, RunOptions, settings_of
 from farflung.types import Json
 
 __all__ = ["Train"]
 
+OPTIONS = settings_of(RunOptions)
+"""The options of a run beside its settings."""
+
 
 @dataclass(frozen=True)
 @with_settings(RunConfig)
-@with_options(ENDPOINT)
-class Train(RunOptions):
+@with_options({**OPTIONS, **ENDPOINT})
+class Train(RunCommand):
     """Train a model on several workers of this machine.
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
@@ -32,14 +35,6 @@ class Train(RunOptions):
     network: str | None = None
     """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate
     models them."""
-    device: str = "cpu"
-    """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
-    share. Of the command line alone."""
-    pace: str | None = None
-    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
-    time has passed; steps for which this machine is too slow are counted."""
-    data_stays: bool | None = None
-    """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""
 
     @override
     def start(self, filed: Mapping[str, Json]) -> int:
@@ -53,17 +48,11 @@ class Train(RunOptions):
         from farflung.runs import prepare_training, ready_to_train
         from farflung.runtime import Seat
 
-        run = prepare_training(filed, self.given(), **self.where)
+        options = RunOptions(**given(self, OPTIONS), endpoint=endpoint_of(self))
+        run = prepare_training(filed, self.given(), options=options)
         seat = Seat.taken()
         leads = seat is None or seat.rank == 0
-        ready = ready_to_train(
-            run,
-            endpoint=endpoint_of(self),
-            device=self.device,
-            pace=self.pace,
-            data_stays=bool(self.data_stays),
-        )
-        with ready as begin:
+        with ready_to_train(run) as begin:
             self.show(run)
             with self.shown(run, Progress(quiet=bool(self.quiet or self.json) or not leads)) as events:
                 ended = begin(events)

@@ -23,7 +23,7 @@ class Job:
       scratch: a folder of their own: there whoever started them listens (:mod:`farflung.runs.events`), and there they
         find each other; gone with whoever started them.
       device: what to train on.
-      pace: a device whose pace to keep; empty: as fast as they can.
+      pace: a device whose pace to keep; ``None``: as fast as they can.
     """
 
     folder: str
@@ -31,7 +31,7 @@ class Job:
     workers: int
     scratch: str
     device: str
-    pace: str
+    pace: str | None
 
     @property
     def files(self) -> RunFolder:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from farflung.comm import Endpoint, collective_named
+from farflung.comm import collective_named
 from farflung.devices import device_profile
 from farflung.files import write_json
 from farflung.network import network_profile
@@ -58,28 +58,17 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(
-    run: Prepared[RunConfig],
-    show: Sink,
-    seat: Seat,
-    endpoint: Endpoint = Endpoint(),
-    *,
-    device: str = "cpu",
-    pace: str = "",
-) -> Run:
+def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
     """Trains as one replica.
 
     Args:
-      run: what and where; its folder has been made.
+      run: what, where and on what; its folder has been made.
       show: gets this replica's events.
       seat: which one it is.
-      endpoint: how this replica connects to the others.
-      device: what to train on; see :func:`farflung.replica.place`.
-      pace: a device whose pace to keep; empty: as fast as this machine is.
     """
-    config, files, rank, size = run.config, run.files, seat.rank, seat.size
+    config, options, files, rank, size = run.config, run.options, run.files, seat.rank, seat.size
     leader = seat.local_rank == 0
-    placed = place(device, local_rank=seat.local_rank, local_size=seat.local_size)
+    placed = place(options.device, local_rank=seat.local_rank, local_size=seat.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
@@ -92,7 +81,7 @@ def join(
 
     threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
-    slower = device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None
+    slower = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(ask))
@@ -104,7 +93,7 @@ def join(
             rank,
             size,
             run.store or meeting(seat),
-            endpoint=replace(endpoint.on(seat.interface), encrypt=config.encrypt),
+            endpoint=replace(options.endpoint.on(seat.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,

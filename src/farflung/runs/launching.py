@@ -34,20 +34,12 @@ STOP_S = 30.0
 """How long a stop that was asked for may take."""
 
 
-def launch(
-    run: Prepared[RunConfig],
-    show: Sink,
-    *,
-    device: str = "cpu",
-    pace: str = "",
-) -> Run:
+def launch(run: Prepared[RunConfig], show: Sink) -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
     Args:
       run: what and where; its folder has been made.
       show: gets the events of all workers.
-      device: what the workers train on.
-      pace: a device whose pace they keep; empty: as fast as they can.
 
     Raises:
       BadInput: a worker found something wrong with what the user gave.
@@ -63,7 +55,7 @@ def launch(
         parent.begin(
             Job(
                 str(folder.path), folder.resumed, config.workers, scratch,
-                device=device, pace=pace,
+                device=run.options.device, pace=run.options.pace,
             )
         )  # fmt: skip
         summary = _Watch(parent, config.workers, events, shown, folder).run()

@@ -24,7 +24,7 @@ import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
 from farflung.errors import FarflungError, RunLost
-from farflung.runs.config import RunConfig
+from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
 from farflung.runs.job import Job
 from farflung.runs.joining import join
@@ -117,11 +117,8 @@ def _trained(job: Job, rank: int, tell: Sink) -> int:
     seat = Seat(rank, job.workers, rank, job.workers, job.meeting)
     try:
         config = RunConfig.resolve(job.files.stored_config())
-        run = Prepared(config, job.files)
-        join(
-            run, tell, seat,
-            device=job.device, pace=job.pace,
-        )  # fmt: skip
+        run = Prepared(config, job.files, options=RunOptions(device=job.device, pace=job.pace))
+        join(run, tell, seat)
     except FarflungError as error:
         own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
         tell(_error_event(rank, str(error), error.exit_code, own=own))
