@@ -125,8 +125,8 @@ def ready_to_train(
         endpoint.read_keys()
         if ":" in (endpoint.advertise or "").rpartition("]")[2] and seat.local_size > 1:
             raise ConfigError(
-                f"--advertise {endpoint.advertise}: {seat.local_size} replicas here cannot be reached at one port: give "
-                "the host alone, and a --port range that is forwarded as it is"
+                f"--advertise {endpoint.advertise}: {seat.local_size} replicas here cannot be reached at one port: "
+                "give the host alone, and a --port range that is forwarded as it is"
             )
 
         def joined(show: Sink) -> Run:
