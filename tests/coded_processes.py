@@ -24,7 +24,7 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
 from farflung.coded.held import HeldProducts
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.coded.roster import Roster
 from farflung.coded.settings import Settings
 from farflung.comm.channel import in_words
@@ -102,7 +102,7 @@ def attend(
         met.append((device, runtime))
         Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
 
-    reason = take_part(Address(host, port), holding, Reach(), patience_s=2 * PATIENCE_S, met=note)
+    reason = take_part(Address(host, port), holding, patience_s=2 * PATIENCE_S, met=note)
     device, runtime = met[-1]
     # A command that came in one burst with the end is not carried out any more.
     kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != tags.COMMAND]
@@ -232,7 +232,7 @@ def run_on_loopback(
     settings: Settings, notes: Any, host: str = "127.0.0.1"
 ) -> Iterator[tuple[WallRuntime, Coordinator, Address]]:
     """A coordinator of this process."""
-    with coordinating(Address(host, 0), "run", Reach()) as (runtime, at):
+    with coordinating(Address(host, 0), "run") as (runtime, at):
         yield runtime, Coordinator(runtime, settings, run="run", record=notes), at
 
 

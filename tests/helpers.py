@@ -32,9 +32,9 @@ from farflung.codecs import (
     error_feedback,
 )
 from farflung.comm import LinkModel, Peer, View, WallCommunicator, ZmqTransport
+from farflung.comm.endpoint import NO_WAY_IN
 from farflung.comm.inbox import Inbox
 from farflung.comm.pool import Pool
-from farflung.comm.ports import NO_WAY_IN
 from farflung.comm.wire import WHOLE, Buffer, Message, WireError
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending

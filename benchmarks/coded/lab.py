@@ -27,7 +27,7 @@ from benchmarks.common import Measured
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.devices import DeviceProfile
 
 __all__ = ["in_pieces"]
@@ -44,14 +44,14 @@ def _attend(address: Address, place: int, partitions: int, pace: DeviceProfile, 
     torch.set_num_threads(1)
     parts = noise(ROWS, FEATURES, partitions)
     holding = Holding(f"part {place}", *parts[place]) if place < partitions else Holding()
-    take_part(address, holding, Reach(), patience_s=120.0, join_s=60.0, pace=pace, seed=seed)
+    take_part(address, holding, patience_s=120.0, join_s=60.0, pace=pace, seed=seed)
 
 
 def times(one: Coded, pieces: int, iterations: int, pace: DeviceProfile, seed: int) -> list[float]:
     """Seconds of each iteration."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with coordinating(Address("127.0.0.1", 0), "run", Reach(), join_s=60.0) as (runtime, at):
+    with coordinating(Address("127.0.0.1", 0), "run", join_s=60.0) as (runtime, at):
         devices = [
             context.Process(target=_attend, args=(at, place, one.partitions, pace, seed), daemon=True)
             for place in range(DEVICES)

@@ -20,7 +20,7 @@ from farflung.coded import CODES, GD, Code, Decoder, Logistic, Problem
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.coded.settings import Settings
 from farflung.spec import build
 
@@ -97,14 +97,14 @@ def _attend(address: Address, place: int, quick: bool) -> None:
         features, labels = _parts(quick)[place]
         holding = Holding(f"part {place}", features.clone(), labels.clone())
         _parts.cache_clear()
-    take_part(address, holding, Reach(), patience_s=120.0, join_s=60.0)
+    take_part(address, holding, patience_s=120.0, join_s=60.0)
 
 
 def iteration_times(settings: Settings, iterations: int, quick: bool) -> tuple[list[float], list[float]]:
     """Milliseconds of iterations, and of both products alone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with coordinating(Address("127.0.0.1", 0), "run", Reach(), join_s=60.0) as (runtime, at):
+    with coordinating(Address("127.0.0.1", 0), "run", join_s=60.0) as (runtime, at):
         devices = [
             context.Process(target=_attend, args=(at, place, quick), daemon=True) for place in range(DEVICES)
         ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from farflung.comm import ExchangeChannel
+from farflung.comm import Endpoint, ExchangeChannel
 from farflung.comm.interface import route_to
 from farflung.runtime import WallRuntime
 
@@ -28,7 +28,7 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
-    runtime = WallRuntime(rank, size, store, interface=route_to(os.environ["MASTER_ADDR"]))
+    runtime = WallRuntime(rank, size, store, endpoint=Endpoint(route_to(os.environ["MASTER_ADDR"])))
     exchange = [0]
 
     async def one(how: str, tensor: Tensor) -> Tensor:

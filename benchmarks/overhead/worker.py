@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farflung
 from benchmarks.common.meter import MAIN, ROLES, Meter
-from farflung.comm import ExchangeChannel
+from farflung.comm import Endpoint, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.runs import make_replica, settled_collective
@@ -143,7 +143,7 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     their_optimizer = torch.optim.SGD(their_model.parameters(), lr=0.01, momentum=0.9)
     our_model = made()
     our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
-    handle = farflung.attach(our_model, our_optimizer, encrypt=option == "encrypted")
+    handle = farflung.attach(our_model, our_optimizer, endpoint=Endpoint(encrypt=option == "encrypted"))
     return (
         partial(loop, their_model, their_optimizer),
         partial(loop, our_model, our_optimizer),

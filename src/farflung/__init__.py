@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy as _lazy
 
 if TYPE_CHECKING:
+    from farflung.comm import Endpoint
     from farflung.ddp import ddp_hook
     from farflung.handle import Handle, attach
     from farflung.importance import ImportanceSampler
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RECIPES",
     "Comparison",
+    "Endpoint",
     "Handle",
     "ImportanceSampler",
     "Recipe",

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from farflung._torch import after_backward
 from farflung.codecs import CODECS
-from farflung.comm import COLLECTIVES, ExchangeChannel, Purpose
+from farflung.comm import COLLECTIVES, Endpoint, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.options import whole_option
@@ -49,10 +49,7 @@ def ddp_hook(
     bucket_nbytes: int = BUCKET_NBYTES,
     seed: int = 0,
     deadline_s: float = 60.0,
-    interface: str | None = None,
-    port: str | int | None = None,
-    advertise: str | None = None,
-    encrypt: bool = False,
+    endpoint: Endpoint = Endpoint(),
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
     """A codec or reducer as a communication hook: ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``.
 
@@ -89,11 +86,7 @@ def ddp_hook(
       fall_back: leaves gradients to DDP's own all-reduce unless the hook is clearly faster.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
-      interface: the address or network interface to listen on; that of the route to the master when not given.
-      port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
-        ``"none"`` where nobody can connect to it.
-      encrypt: encrypts on loopback too.
+      endpoint: how this replica connects to the others.
 
     Returns:
       The state, which holds what the codec remembers and goes into checkpoints by ``state_dict`` and
@@ -120,6 +113,7 @@ def ddp_hook(
             rank,
             size,
             store if size > 1 else None,
+            endpoint=endpoint.on(partial(interface_to_master, size)),
             settings={
                 "ddp_hook": text_of(reducer),
                 "fall_back": fall_back,
@@ -128,10 +122,6 @@ def ddp_hook(
             },
             deadline_s=deadline_s,
             join_s=_JOIN_S,
-            interface=interface or interface_to_master(size),
-            port=port,
-            advertise=advertise,
-            encrypt=encrypt,
         )
         return runtime, found
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farflung._torch import after_backward, current_node, graph_task_id
-from farflung.comm import Purpose, collective_named
+from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.network import NetworkProfile, network_profile
@@ -114,10 +114,7 @@ def attach(
     deadline_s: float = 60.0,
     seat: Seat | None = None,
     store: dist.Store | None = None,
-    interface: str | None = None,
-    port: str | int | None = None,
-    advertise: str | None = None,
-    encrypt: bool = False,
+    endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
     show: Sink | None = None,
@@ -146,11 +143,7 @@ def attach(
       deadline_s: seconds that any message may take before its sender counts as lost.
       seat: which replica this is; what started the process has said so when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
-      interface: the address or network interface to listen on; that of the route to the master when not given.
-      port: to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this replica, where that is another address;
-        ``"none"`` where no peer can connect to it.
-      encrypt: encrypts on loopback too; elsewhere everything is encrypted anyway.
+      endpoint: how this replica connects to the others.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
         fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
@@ -196,6 +189,7 @@ def attach(
         rank,
         size,
         store,
+        endpoint=endpoint.on(partial(interface_to_master, size)),
         settings={
             **chosen.to_json(),
             "seed": seed,
@@ -208,10 +202,6 @@ def attach(
         deadline_s=deadline_s,
         native=collective_named(chosen.collective).by_backend,
         join_s=_JOIN_S,
-        interface=interface or interface_to_master(size),
-        port=port,
-        advertise=advertise,
-        encrypt=encrypt,
     )
     try:
         runtime.view.left += _UNEVEN

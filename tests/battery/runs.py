@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farflung.comm.interface import LOOPBACK
 from farflung.devices import device_profile
 from farflung.replica import load_tree
 from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
@@ -130,7 +129,7 @@ def wall_half(
         assert case is not None
         config = RunConfig.resolve({**case.whole, "steps": steps})
         run = Prepared(config, RunFolder(Path(path), resumed=resumed))
-        joining.join(run, _nobody, seat, joining.Reach(LOOPBACK))
+        joining.join(run, _nobody, seat)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

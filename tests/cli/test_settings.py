@@ -12,7 +12,8 @@ import pytest
 from farflung.cli.main import main
 from farflung.cli.settings import option_types, read_settings
 from farflung.cli.train import Train
-from farflung.runs import Prepared, RunConfig, RunFolder, prepare_training
+from farflung.comm import Endpoint
+from farflung.runs import Prepared, RunConfig, RunFolder, RunOptions, prepare_training
 from farflung.types import Json
 
 KNOWN = option_types(Train, without=("config", "resume", *Train.elsewhere))
@@ -208,8 +209,15 @@ def test_torchrun_says_how_many_workers(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert prepare_training({}, out=tmp_path).config.workers == 3
-    assert prepare_training({"workers": 3}, out=tmp_path).config.workers == 3
+    assert prepare_training({}, options=RunOptions(out=tmp_path)).config.workers == 3
+    assert prepare_training({"workers": 3}, options=RunOptions(out=tmp_path)).config.workers == 3
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == "farflung: --workers 2: torchrun has started 3\n"
-    assert prepare_training({"workers": 2}, {}, out=tmp_path).config.workers == 3, "a file is for any number"
+    of_a_file = prepare_training({"workers": 2}, {}, options=RunOptions(out=tmp_path))
+    assert of_a_file.config.workers == 3, "a file is for any number"
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_an_endpoint_that_encrypts_is_a_setting_of_the_run(tmp_path: Path, encrypt: bool) -> None:
+    options = RunOptions(out=tmp_path, endpoint=Endpoint(encrypt=encrypt))
+    assert prepare_training({"workers": 2}, options=options).config.encrypt is encrypt

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflung.coded import meeting
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, Reach, attending, coordinating
+from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.record import Record
 from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
@@ -209,7 +209,7 @@ def coordinate(address: Address, folder: str, dies_at: int, result: str) -> int:
     """What runs in the process of a coordinator that keeps its iterates, and may be killed at one of them."""
     torch.set_num_threads(1)
     record = Record(Path(folder))
-    with coordinating(address, "run", Reach()) as (runtime, _):
+    with coordinating(address, "run") as (runtime, _):
         coordinator = Coordinator(runtime, settings(), run="run", record=record)
         kept = record.state()
         begin = (0, None) if kept is None else (kept["iterate"], kept["weights"])
@@ -234,9 +234,9 @@ def coordinate(address: Address, folder: str, dies_at: int, result: str) -> int:
 def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The only one."""
     monkeypatch.setattr(meeting, "SEATS", 2)
-    with coordinating(Address("127.0.0.1", 0), "run", Reach(), join_s=0.5) as (_, at), ExitStack() as stack:
+    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.5) as (_, at), ExitStack() as stack:
         if how == "has left":
-            with attending(at, Reach(), patience_s=PATIENCE_S) as first:
+            with attending(at, patience_s=PATIENCE_S) as first:
                 assert first.comm.rank == 1
         else:
             store = dist.TCPStore(at.host, at.port, is_master=False)
@@ -244,11 +244,11 @@ def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.Monkey
             assert published(store, seat, PATIENCE_S)
             assert store.get(seat) == b"1"
             if how == "comes and never greets":
-                silent = WallRuntime(1, 2, store, whole=False, members=[1])
+                silent = WallRuntime(1, 2, store, members=[1])
                 stack.callback(silent.close)
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            with suppress(ConfigError), attending(at, Reach(), patience_s=PATIENCE_S) as second:
+            with suppress(ConfigError), attending(at, patience_s=PATIENCE_S) as second:
                 assert second.comm.rank == 1
                 return
         pytest.fail("the seat is not given again")
@@ -258,9 +258,9 @@ def test_a_device_is_told_that_no_seat_is_free(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(meeting, "SEATS", 2)
     said = "all 1 seats of the run are taken: try again when a device has left"
     with (
-        coordinating(Address("127.0.0.1", 0), "run", Reach()) as (_, at),
-        attending(at, Reach(), patience_s=PATIENCE_S),
+        coordinating(Address("127.0.0.1", 0), "run") as (_, at),
+        attending(at, patience_s=PATIENCE_S),
         pytest.raises(ConfigError, match=said),
-        attending(at, Reach(), patience_s=PATIENCE_S),
+        attending(at, patience_s=PATIENCE_S),
     ):
         pytest.fail("there is a seat")

@@ -23,7 +23,7 @@ from farflung.coded import tags
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address, Reach, attending, coordinating
+from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -295,14 +295,14 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def coordinates() -> tuple[float, Coordinator]:
-        with coordinating(Address("127.0.0.1", 0), "run", Reach()) as (runtime, at):
+        with coordinating(Address("127.0.0.1", 0), "run") as (runtime, at):
             met.append(at)
             there.set()
             return runtime.drive(coordinate(runtime))
 
     def attends(body: Callable[[Any], Any]) -> Any:
         assert there.wait(PATIENCE_S)
-        with attending(met[0], Reach(), patience_s=PATIENCE_S) as runtime:
+        with attending(met[0], patience_s=PATIENCE_S) as runtime:
             return body(runtime)
 
     def device(runtime: Any, holding: Holding, **options: Any) -> Device:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farflung.comm import Endpoint
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Route
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
@@ -66,7 +67,7 @@ async def founder(runtime: WallRuntime) -> dict[str, Any]:
 
 def as_founder(rank: int, store: dist.Store, **options: Any) -> dict[str, Any]:
     runtime = WallRuntime(
-        rank, SIZE, store, whole=False, members=FOUNDERS, settings=SETTINGS, join_s=PATIENCE_S, **options
+        rank, SIZE, store, members=FOUNDERS, settings=SETTINGS, join_s=PATIENCE_S, **options
     )
     try:
         return runtime.launch(founder(runtime)).wait()
@@ -79,7 +80,6 @@ def as_newcomer(rank: int, settings: dict[str, Any], store: dist.Store, **option
         rank,
         SIZE,
         store,
-        whole=False,
         members=[*FOUNDERS, rank],
         settings=settings,
         join_s=PATIENCE_S,
@@ -98,9 +98,9 @@ def as_newcomer(rank: int, settings: dict[str, Any], store: dist.Store, **option
 def test_one_comes_and_one_is_refused_alone_while_others_sum(encrypt: bool) -> None:
     store = dist.HashStore()
     found = in_threads(
-        *(partial(as_founder, rank, store, encrypt=encrypt) for rank in FOUNDERS),
-        partial(as_newcomer, WRONG, {"model": "b"}, store, encrypt=encrypt),
-        partial(as_newcomer, RIGHT, SETTINGS, store, encrypt=encrypt),
+        *(partial(as_founder, rank, store, endpoint=Endpoint(encrypt=encrypt)) for rank in FOUNDERS),
+        partial(as_newcomer, WRONG, {"model": "b"}, store, endpoint=Endpoint(encrypt=encrypt)),
+        partial(as_newcomer, RIGHT, SETTINGS, store, endpoint=Endpoint(encrypt=encrypt)),
     )
     assert isinstance(found[WRONG], ProtocolError), found[WRONG]
     assert "ranks disagree on model" in str(found[WRONG])
@@ -120,14 +120,14 @@ def test_one_comes_and_one_is_refused_alone_while_others_sum(encrypt: bool) -> N
 
 
 def test_who_does_not_come_is_named() -> None:
-    runtime = WallRuntime(0, 2, dist.HashStore(), whole=False, members=[0])
+    runtime = WallRuntime(0, 2, dist.HashStore(), members=[0])
     with pytest.raises(DeadlinePassed, match=r"rank 1.*its address in the store"):
         runtime.admit(1, join_s=0.05).wait()
     runtime.close()
 
 
 def test_who_leaves_waits_for_nobody_to_come() -> None:
-    runtime = WallRuntime(0, 3, dist.HashStore(), whole=False, members=[0])
+    runtime = WallRuntime(0, 3, dist.HashStore(), members=[0])
     due = [runtime.admit(rank, join_s=math.inf) for rank in (1, 2)]
     runtime.close()
     assert all(isinstance(one.error, DeadlinePassed) for one in due)
@@ -228,7 +228,7 @@ def test_a_newcomer_whose_message_is_malformed_is_refused_alone(late: Late) -> N
     late.newcomer()
     admitted = late.views[0].admit(late.peers[-1])
     late.transports[-1].open([late.peers[0]], late.views[-1])
-    late.transports[-1].send(0, [bytes(256)], 0)
+    late.transports[-1].send(0, [bytes(256)])
     late.until(lambda: admitted.done)
     assert str(admitted.error) == (
         "lost rank 2: refused 256 bytes from it: not a frame of this protocol and version"
@@ -314,7 +314,10 @@ def test_without_the_connection_for_urgent_messages_they_take_the_other(sealed: 
 def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
     store = dist.HashStore()
     found = in_threads(
-        *(partial(WallRuntime, rank, 2, store, encrypt=True, join_s=PATIENCE_S) for rank in range(2))
+        *(
+            partial(WallRuntime, rank, 2, store, endpoint=Endpoint(encrypt=True), join_s=PATIENCE_S)
+            for rank in range(2)
+        )
     )
     runtimes = [one for one in found if isinstance(one, WallRuntime)]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import ExchangeChannel, Peer
+from farflung.comm import Endpoint, ExchangeChannel, Peer
 from farflung.comm.keys import Keys, load_keys, make_keys
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
 from farflung.runtime import WallRuntime
@@ -30,7 +30,7 @@ class Run:
     """Encrypted replicas that sum one tensor after another."""
 
     def __init__(self, store: dist.Store | None = None, **options: Any) -> None:
-        self.runtimes = joined(SIZE, store, **{"encrypt": True, **options})
+        self.runtimes = joined(SIZE, store, **{"endpoint": Endpoint(encrypt=True), **options})
         self.comms = [runtime.comm for runtime in self.runtimes]
         self._number = 0
 
@@ -80,7 +80,7 @@ def test_what_passes_cannot_be_read(
     encrypt: bool, run: Callable[..., Run], detour: Callable[..., Detour]
 ) -> None:
     store = detour(0, 1)
-    members = run(store, encrypt=encrypt)
+    members = run(store, endpoint=Endpoint(encrypt=encrypt))
     members.all_reduce()
     for proxy in store.proxies.values():
         for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
@@ -97,7 +97,7 @@ def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run
 def test_the_folder_of_keys_takes_the_place_of_the_stores(tmp_path: Path, run: Callable[..., Run]) -> None:
     make_keys(tmp_path / "a", "alpha")
     keys = load_keys(tmp_path / "a")
-    members = run(keys=keys, encrypt=False)
+    members = run(endpoint=Endpoint(keys=tmp_path / "a"))
     members.all_reduce()
     assert {comm.view.transport.me.key for comm in members.comms} == {keys.public}
 
@@ -109,8 +109,8 @@ def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:
     store = dist.HashStore()
     results = in_threads(
         *(
-            lambda rank=rank, keys=keys: WallRuntime(rank, 2, store, keys=keys)
-            for rank, keys in enumerate((alpha, beta))
+            lambda rank=rank, name=name: WallRuntime(rank, 2, store, endpoint=Endpoint(keys=tmp_path / name))
+            for rank, name in enumerate(("alpha", "beta"))
         )
     )
     for rank, error in enumerate(results):
@@ -122,7 +122,10 @@ def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:
 def test_a_replica_that_does_not_encrypt_is_named() -> None:
     store = dist.HashStore()
     results = in_threads(
-        *(lambda rank=rank: WallRuntime(rank, 2, store, encrypt=rank == 1) for rank in range(2))
+        *(
+            lambda rank=rank: WallRuntime(rank, 2, store, endpoint=Endpoint(encrypt=rank == 1))
+            for rank in range(2)
+        )
     )
     for error in results:
         assert isinstance(error, ConfigError)
@@ -164,7 +167,9 @@ def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
         def hang_up() -> None:
             impostor.accept()[0].close()
 
-        error, _ = in_threads(lambda: WallRuntime(1, 2, store, encrypt=True, join_s=0.5), hang_up)
+        error, _ = in_threads(
+            lambda: WallRuntime(1, 2, store, endpoint=Endpoint(encrypt=True), join_s=0.5), hang_up
+        )
     assert isinstance(error, DeadlinePassed)
     assert f"its greeting: {address} was reached, but did not prove to be that rank" in str(error)
 

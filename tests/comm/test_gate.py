@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zmq
 from zmq.utils import z85
 
-from farflung.comm import ZmqTransport, door
+from farflung.comm import Endpoint, ZmqTransport, door
 from farflung.comm.gate import Gate
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
@@ -378,9 +378,9 @@ def test_one_address_is_bound(interface: str) -> None:
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"interface {ELSEWHERE}: cannot listen there"):
-        WallRuntime(0, 2, dist.HashStore(), interface=ELSEWHERE)
+        WallRuntime(0, 2, dist.HashStore(), endpoint=Endpoint(ELSEWHERE))
 
 
 def test_native_collectives_stay_on_one_machine() -> None:
     with pytest.raises(ConfigError, match="not encrypted"):
-        WallRuntime(0, 2, dist.HashStore(), interface=ELSEWHERE, native=True)
+        WallRuntime(0, 2, dist.HashStore(), endpoint=Endpoint(ELSEWHERE), native=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from farflung.comm import ZmqTransport
-from farflung.comm.ports import advertised, ports_in
+from farflung.comm.endpoint import advertised, ports_in
 from farflung.errors import ConfigError
 from tests.helpers import Group
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import RELAYED, Peer, Purpose, WallCommunicator
+from farflung.comm import RELAYED, Endpoint, Peer, Purpose, WallCommunicator
 from farflung.comm.keys import Keys
 from farflung.comm.peer import connects
 from farflung.comm.relay import Relay
@@ -534,14 +534,12 @@ def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], 
 # --- whole replicas, each with its thread -----------------------------------------------------------------------
 
 
-def together(hidden: tuple[int, ...], **options: Any) -> list[WallRuntime]:
+def together(hidden: tuple[int, ...], *, encrypt: bool) -> list[WallRuntime]:
     store = dist.HashStore()
-    given = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S, **options}
+    ends = [Endpoint(advertise="none" if rank in hidden else None, encrypt=encrypt) for rank in range(3)]
+    given: dict[str, Any] = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S}
     found = in_threads(
-        *(
-            partial(WallRuntime, rank, 3, store, advertise="none" if rank in hidden else None, **given)
-            for rank in range(3)
-        )
+        *(partial(WallRuntime, rank, 3, store, endpoint=ends[rank], **given) for rank in range(3))
     )
     runtimes = [one for one in found if isinstance(one, WallRuntime)]
     assert len(runtimes) == 3, found
@@ -578,15 +576,15 @@ def test_a_relay_that_is_through_stays_for_those_behind_it(
 
 def test_without_anybody_to_relay_a_run_does_not_begin() -> None:
     with pytest.raises(ConfigError, match="ranks 0 and 1 advertise no way in"):
-        joined(2, advertise="none")
+        joined(2, endpoint=Endpoint(advertise="none"))
 
 
 def test_who_has_no_way_in_listens_at_no_port() -> None:
-    with pytest.raises(ConfigError, match=r"--advertise none: nobody connects .*: leave out --port 7000"):
-        WallRuntime(0, 2, dist.HashStore(), advertise="none", port=7000)
+    with pytest.raises(ConfigError, match=r"--advertise none: no peer connects .*: leave out --port 7000"):
+        Endpoint(advertise="none", port=7000)
 
 
 def test_who_cannot_be_reached_alone_needs_nobody() -> None:
-    (runtime,) = joined(1, advertise="none")
+    (runtime,) = joined(1, endpoint=Endpoint(advertise="none"))
     assert isinstance(runtime.comm, WallCommunicator)
     runtime.close()

@@ -17,7 +17,7 @@ from farflung.comm.keys import load_keys, make_keys
 from farflung.data.idx import read_idx, write_idx
 from farflung.devices import CodingRates, Moment, load_device
 from farflung.replica import load_tree
-from farflung.runs import Filed, Run, RunFolder, SimulatedConfig, prepared, retime, simulate
+from farflung.runs import Filed, Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
 from farflung.types import CodingCost, Cost
 
 NETWORK = """\
@@ -196,11 +196,11 @@ def _world(**files: Path) -> None:
 def _settings(path: Path) -> None:
     said = read_settings(path, option_types(Simulate, without=("config", "resume")))
     settings = {name: value for name, value in said.items() if not isinstance(value, Path)}
-    prepared(SimulatedConfig, Filed(path, settings), out=path.with_name("nowhere"))
+    prepared(SimulatedConfig, Filed(path, settings), options=RunOptions(out=path.with_name("nowhere")))
 
 
 def _resumed(run: Path) -> None:
-    prepared(SimulatedConfig, {"steps": 3}, resume=run)
+    prepared(SimulatedConfig, {"steps": 3}, options=RunOptions(resume=run))
 
 
 def _summary(path: Path) -> None:

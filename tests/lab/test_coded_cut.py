@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.coded.settings import Settings
 from farflung.types import Json
 from tests.coded_processes import Crowd, Told, descend, difference, trained
@@ -50,7 +50,7 @@ def test_a_cable_that_goes_dead_changes_nothing(cut_at: str, tmp_path: Path) -> 
                 cut(dead=iterate == 10)
 
         notes.listener = hears
-        context = near.inside(lambda: coordinating(Address(near.address, 0), "run", Reach()))
+        context = near.inside(lambda: coordinating(Address(near.address, 0), "run"))
         runtime, address = near.inside(context.__enter__)
         crowd = Crowd(address, tmp_path)
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.coded import LBFGS, HeldProducts, Iterate, Logistic, Problem, solve
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.local import partitioned
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.coded.settings import Settings
 from farflung.data import a9a
 from farflung.data.source import find
@@ -93,7 +93,7 @@ def test_the_minimum_is_that_without_losses(
     )
     notes = Told()
     with around_a_switch(MACHINES) as (switch, machines):
-        context = switch.inside(lambda: coordinating(Address(switch.address, 0), "run", Reach()))
+        context = switch.inside(lambda: coordinating(Address(switch.address, 0), "run"))
         runtime, address = switch.inside(context.__enter__)
         crowd = Scattered(address, tmp_path, data=parts, machines=machines)
 

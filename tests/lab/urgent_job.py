@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from farflung.comm import Endpoint
 from farflung.lab.tun import INTERFACE
 from farflung.runtime import WallRuntime
 from farflung.tasks import Pending
@@ -52,7 +53,7 @@ def main() -> None:
     rank, patience = int(os.environ["RANK"]), timedelta(seconds=60)
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*place, 2, is_master=rank == 0, timeout=patience)
-    runtime = WallRuntime(rank, 2, store, interface=INTERFACE)
+    runtime = WallRuntime(rank, 2, store, endpoint=Endpoint(INTERFACE))
     if rank == 0:
         runtime.launch(sender(runtime)).wait()
     else:

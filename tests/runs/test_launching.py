@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from farflung.comm import View
-from farflung.runs import Run, joining, launching, prepare_training, train, training
+from farflung.runs import Run, RunOptions, joining, launching, prepare_training, train, training
 from farflung.runs.events import Buffered
 from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
@@ -47,14 +47,18 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
 
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
     monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
-    run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
+    run = prepare_training(
+        {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
+    )
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
     assert parent.poll() == -signal.SIGKILL
 
 
 def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: Path) -> None:
-    run = prepare_training({"workload": "synthetic/quadratic", "workers": 2}, out=tmp_path / "run")
+    run = prepare_training(
+        {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
+    )
     for rank, *legs in ((1, (0, 5), (1, 0)), (0, (2, 1))):
         for messages, connections in legs:
             with JsonLines(run.files.telemetry(rank)) as file:

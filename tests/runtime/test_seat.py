@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farflung import attach
+from farflung.comm import Endpoint
 from farflung.errors import ConfigError, DeadlinePassed
 from farflung.runs import prepare_training
 from farflung.runtime import Seat
@@ -191,7 +192,7 @@ def test_a_replica_that_waits_for_the_others_is_stopped(tmp_path: Path) -> None:
 
 def test_native_collectives_listen_where_they_are_told_alone() -> None:
     before = listening()
-    runtimes = joined(2, native=True, interface="127.0.0.2")
+    runtimes = joined(2, native=True, endpoint=Endpoint("127.0.0.2"))
     try:
         added = listening() - before
         assert {address for address, _ in added} == {"127.0.0.2"}

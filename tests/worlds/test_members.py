@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import LinkModel
+from farflung.comm import Endpoint, LinkModel
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost, RunLost, WaitEnded
 from farflung.faults import FaultPlan
 from farflung.runtime import VirtualWorld, WallRuntime
@@ -84,13 +84,13 @@ async def survivor(runtime: Runtime) -> list[Any]:
 
 
 def dies(meeting: str) -> None:
-    runtime = WallRuntime(VICTIM, SIZE, dist.FileStore(meeting, SIZE), whole=False, join_s=PATIENCE_S)
+    runtime = WallRuntime(VICTIM, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), join_s=PATIENCE_S)
     runtime.launch(victim(runtime)).wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lives(rank: int, meeting: str) -> tuple[list[Any], int]:
-    runtime = WallRuntime(rank, SIZE, dist.FileStore(meeting, SIZE), whole=False, join_s=PATIENCE_S)
+    runtime = WallRuntime(rank, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), join_s=PATIENCE_S)
     try:
         return runtime.launch(survivor(runtime)).wait(), runtime.view.mailbox.dropped
     finally:
@@ -225,7 +225,7 @@ def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
 
 
 def as_host(rank: int, meeting: dist.Store) -> list[Any]:
-    runtime = WallRuntime(rank, 3, meeting, whole=False, members=HOSTS, join_s=PATIENCE_S)
+    runtime = WallRuntime(rank, 3, meeting, members=HOSTS, join_s=PATIENCE_S)
     try:
         body = host(runtime, lambda: runtime.admit(LATECOMER, join_s=PATIENCE_S))
         return runtime.launch(body).wait()[0]
@@ -237,7 +237,7 @@ def as_latecomer(meeting: dist.Store) -> list[list[float]]:
     """Twice, as two processes would one after the other."""
     found = []
     for number in (8.0, 7.0):
-        runtime = WallRuntime(LATECOMER, 3, meeting, whole=False, join_s=PATIENCE_S)
+        runtime = WallRuntime(LATECOMER, 3, meeting, members=range(3), join_s=PATIENCE_S)
         found.append(runtime.launch(latecomer(runtime, number, stays=False)).wait())
         runtime.close()
     return found
@@ -284,7 +284,7 @@ def test_an_urgent_message_waits_for_no_bulk_in_virtual_time(closed_form: bool) 
 
 
 def as_hurried(rank: int, meeting: dist.Store) -> list[float]:
-    runtime = WallRuntime(rank, 2, meeting, encrypt=True, join_s=PATIENCE_S)
+    runtime = WallRuntime(rank, 2, meeting, endpoint=Endpoint(encrypt=True), join_s=PATIENCE_S)
     try:
         return runtime.launch(hurried(runtime)).wait()
     finally:

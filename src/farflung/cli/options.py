@@ -15,8 +15,9 @@ import tyro
 from rich.console import Console
 
 from farflung.cli.settings import option_types, read_settings
+from farflung.comm import Endpoint
 from farflung.extras import need
-from farflung.runs import RunConfig, Setting
+from farflung.runs import RunConfig, RunOptions, Setting, settings_of
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -24,15 +25,55 @@ if TYPE_CHECKING:  # these import torch, which help does without
     from farflung.cli.progress import Progress
     from farflung.runs import Prepared, Run
 
-__all__ = ["RunOptions", "finish", "given", "with_options", "with_settings"]
+__all__ = [
+    "ENDPOINT",
+    "KEPT",
+    "RunCommand",
+    "endpoint_of",
+    "finish",
+    "given",
+    "with_options",
+    "with_settings",
+]
+
+ENDPOINT = settings_of(Endpoint)
+"""The options of how a process connects to its peers."""
+KEPT = {name: one for name, one in settings_of(RunOptions).items() if name in ("out", "resume", "replay")}
+"""The options of where a run is kept, in either world."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
+def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """A decorator that gives a command an option for each setting of a run, where it has none of that name.
+
+    Args:
+      kind: of the run.
+      without: settings that are no options.
+    """
+    return with_options({name: one for name, one in kind.settings().items() if name not in without})
+
+
+def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]]:
+    """A decorator that gives a command an option for each of some settings, where it has none of that name."""
+
+    def give(command: type[T]) -> type[T]:
+        for name, setting in settings.items():
+            if not hasattr(command, name):
+                words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
+                about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
+                command.__annotations__[name] = Annotated[setting.kind | None, about]
+                setattr(command, name, None)
+        return command
+
+    return give
+
+
 @dataclass(frozen=True)
-class RunOptions:
-    """The options of a run, in either world, beside its settings."""
+@with_options(KEPT)
+class RunCommand:
+    """A command that makes a run, in either world."""
 
     kind: ClassVar[type[RunConfig]] = RunConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset()
@@ -41,12 +82,6 @@ class RunOptions:
     config: Path | None = None
     """Take settings from this file: TOML with the names of options as keys, or the config.json of a run. Options on
     the command line win over it."""
-    out: Path | None = None
-    """The run's folder; a new one under runs/ when not given."""
-    resume: Path | None = None
-    """Continue the run in this folder from its last checkpoint; other options change its settings."""
-    replay: Path | None = None
-    """Decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did."""
     tensorboard: bool | None = None
     """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
     json: bool | None = None
@@ -80,11 +115,6 @@ class RunOptions:
         """The settings on the command line."""
         return given(self, self.kind.settings())
 
-    @property
-    def where(self) -> dict[str, Any]:
-        """Where the run is kept, and what it goes on from."""
-        return {"out": self.out, "resume": self.resume, "replay": self.replay}
-
     @contextmanager
     def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
         """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
@@ -110,36 +140,15 @@ class RunOptions:
             Console(stderr=True).print(partition_table(run.shares, run.config.split_text))
 
 
-def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives a command an option for each setting of a run, where it has none of that name.
-
-    Args:
-      kind: of the run.
-      without: settings that are no options.
-    """
-    return with_options({name: one for name, one in kind.settings().items() if name not in without})
-
-
-def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives a command an option for each of some settings, where it has none of that name."""
-
-    def give(command: type[T]) -> type[T]:
-        own = command.__annotations__
-        for name, setting in settings.items():
-            if name not in own:
-                words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
-                about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
-                own[name] = Annotated[setting.kind | None, about]
-                setattr(command, name, None)
-        return command
-
-    return give
-
-
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:
     """Those of some settings that are on a command line."""
     said = {name: getattr(command, name, None) for name in settings}
     return {name: value for name, value in said.items() if value is not None}
+
+
+def endpoint_of(command: object) -> Endpoint:
+    """How a process connects to its peers, by a command line."""
+    return Endpoint(**given(command, ENDPOINT))
 
 
 def finish(run: Run, *, as_json: bool) -> None:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import RunOptions, finish, with_settings
-from farflung.runs import RunConfig, SimulatedConfig, asked_to_stop
+from farflung.cli.options import ENDPOINT, KEPT, RunCommand, finish, given, with_settings
+from farflung.runs import RunConfig, RunOptions, SimulatedConfig, asked_to_stop
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
@@ -19,16 +19,14 @@ __all__ = ["Simulate"]
 
 @dataclass(frozen=True)
 @with_settings(SimulatedConfig, without=("encrypt", "threads"))
-class Simulate(RunOptions):
+class Simulate(RunCommand):
     """Train in virtual time: as farflung train would, on a network and devices that need not be there.
 
     The arithmetic is real, and parameters and bytes sent are those of real workers; only the clock is modelled.
     """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset(
-        {"advertise", "data_stays", "encrypt", "interface", "keys", "pace", "port", "threads"}
-    )
+    elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
 
     @override
     def start(self, filed: Mapping[str, Json]) -> int:
@@ -36,7 +34,8 @@ class Simulate(RunOptions):
         from farflung.cli.progress import Progress
         from farflung.runs import prepared, simulate_prepared
 
-        run = prepared(SimulatedConfig, filed, self.given(), **self.where)
+        options = RunOptions(**given(self, KEPT))
+        run = prepared(SimulatedConfig, filed, self.given(), options=options)
         progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
         with asked_to_stop() as stop, ExitStack() as stack:
             opened: list[Sink] = []

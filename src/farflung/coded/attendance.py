@@ -8,7 +8,8 @@ from functools import partial
 
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address, Reach, admitted, attending, opened
+from farflung.coded.meeting import Address, admitted, attending, opened
+from farflung.comm import Endpoint
 from farflung.comm.interface import check_host
 from farflung.devices import DeviceProfile
 from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
@@ -23,7 +24,7 @@ _RETRY_S = 0.5
 def take_part(
     address: Address,
     holding: Holding,
-    reach: Reach,
+    endpoint: Endpoint = Endpoint(),
     *,
     patience_s: float = 600.0,
     join_s: float = 30.0,
@@ -38,7 +39,7 @@ def take_part(
     Args:
       address: of the coordinator.
       holding: what the device brings.
-      reach: how the other devices reach it.
+      endpoint: how it connects to the other devices.
       patience_s: how long to wait for a coordinator that is not there or silent, in seconds.
       join_s: how long greetings may take, in seconds.
       pace: of a slower device that is to be kept.
@@ -54,11 +55,14 @@ def take_part(
       ConfigError: there is no such host, or see :func:`farflung.coded.meeting.attending`.
     """
     check_host(address.host, str(address))
+    endpoint.read_keys()
     until = time.monotonic() + patience_s
     while True:
         try:
             left_s = max(0.0, until - time.monotonic())
-            with attending(address, reach, patience_s=left_s, join_s=join_s, pace=pace, seed=seed) as runtime:
+            with attending(
+                address, endpoint, patience_s=left_s, join_s=join_s, pace=pace, seed=seed
+            ) as runtime:
                 device = Device(
                     runtime,
                     holding,

@@ -21,15 +21,15 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from farflung.comm import Endpoint
 from farflung.comm.interface import check_host, route_to
-from farflung.comm.keys import Keys
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, RunLost
-from farflung.runtime import WallRuntime
+from farflung.runtime import Pace, WallRuntime
 from farflung.runtime.stores import published, reached, serving
 from farflung.tasks import Pending
 
-__all__ = ["Address", "Reach", "admitted", "attending", "coordinating", "opened"]
+__all__ = ["Address", "admitted", "attending", "coordinating", "opened"]
 
 SEATS = 256
 """How many processes may be there at a time, the coordinator among them."""
@@ -69,36 +69,16 @@ class Address:
         return f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How this process is reached by the others.
-
-    Args:
-      interface: the address or network interface to listen on; ``None``: the one on the way to the coordinator, and for
-        that the one that it is met at.
-      port: to listen at, or a range of them; ``None``: any that is free.
-      advertise: see :class:`farflung.runtime.WallRuntime`.
-      keys: what to prove this machine with where whoever reaches the store is not to be trusted.
-      encrypt: on loopback too.
-    """
-
-    interface: str | None = None
-    port: str | None = None
-    advertise: str | None = None
-    keys: Keys | None = None
-    encrypt: bool = False
-
-
 @contextmanager
 def coordinating(
-    address: Address, run: str, reach: Reach, *, join_s: float = 30.0
+    address: Address, run: str, endpoint: Endpoint = Endpoint(), *, join_s: float = 30.0
 ) -> Iterator[tuple[WallRuntime, Address]]:
     """Rank 0 of a run, and where it is met; devices that come are admitted.
 
     Args:
       address: to be met at.
       run: its name.
-      reach: how devices reach it.
+      endpoint: how it connects to devices.
       join_s: how long a device may take from its seat to its greeting, in seconds.
 
     Raises:
@@ -114,7 +94,7 @@ def coordinating(
         ) from None
     store.set(_RUN, run)
     store.add(_ASKED, 0)
-    runtime = _runtime(0, run, store, reach, address, join_s, members=[0])
+    runtime = _runtime(0, run, store, endpoint, address, join_s, members=[0])
     ended = threading.Event()
     porter = threading.Thread(
         target=partial(_let_in, runtime, store, ended, join_s), name="farflung-porter", daemon=True
@@ -135,7 +115,7 @@ def coordinating(
 @contextmanager
 def attending(
     address: Address,
-    reach: Reach,
+    endpoint: Endpoint = Endpoint(),
     *,
     patience_s: float,
     join_s: float = 30.0,
@@ -146,7 +126,7 @@ def attending(
 
     Args:
       address: of it.
-      reach: how the others reach this device.
+      endpoint: how this device connects to the others.
       patience_s: how long to try, in seconds.
       join_s: how long the coordinator may take to greet, in seconds.
       pace: of a slower device that is to be kept.
@@ -166,7 +146,8 @@ def attending(
         raise ConfigError(
             f"{address}: all {SEATS - 1} seats of the run are taken: try again when a device has left"
         )
-    runtime = _runtime(rank, run, store, reach, address, join_s, members=[rank], device=pace, seed=seed)
+    kept = None if pace is None else Pace(pace, rank, seed)
+    runtime = _runtime(rank, run, store, endpoint, address, join_s, members=[rank], pace=kept)
     try:
         _wait(store, _open(asked), until - time.monotonic())
         runtime.admit(0, join_s=join_s).wait()
@@ -213,20 +194,15 @@ async def opened(runtime: WallRuntime) -> None:
 
 
 def _runtime(
-    rank: int, run: str, store: dist.Store, reach: Reach, address: Address, join_s: float, **more: Any
+    rank: int, run: str, store: dist.Store, endpoint: Endpoint, address: Address, join_s: float, **more: Any
 ) -> WallRuntime:
     return WallRuntime(
         rank,
         SEATS,
         store,
+        endpoint=endpoint.on(partial(route_to, address.host)),
         settings={"coded run": run},
         join_s=join_s,
-        interface=reach.interface or route_to(address.host),
-        port=reach.port,
-        advertise=reach.advertise,
-        encrypt=reach.encrypt,
-        keys=reach.keys,
-        whole=False,
         **more,
     )
 

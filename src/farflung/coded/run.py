@@ -17,10 +17,11 @@ from farflung.coded.coordinator import Coordinator
 from farflung.coded.folder import Folder
 from farflung.coded.learner import Learner
 from farflung.coded.linear_model import LinearModel
-from farflung.coded.meeting import Address, Reach, coordinating
+from farflung.coded.meeting import Address, coordinating
 from farflung.coded.record import Record
 from farflung.coded.settings import Settings
 from farflung.coded.training import Trained, train
+from farflung.comm import Endpoint
 from farflung.errors import BadInput, DataError
 from farflung.files import write_json
 from farflung.runtime import WallRuntime
@@ -65,7 +66,7 @@ class CodedRun:
     def coordinate(
         self,
         address: Address,
-        reach: Reach,
+        endpoint: Endpoint = Endpoint(),
         *,
         met: Callable[[Address], object] = lambda address: None,
         told: Sink = lambda event: None,
@@ -75,7 +76,7 @@ class CodedRun:
 
         Args:
           address: to be met at.
-          reach: how devices reach this process.
+          endpoint: how it connects to devices.
           met: is told where devices are awaited.
           told: hears of each event.
           stop_asked: whether to stop after the iterate under way.
@@ -86,6 +87,7 @@ class CodedRun:
           RunLost: too few devices have come, or are left.
         """
         build("code", self.settings.code, CODES)
+        endpoint.read_keys()
         settings: dict[str, Json] = {
             **asdict(self.settings),
             **asdict(self.learner),
@@ -94,7 +96,7 @@ class CodedRun:
         with (
             self.folder.begun(settings) as name,
             closing(Record(self.folder.path, told)) as record,
-            coordinating(address, name, reach) as (runtime, at),
+            coordinating(address, name, endpoint) as (runtime, at),
         ):
             met(at)
             coordinator = Coordinator(runtime, self.settings, run=name, record=record)

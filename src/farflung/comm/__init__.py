@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
     from farflung.comm.communicator import WallCommunicator
+    from farflung.comm.endpoint import Endpoint
     from farflung.comm.mailbox import Mailbox, Waiting
     from farflung.comm.peer import Peer
     from farflung.comm.transport import Listener, Transport
@@ -26,6 +27,7 @@ __all__ = [
     "SIDE_NBYTES",
     "Coding",
     "Collective",
+    "Endpoint",
     "ExchangeChannel",
     "LinkModel",
     "Listener",

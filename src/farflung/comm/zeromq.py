@@ -33,6 +33,7 @@ import zmq
 
 from farflung.comm.connections import Connections
 from farflung.comm.door import Door, raise_limit
+from farflung.comm.endpoint import NO_WAY_IN, advertised
 from farflung.comm.gate import Gate
 from farflung.comm.inbox import Inbox
 from farflung.comm.interface import LOOPBACK, is_loopback
@@ -40,7 +41,6 @@ from farflung.comm.keys import Keys
 from farflung.comm.outbox import Withdrawn
 from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
-from farflung.comm.ports import NO_WAY_IN, advertised
 from farflung.comm.sending import AT_ONCE, SLOW_AT_ONCE, Sending
 from farflung.comm.transport import FIRST, LAST, Listener
 from farflung.comm.wire import PIECE, WHOLE, Frame, Kind, Unauthorized, WireError, encode

@@ -6,7 +6,7 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.runs.comparison import Comparison, Contest, Row, Watch, compare, contest
-    from farflung.runs.config import COMPARED, DEVICE, NETWORK, RunConfig, SimulatedConfig
+    from farflung.runs.config import COMPARED, DEVICE, NETWORK, RunConfig, RunOptions, SimulatedConfig
     from farflung.runs.events import EVENTS, listener
     from farflung.runs.folder import RunFolder
     from farflung.runs.launching import forked_ahead
@@ -33,6 +33,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "RunFolder",
+    "RunOptions",
     "Setting",
     "SimulatedConfig",
     "Watch",

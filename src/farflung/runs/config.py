@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from typing_extensions import override
 
+from farflung.comm import Endpoint
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from farflung.runs.folder import RunFolder
     from farflung.runtime import DecisionLog, VirtualWorld
 
-__all__ = ["COMPARED", "DEVICE", "NETWORK", "RunConfig", "Settings", "SimulatedConfig"]
+__all__ = ["COMPARED", "DEVICE", "NETWORK", "RunConfig", "RunOptions", "Settings", "SimulatedConfig"]
 
 DEFAULTS = ("batch_size", "learning_rate", "momentum", "weight_decay", "steps")
 """What every workload says for itself."""
@@ -44,6 +45,31 @@ COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
 
 Settings: TypeAlias = "Mapping[str, object]"
 """Settings by name: text and numbers, or objects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What is said of a run beside its configuration: where it is kept, and what this process runs it on.
+
+    Args:
+      out: the run's folder; a new one under runs/ when not given.
+      resume: continue the run in this folder from its last checkpoint; other options change its settings.
+      replay: decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did.
+      device: train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of
+        them share; cpu when not given.
+      pace: compute no faster than this device: a name (``farflung networks`` lists them) or a TOML file. Replicas idle
+        until its time has passed; steps for which this machine is too slow are counted.
+      data_stays: refuse to train by a recipe that sends samples to other replicas, or has them computed there.
+      endpoint: where torchrun or the like has started this process, how it connects to its peers.
+    """
+
+    out: Path | str | None = None
+    resume: Path | str | None = None
+    replay: Path | str | None = None
+    device: str = "cpu"
+    pace: str | None = None
+    data_stays: bool = False
+    endpoint: Endpoint = Endpoint()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class RunFolder:
                 )
 
     @contextmanager
-    def begun(self, config: Mapping[str, Json], replay: Path | None = None) -> Iterator[None]:
+    def begun(self, config: Mapping[str, Json], replay: Path | str | None = None) -> Iterator[None]:
         """Makes the folder and stores the configuration, and the decisions of another run that this one makes again;
         inside, no other process makes a run here.
 
@@ -68,7 +68,7 @@ class RunFolder:
           BadInput: another process makes a run here, another run is in it, it cannot be written, or ``replay`` is no
             decision log; the folder has not been made then.
         """
-        again = None if replay is None else read_decisions(replay)
+        again = None if replay is None else read_decisions(Path(replay))
         if again == []:
             raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
         self.check()

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm import collective_named
-from farflung.comm.keys import Keys
 from farflung.devices import device_profile
 from farflung.files import write_json
 from farflung.network import network_profile
@@ -26,44 +25,18 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
-from farflung.runtime import Seat, WallRuntime
+from farflung.runtime import Pace, Seat, WallRuntime
 from farflung.runtime.stores import told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
-__all__ = ["NETWORK", "Reach", "agreed_folder", "join", "meeting"]
+__all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
 _FOLDER = "farflung/folder"
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How this machine is reached by the others of a run.
-
-    Args:
-      interface: the address or network interface to listen on; ``None``: the one on the way to the master address.
-      port: to listen at, or a range of them; ``None``: any that is free.
-      advertise: the host, or host and port, that the others are told; ``"none"``: nobody can connect; ``None``: what is
-        listened at.
-      keys: what to prove this machine with where the run's store is not trusted.
-    """
-
-    interface: str | None = None
-    port: str | None = None
-    advertise: str | None = None
-    keys: Keys | None = None
-
-    def address(self, seat: Seat) -> str:
-        """Where a replica listens.
-
-        Raises:
-          ConfigError: the master address is unknown, or there is no way to it.
-        """
-        return self.interface or seat.interface()
 
 
 def meeting(seat: Seat) -> dist.Store | None:
@@ -85,28 +58,17 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(
-    run: Prepared[RunConfig],
-    show: Sink,
-    seat: Seat,
-    reach: Reach,
-    *,
-    device: str = "cpu",
-    pace: str = "",
-) -> Run:
+def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
     """Trains as one replica.
 
     Args:
-      run: what and where; its folder has been made.
+      run: what, where and on what; its folder has been made.
       show: gets this replica's events.
       seat: which one it is.
-      reach: how the others reach this machine.
-      device: what to train on; see :func:`farflung.replica.place`.
-      pace: a device whose pace to keep; empty: as fast as this machine is.
     """
-    config, files, rank, size = run.config, run.files, seat.rank, seat.size
+    config, options, files, rank, size = run.config, run.options, run.files, seat.rank, seat.size
     leader = seat.local_rank == 0
-    placed = place(device, local_rank=seat.local_rank, local_size=seat.local_size)
+    placed = place(options.device, local_rank=seat.local_rank, local_size=seat.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
@@ -119,6 +81,7 @@ def join(
 
     threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
+    slower = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(ask))
@@ -130,18 +93,13 @@ def join(
             rank,
             size,
             run.store or meeting(seat),
+            endpoint=replace(options.endpoint.on(seat.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
-            interface=reach.address(seat),
-            port=reach.port,
-            advertise=reach.advertise,
-            encrypt=config.encrypt,
-            keys=reach.keys,
             decisions=decisions,
-            device=device_profile(pace, forward_flops=forward_flops(config.task)) if pace else None,
-            seed=config.seed,
+            pace=Pace(slower, rank, config.seed) if slower else None,
         )
         met = True
         try:

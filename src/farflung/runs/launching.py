@@ -128,14 +128,12 @@ def parent_of(log: Path, *, workers: int) -> Parent:
     return Parent(started.pid, ours, started.poll, started.wait)
 
 
-def launch(run: Prepared[RunConfig], show: Sink, *, device: str = "cpu", pace: str = "") -> Run:
+def launch(run: Prepared[RunConfig], show: Sink) -> Run:
     """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
 
     Args:
-      run: configuration and folder, which exists.
+      run: configuration, options and folder, which exists.
       show: takes the events of all workers.
-      device: torch's device to train on.
-      pace: device profile whose speed is kept; empty for full speed.
 
     Raises:
       BadInput: a worker found an error in what the user gave.
@@ -148,6 +146,7 @@ def launch(run: Prepared[RunConfig], show: Sink, *, device: str = "cpu", pace: s
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
+        device, pace = run.options.device, run.options.pace
         job = Job(str(folder.path), folder.resumed, config.workers, scratch, device, pace)
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.files import naming
-from farflung.runs.config import RunConfig, Settings
+from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.result import Run
 from farflung.types import Json
@@ -46,7 +46,7 @@ class Prepared(Generic[C]):
       config: what decides it.
       files: where it will be kept.
       shares: size and labels of each replica's share; nothing where all draw from the whole set.
-      replay: a decision log whose decisions are made again.
+      options: where it is kept, and what it runs on.
       scratch: keeps the files where they have no folder of their own.
       store: where the ranks have agreed on a new folder, and meet.
     """
@@ -54,7 +54,7 @@ class Prepared(Generic[C]):
     config: C
     files: RunFolder
     shares: Sequence[Share] = ()
-    replay: Path | None = None
+    options: RunOptions = RunOptions()
     scratch: Scratch | None = field(default=None, repr=False)
     store: dist.Store | None = field(default=None, repr=False)
 
@@ -65,7 +65,7 @@ class Prepared(Generic[C]):
           BadInput: another process makes a run there, another run is in it, it cannot be written, or ``replay`` is no
             decision log.
         """
-        return self.files.begun(self.config.to_json(), self.replay)
+        return self.files.begun(self.config.to_json(), self.options.replay)
 
     def ended(self, summary: dict[str, Json]) -> Run:
         """The run, once it has been made."""
@@ -75,9 +75,7 @@ class Prepared(Generic[C]):
 def prepared(
     kind: type[C],
     *layers: Settings,
-    out: Path | str | None = None,
-    resume: Path | str | None = None,
-    replay: Path | str | None = None,
+    options: RunOptions = RunOptions(),
     check: bool = True,
     scratch: bool = False,
     folder: Callable[[str], Path] | None = None,
@@ -87,17 +85,16 @@ def prepared(
     Args:
       kind: of configuration.
       layers: settings by name; later ones win, and all of them over those of the run that is resumed.
-      out: the run's folder.
-      resume: the folder of a run that goes on from its last checkpoint.
-      replay: a decision log.
+      options: where the run is kept, and what it runs on.
       check: whether to look at the data and at checkpoints too.
-      scratch: where neither ``out`` nor ``resume`` is given: keep the run in a folder that goes with it, not in a new
-        one under ``runs/``.
+      scratch: where the options name no folder: keep the run in a folder that goes with it, not in a new one under
+        ``runs/``.
       folder: names a new folder for a run of such a title; :func:`run_folder` when not given.
 
     Raises:
       BadInput: says what and what to do.
     """
+    out, resume = options.out, options.resume
     stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
     kept: Scratch | None = None
     shares: list[Share] = []
@@ -126,7 +123,7 @@ def prepared(
             shares = config.check()
             if files.resumed:
                 config.check_resumable(files)
-    return Prepared(config, files, shares, None if replay is None else Path(replay), kept)
+    return Prepared(config, files, shares, options, kept)
 
 
 def run_folder(title: str) -> Path:

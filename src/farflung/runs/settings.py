@@ -7,6 +7,7 @@ import inspect
 import re
 import types
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from farflung.config import Training
@@ -24,7 +25,7 @@ class Setting:
 
     Args:
       name: of the field.
-      kind: ``int``, ``float``, ``bool`` or ``str``; what may be an object is text outside Python.
+      kind: ``int``, ``float``, ``bool``, ``str`` or ``Path``; what may be an object is text outside Python.
       about: what the docstring says of it, on one line, without markup.
       default: of the field; ``None`` where it has none.
     """
@@ -51,11 +52,11 @@ def settings_of(owner: type) -> dict[str, Setting]:
 
 
 def _kind(hint: object) -> type | None:
-    """The type among those of a hint that can be written on a command line."""
+    """The first type of a hint that can be written on a command line."""
     if get_origin(hint) is Literal:
         return type(get_args(hint)[0])
     kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
-    return next((kind for kind in (bool, int, float, str) if kind in kinds), None)
+    return next((kind for kind in kinds if kind in (bool, int, float, str, Path)), None)
 
 
 def _documented(owner: type) -> dict[str, str]:

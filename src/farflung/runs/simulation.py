@@ -23,7 +23,7 @@ from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Replica, Summary, keep_once, save_tree
-from farflung.runs.config import RunConfig, SimulatedConfig
+from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica, settled_collective
@@ -102,7 +102,8 @@ def simulate(
       RunLost: a replica was lost.
     """
     said = {"workload": workload, "recipe": recipe, **settings}
-    run = prepared(SimulatedConfig, said, out=out, resume=resume, replay=replay, scratch=True)
+    options = RunOptions(out=out, resume=resume, replay=replay)
+    run = prepared(SimulatedConfig, said, options=options, scratch=True)
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
 
@@ -255,7 +256,7 @@ def retime_prepared(
     events, checkpointed = _retimable(stored, config)
     traffic = Traffic.read(stored.traffic)
     replay = stored.decisions if stored.decisions.exists() else None
-    with replace(run, replay=replay).begun():
+    with replace(run, options=RunOptions(replay=replay)).begun():
         ended = _retimed(run, stored, show, events, traffic, checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended

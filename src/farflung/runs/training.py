@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from farflung.comm.keys import load_keys
+from farflung.comm import Endpoint
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
 from farflung.recipes import Recipe
 from farflung.replica import place
-from farflung.runs.config import RunConfig, Settings
+from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.events import EVENTS, Buffered, teller
-from farflung.runs.joining import Reach, agreed_folder, join, meeting
+from farflung.runs.joining import agreed_folder, join, meeting
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
@@ -36,16 +37,6 @@ def train(
     workload: str | Workload | Callable[..., Workload] | None = None,
     recipe: str | Recipe | None = None,
     *,
-    out: Path | str | None = None,
-    resume: Path | str | None = None,
-    replay: Path | str | None = None,
-    interface: str | None = None,
-    port: str | None = None,
-    advertise: str | None = None,
-    keys: Path | str | None = None,
-    device: str = "cpu",
-    pace: str | None = None,
-    data_stays: bool = False,
     show: Sink = nowhere,
     **settings: object,
 ) -> Run:
@@ -62,48 +53,26 @@ def train(
         itself will do. fashion-mnist/cnn when not given.
       recipe: how to train together: a name, with changes in brackets if wished, or a
         :class:`farflung.recipes.Recipe` of names and objects; synchronous when not given.
-      out: the run's folder; a new one under ``runs/`` when not given.
-      resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
-      replay: a ``decisions.jsonl`` whose decisions are made again.
-      interface: under torchrun on several machines: where the others reach this one.
-      port: under torchrun: the port to listen at, or a range of them, ``"7000-7100"``; any that is free when not given.
-      advertise: under torchrun on several machines: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one,
-        where that is another address than the one it listens at; ``"none"`` where nobody can connect to this one.
-      keys: under torchrun on several machines: the folder that ``farflung keys`` has made.
-      device: trains on this device of torch's: ``cpu``; ``cuda``, one for each replica of this machine; or ``cuda:0``,
-        which all of them share.
-      pace: computes no faster than this device: a name or a TOML file.
-      data_stays: refuses a recipe by which samples would be sent to other replicas, or computed by them.
       show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
         replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
-      settings: those of the command by name (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
+      settings: by name the options that :class:`farflung.runs.RunOptions` documents (``out``, ``resume``, ``replay``,
+        ``device``, ``pace``, ``data_stays``, ``endpoint``), and the settings of the command (``steps``, ``workers``,
+        ``learning_rate`` and so on), with its defaults.
 
     Raises:
       BadInput: says what is wrong and what to do, before anything begins.
       RunLost: a worker was lost or failed; names it.
     """
+    own = {one.name for one in fields(RunOptions)} & settings.keys()
+    options: dict[str, Any] = {name: settings.pop(name) for name in own}
     run = prepare_training(
-        {"workload": workload, "recipe": recipe, **settings}, out=out, resume=resume, replay=replay
+        {"workload": workload, "recipe": recipe, **settings}, options=RunOptions(**options)
     )
-    with ready_to_train(
-        run,
-        interface=interface,
-        port=port,
-        advertise=advertise,
-        keys=keys,
-        device=device,
-        pace=pace,
-        data_stays=data_stays,
-    ) as begin:
+    with ready_to_train(run) as begin:
         return begin(show)
 
 
-def prepare_training(
-    *layers: Settings,
-    out: Path | str | None = None,
-    resume: Path | str | None = None,
-    replay: Path | str | None = None,
-) -> Prepared[RunConfig]:
+def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> Prepared[RunConfig]:
     """See :func:`farflung.runs.prepared`; under torchrun, Slurm and MPI rank 0 alone looks whether it can work.
 
     There rank 0 also names a new folder, and tells the other ranks through the store.
@@ -112,9 +81,10 @@ def prepare_training(
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
     seat = Seat.taken()
-    ready = partial(prepared, RunConfig, out=out, resume=resume, replay=replay)
+    ready = partial(prepared, RunConfig, options=options)
+    encrypted: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
     if seat is None:
-        return ready(*layers)
+        return ready(*layers, encrypted)
     given = layers[-1].get("workers") if layers else None
     if given not in (None, seat.size):
         raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
@@ -125,67 +95,58 @@ def prepare_training(
         store = meeting(seat)
         return run_folder(title) if store is None else agreed_folder(store, seat.rank, title)
 
-    run = ready(*layers, {"workers": seat.size}, check=seat.rank == 0, folder=folder)
+    run = ready(*layers, {**encrypted, "workers": seat.size}, check=seat.rank == 0, folder=folder)
     return replace(run, store=store)
 
 
 @contextmanager
 def ready_to_train(
     run: Prepared[RunConfig],
-    *,
-    interface: str | None,
-    port: str | None,
-    advertise: str | None,
-    keys: Path | str | None,
-    device: str,
-    pace: str | None,
-    data_stays: bool,
 ) -> Iterator[Callable[[Sink], Run]]:
-    """Makes the folder; inside, what it gives trains there, and tells a sink of the events. Arguments as for
-    :func:`train`.
+    """Makes the folder; inside, what it gives trains there, and tells a sink of the events.
 
     Raises:
       BadInput: this machine cannot do it; says why, and nothing has been made.
     """
-    config = run.config
+    config, options, endpoint = run.config, run.options, run.options.endpoint
     parts, named = config.recipe.parts(config.seed), config.recipe.members
-    if data_stays and parts.sharing.data_leaves_device:
+    if options.data_stays and parts.sharing.data_leaves_device:
         raise ConfigError(
             f"--data-stays: --sharing {named['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
         )
-    if data_stays and isinstance(parts.sampler, InShares):
+    if options.data_stays and isinstance(parts.sampler, InShares):
         raise ConfigError(
             f"--data-stays: under --schedule {named['schedule']} replicas compute samples of others too: leave out "
             "--data-stays, or choose another --schedule"
         )
     seat = Seat.taken()
     if seat is not None:
-        if advertise is not None and ":" in advertise.rpartition("]")[2] and seat.local_size > 1:
+        endpoint.read_keys()
+        if ":" in (endpoint.advertise or "").rpartition("]")[2] and seat.local_size > 1:
             raise ConfigError(
-                f"--advertise {advertise}: {seat.local_size} replicas here cannot be reached at one port: give the "
-                "host alone, and a --port range that is forwarded as it is"
+                f"--advertise {endpoint.advertise}: {seat.local_size} replicas here cannot be reached at one port: "
+                "give the host alone, and a --port range that is forwarded as it is"
             )
-        reach = Reach(interface, port, advertise, None if keys is None else load_keys(Path(keys)))
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             with Buffered(sink) as shown:
-                return join(run, shown, seat, reach, device=device, pace=pace or "")
+                return join(run, shown, seat)
 
         with run.begun() if seat.rank == 0 else nullcontext():
             yield joined
         return
-    if any(each is not None for each in (interface, port, advertise, keys)):
+    if replace(endpoint, encrypt=False) != Endpoint():
         raise ConfigError(
             "--interface, --port, --advertise and --keys are for several machines: start this under torchrun there"
         )
     config.check_carried()
-    place(device, local_size=config.workers)
-    if pace is not None:
-        device_profile(pace, forward_flops=forward_flops(config.task))
+    place(options.device, local_size=config.workers)
+    if options.pace is not None:
+        device_profile(options.pace, forward_flops=forward_flops(config.task))
     with run.begun():
-        yield partial(launch, run, device=device, pace=pace or "")
+        yield partial(launch, run)
 
 
 def _both(one: Sink, other: Sink) -> Sink:

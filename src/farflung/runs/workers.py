@@ -28,12 +28,11 @@ import torch
 import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
-from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError, RunLost
-from farflung.runs.config import RunConfig
+from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import Reach, join
+from farflung.runs.joining import join
 from farflung.runs.preparing import Prepared
 from farflung.runtime import Seat
 from farflung.telemetry import Event
@@ -54,7 +53,7 @@ class Job:
       workers: number of them.
       scratch: a folder for the socket of events and the file of the rendezvous; removed with the run.
       device: torch's device to train on.
-      pace: device profile whose speed is kept; empty for full speed.
+      pace: device profile whose speed is kept; ``None`` for full speed.
     """
 
     folder: str
@@ -62,7 +61,7 @@ class Job:
     workers: int
     scratch: str
     device: str
-    pace: str
+    pace: str | None
 
     @property
     def files(self) -> RunFolder:
@@ -143,8 +142,9 @@ def _train(job: Job, rank: int) -> None:
     code = 0
     with Buffered(teller(job.events)) as tell:
         try:
-            run = Prepared(RunConfig.resolve(job.files.stored_config()), job.files)
-            join(run, tell, seat, Reach(LOOPBACK), device=job.device, pace=job.pace)
+            config = RunConfig.resolve(job.files.stored_config())
+            options = RunOptions(device=job.device, pace=job.pace)
+            join(Prepared(config, job.files, options=options), tell, seat)
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

@@ -3,6 +3,7 @@
 from farflung.runtime.decisions import DecisionLog, decision_json, read_decisions
 from farflung.runtime.fleet import FleetTimes, time_fleet
 from farflung.runtime.measuring import measured_network
+from farflung.runtime.pace import Pace
 from farflung.runtime.seat import Seat, interface_to_master
 from farflung.runtime.virtual import VirtualClock, VirtualRuntime, VirtualWorld
 from farflung.runtime.wall import WallRuntime
@@ -10,6 +11,7 @@ from farflung.runtime.wall import WallRuntime
 __all__ = [
     "DecisionLog",
     "FleetTimes",
+    "Pace",
     "Seat",
     "VirtualClock",
     "VirtualRuntime",

@@ -21,7 +21,7 @@ class Pace:
       device: whose pace.
       rank: the replica's.
       seed: of the device's stragglers.
-      now: the run's clock, in seconds.
+      now: a clock of seconds; from now on when not given.
       sleep: idles for so many seconds.
     """
 
@@ -30,7 +30,7 @@ class Pace:
         device: DeviceProfile,
         rank: int,
         seed: int,
-        now: Callable[[], float],
+        now: Callable[[], float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.steps = 0
@@ -38,7 +38,8 @@ class Pace:
         self.overran = 0
         """Those of them in which this machine was too slow: a modelled moment had passed before it was computed."""
         self._device, self._rank, self._seed = device, rank, seed
-        self._now, self._sleep = now, sleep
+        begin = time.monotonic()
+        self._now, self._sleep = now or (lambda: time.monotonic() - begin), sleep
         self._free_at: float | None = None
         self._late = False
 

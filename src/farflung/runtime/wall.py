@@ -18,6 +18,7 @@ from torch import Tensor
 from farflung import tasks
 from farflung.comm import (
     AUTO,
+    Endpoint,
     Peer,
     Purpose,
     View,
@@ -25,11 +26,7 @@ from farflung.comm import (
     ZmqTransport,
     collective_named,
 )
-from farflung.comm.interface import LOOPBACK, interface_address, is_loopback
-from farflung.comm.keys import Keys
-from farflung.comm.ports import NO_WAY_IN, ports_in
 from farflung.comm.staging import to_host
-from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
 from farflung.network import NetworkProfile
 from farflung.runtime.communication import CommunicationThread
@@ -66,27 +63,19 @@ class WallRuntime:
       rank: this replica.
       size: number of replicas.
       store: where replicas publish their addresses; ``None`` for a single replica.
+      endpoint: how this replica connects to the others; on loopback when not given.
       settings: what must be equal on all ranks, by name.
       deadline_s: how long any message may take, in seconds.
-      native: whether to join a process group for the backend's own collectives.
       join_s: how long the others may take to appear, in seconds.
-      interface: the address or the name of the network interface to listen on.
-      port: to listen at, or a range of them: ``"7000-7100"``; ``None``: any that is free.
-      advertise: ``"HOST"`` or ``"HOST:PORT"`` by which the others reach this one, where that is another address than
-        the one that is bound: behind port forwarding, in a container. ``"none"``: nobody can connect to it; it connects
-        to those that can be reached, and the lowest rank of these relays its messages for the others.
-      encrypt: whether to encrypt on loopback too; elsewhere everything is.
+      native: whether to join a process group for the backend's own collectives.
       decisions: where decisions are kept; they are not when not given.
-      keys: where the store is not trusted, this machine's keys and whom they accept (then everything is encrypted,
-        wherever it is); otherwise replicas make their own and publish them in the store.
-      device: a slower device whose pace to keep; ``None``: as fast as this machine is.
-      seed: of that device's stragglers.
-      whole: see :class:`farflung.comm.View`.
-      members: the same; this one too. Others come later, see :meth:`admit`.
+      pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
+      members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
+        is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
 
     Raises:
-      ConfigError: the interface cannot be used, or some replica's key is not accepted, or two replicas cannot be
-        reached and nobody can relay.
+      ConfigError: the endpoint cannot be used, or some replica's key is not accepted, or two replicas cannot be
+        reached and none can relay.
       DeadlinePassed: a replica did not appear; names it.
       ProtocolError: ranks were started with unlike settings; names the setting.
     """
@@ -97,37 +86,25 @@ class WallRuntime:
         size: int,
         store: dist.Store | None,
         *,
+        endpoint: Endpoint = Endpoint(),
         settings: Mapping[str, Json] | None = None,
         deadline_s: float = DEADLINE_S,
-        native: bool = False,
         join_s: float = DEADLINE_S,
-        interface: str = LOOPBACK,
-        port: str | int | None = None,
-        advertise: str | None = None,
-        encrypt: bool = False,
-        keys: Keys | None = None,
+        native: bool = False,
         decisions: DecisionLog | None = None,
-        device: DeviceProfile | None = None,
-        seed: int = 0,
-        whole: bool = True,
+        pace: Pace | None = None,
         members: Collection[int] | None = None,
     ) -> None:
-        address = interface_address(interface)
-        if advertise == NO_WAY_IN and port is not None:
-            raise ConfigError(
-                f"--advertise {NO_WAY_IN}: nobody connects to this replica, so it listens at no port: leave out --port "
-                f"{port}, or name the address at which it is reached"
-            )
-        local = is_loopback(address) and advertise in (None, NO_WAY_IN)
-        if native and size > 1 and not local:
+        address, whole = endpoint.address, members is None
+        if native and size > 1 and not endpoint.is_local:
             raise ConfigError(
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
                 "machine: choose another collective"
             )
-        self._begin, self._local = time.monotonic(), local
+        self._begin, self._local = time.monotonic(), endpoint.is_local
         self.off_clock: None = None
         """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
-        self.pace = None if device is None else Pace(device, rank, seed, self.now)
+        self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
         self._store, self._whole = store, whole
@@ -142,9 +119,9 @@ class WallRuntime:
             rank,
             size,
             interface=address,
-            ports=ports_in(0 if port is None else port),
-            advertise=advertise,
-            keys=keys or (Keys.fresh() if encrypt or not local else None),
+            ports=endpoint.ports,
+            advertise=endpoint.advertise,
+            keys=endpoint.proof(),
             later=not whole,
         )
         self.view = View(transport, size, now=self.now, whole=whole, members=members, settings=settings)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from farflung.comm import Purpose
+from farflung.comm import Endpoint, Purpose
 from farflung.runtime import WallRuntime
 from farflung.types import Communicator, Payload, Tag
 
@@ -61,7 +61,7 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
     store = dist.HashStore()
 
     def begin(rank: int) -> WallRuntime:
-        return WallRuntime(rank, 2, store, encrypt=encrypt)
+        return WallRuntime(rank, 2, store, endpoint=Endpoint(encrypt=encrypt))
 
     with ThreadPoolExecutor(2) as both:
         runtimes = list(both.map(begin, (0, 1)))

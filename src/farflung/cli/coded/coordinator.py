@@ -15,10 +15,9 @@ import tyro
 from rich.console import Console
 
 from farflung.cli.coded.progress import Watch
-from farflung.cli.coded.reach import ReachOptions
 from farflung.cli.coded.summary import summary_lines
 from farflung.cli.main import spoken
-from farflung.cli.options import given, with_options
+from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.coded.folder import Folder
@@ -47,8 +46,8 @@ CODED_SETTINGS = {
 
 @spoken
 @dataclass(frozen=True)
-@with_options(CODED_SETTINGS)
-class Coordinate(ReachOptions):
+@with_options({**CODED_SETTINGS, **ENDPOINT})
+class Coordinate:
     """Coordinate a run: wait for devices, have their data encoded, and train.
 
     Prints what to run elsewhere. Ctrl-C stops it after the iterate under way; the same command goes on from there.
@@ -79,7 +78,7 @@ class Coordinate(ReachOptions):
             max_iterations=self.max_iterations,
             test=None if self.test is None else read_samples(self.test, test=True),
         )
-        address, reach = Address.of(self.at), self.reach
+        address, endpoint = Address.of(self.at), endpoint_of(self)
         with stopping() as stop, Watch(run, quiet=self.quiet or self.json) as watch:
 
             def told(event: Event) -> None:
@@ -88,7 +87,7 @@ class Coordinate(ReachOptions):
 
             outcome = run.coordinate(
                 address,
-                reach,
+                endpoint,
                 met=lambda at: None if self.quiet else self._say_where(at),
                 told=told,
                 stop_asked=stop.asked,
@@ -118,7 +117,7 @@ class Coordinate(ReachOptions):
 
     def _say_where(self, at: Address) -> None:
         """What to run elsewhere."""
-        keys = "" if self.keys is None else " --keys FOLDER"
+        keys = " --keys FOLDER" if endpoint_of(self).keys else ""
         stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
         )

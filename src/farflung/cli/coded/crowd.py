@@ -17,9 +17,8 @@ from torch import Tensor
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.local import partitioned
-from farflung.coded.meeting import Address, Reach
+from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
-from farflung.comm.interface import LOOPBACK
 from farflung.errors import FarflungError
 
 __all__ = ["Crowd"]
@@ -79,4 +78,4 @@ def _attend(address: str, path: Path | None, patience_s: float) -> None:
         os.dup2(nothing.fileno(), 2)  # what a device says that is killed half-way
     holding = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
     with contextlib.suppress(FarflungError, KeyboardInterrupt):
-        take_part(Address.of(address), holding, Reach(LOOPBACK), patience_s=patience_s)
+        take_part(Address.of(address), holding, patience_s=patience_s)

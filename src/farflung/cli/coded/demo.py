@@ -25,7 +25,7 @@ from farflung.cli.tables import print_table
 from farflung.coded.folder import Folder
 from farflung.coded.held import HeldProducts
 from farflung.coded.learner import Learner
-from farflung.coded.meeting import Address, Reach
+from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
 from farflung.coded.problem import Problem
 from farflung.coded.run import CodedRun
@@ -125,9 +125,7 @@ class Demo:
                 if event["event"] == "iterate":
                     self._happens(int(str(event["iterations"])), victims, crowd)
 
-            outcome = run.coordinate(
-                Address(LOOPBACK, 0), Reach(LOOPBACK), met=met, told=told, stop_asked=stop.asked
-            )
+            outcome = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop.asked)
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")

@@ -14,8 +14,8 @@ from typing import Annotated
 import tyro
 from rich.filesize import decimal
 
-from farflung.cli.coded.reach import ReachOptions
 from farflung.cli.main import spoken
+from farflung.cli.options import ENDPOINT, endpoint_of, with_options
 from farflung.cli.progress import stderr_console
 from farflung.cli.tables import print_table
 from farflung.coded.attendance import take_part
@@ -34,7 +34,8 @@ __all__ = ["Attend"]
 
 @spoken
 @dataclass(frozen=True, kw_only=True)
-class Attend(ReachOptions):
+@with_options(ENDPOINT)
+class Attend:
     """Take part in a run, with data or with room for coded blocks alone.
 
     Ctrl-C asks to leave: the device stays until others hold what it alone has. A second one ends it at once. When the
@@ -65,12 +66,12 @@ class Attend(ReachOptions):
         """Carries it out; returns the exit code."""
         if not 0 < self.patience < math.inf:
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
-        address, reach, holding = Address.of(self.address), self.reach, self._holding()
+        address, endpoint, holding = Address.of(self.address), endpoint_of(self), self._holding()
         seat = _Seat(self._tell)
         self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
         with on_stop(seat.ask):
             reason = take_part(
-                address, holding, reach, patience_s=self.patience, pace=self._pace(holding), met=seat.take
+                address, holding, endpoint, patience_s=self.patience, pace=self._pace(holding), met=seat.take
             )
         if reason:
             raise ConfigError(f"the coordinator at {address} has sent this device away: {reason}")

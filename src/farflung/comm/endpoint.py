@@ -1,0 +1,139 @@
+"""Where a process listens, by which address its peers reach it, and what it proves itself with."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from farflung.comm.interface import LOOPBACK, interface_address, is_loopback, tcp
+from farflung.comm.keys import Keys, load_keys
+from farflung.errors import ConfigError
+
+__all__ = ["NO_WAY_IN", "Endpoint", "advertised", "ports_in"]
+
+NO_WAY_IN = "none"
+"""What a replica advertises to which no peer can connect."""
+
+_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_HIGHEST = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How a process connects to its peers.
+
+    Args:
+      interface: the address, or the name of the network interface, to listen on; when not given, the one on the way to
+        the master address, or to the coordinator of coded training.
+      port: the port to listen at, or a range such as 7000-7100 of which each replica of a machine takes one, for
+        firewalls; when not given, any that is free.
+      advertise: HOST or HOST:PORT by which peers reach this process, where that is another address than the one it
+        listens at: behind port forwarding, in a container. none where no peer can connect to it, as behind a home
+        router: it connects to its peers, and one that can be reached relays between two that cannot.
+      keys: the folder made by farflung keys, with this machine's secret key and the public keys of all; everything is
+        encrypted then. When not given, keys are made for the run and exchanged through its store, so whatever reaches
+        that store can take part.
+      encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
+
+    Raises:
+      ConfigError: a port where none is listened at.
+    """
+
+    interface: str | None = None
+    port: str | int | None = None
+    advertise: str | None = None
+    keys: Path | str | None = None
+    encrypt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.advertise == NO_WAY_IN and self.port is not None:
+            raise ConfigError(
+                f"--advertise {NO_WAY_IN}: no peer connects to this replica, so it listens at no port: leave out "
+                f"--port {self.port}, or name the address at which it is reached"
+            )
+
+    @property
+    def address(self) -> str:
+        """The address of the interface; loopback when not given.
+
+        Raises:
+          ConfigError: there is no such interface.
+        """
+        return interface_address(self.interface or LOOPBACK)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all peers are on this machine."""
+        return is_loopback(self.address) and self.advertise in (None, NO_WAY_IN)
+
+    @property
+    def ports(self) -> range:
+        """The ports of which one is listened at.
+
+        Raises:
+          ConfigError: they cannot be read.
+        """
+        return ports_in(0 if self.port is None else self.port)
+
+    def on(self, route: Callable[[], str]) -> Endpoint:
+        """Returns this endpoint, with the address that ``route`` finds where no interface is given."""
+        return self if self.interface else replace(self, interface=route())
+
+    def read_keys(self) -> Keys | None:
+        """Reads the folder of keys.
+
+        Raises:
+          ConfigError: it cannot be used.
+        """
+        return None if self.keys is None else load_keys(Path(self.keys))
+
+    def proof(self) -> Keys | None:
+        """Returns what this process proves itself with; ``None`` where it does not encrypt.
+
+        Raises:
+          ConfigError: the folder of keys cannot be used.
+        """
+        return self.read_keys() or (Keys.fresh() if self.encrypt or not self.is_local else None)
+
+
+def ports_in(asked: str | int) -> range:
+    """The ports in ``7000``, ``"7000"`` or ``"7000-7100"``; 0 stands for any that is free.
+
+    Raises:
+      ConfigError: it says something else.
+    """
+    found = _PORTS.fullmatch(str(asked))
+    first = int(found[1]) if found else -1
+    last = int(found[2]) if found and found[2] else first
+    if not 0 <= first <= last <= _HIGHEST or (first == 0 < last):
+        raise ConfigError(f"--port {asked}: must be a port or a range of them, such as 7000 or 7000-7100")
+    return range(first, last + 1)
+
+
+def advertised(asked: str, port: int) -> str:
+    """The address in ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"``, as ZeroMQ writes it.
+
+    Args:
+      asked: what the others are to be told; a host's name is looked up here.
+      port: where none is said.
+
+    Raises:
+      ConfigError: no such host, or it says something else.
+    """
+    found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
+    if found is None or not 0 < int(found[2] or found[4] or port) <= _HIGHEST:
+        raise ConfigError(
+            f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
+            f"{NO_WAY_IN} where no peer can connect"
+        )
+    try:
+        (*_, (host, *_)), *_ = socket.getaddrinfo(found[1] or found[3], None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--advertise {asked}: unknown host ({error.strerror})") from None
+    if ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"--advertise {asked}: name the address that the other machines reach")
+    return f"{tcp(str(host))}:{found[2] or found[4] or port}"
