@@ -115,7 +115,6 @@ class Buffer:
     def open(
         self,
         feed: Feed,
-        nbytes: Callable[[], int],
         *,
         rate: float | None = None,
         lanes: int = 1,
@@ -127,7 +126,6 @@ class Buffer:
 
         Args:
           feed: of the replica.
-          nbytes: of what is held, as stored.
           rate: :math:`S_i`, where it neither changes nor has to be measured.
           lanes: how many sources there are, whose samples arrive in an order of their own but mix in any.
           stride: the remainder of an id divided by this says its lane; ids of a lane ascend.
@@ -151,7 +149,9 @@ class Buffer:
                 f"stream: least {self._fewest}, most {self._largest}, backlog {room}: none may be above the next"
             )
         self._batch_size, self._decide = feed.batch_size, feed.decide
-        self._nbytes, self._fixed_rate, self._gone = nbytes, rate, gone
+        row = feed.data.rows(torch.tensor([0]))
+        self._sample_nbytes = row.inputs.nbytes + row.targets.nbytes
+        self._fixed_rate, self._gone = rate, gone
         self.measures = rate is None and (self._window_s is not None or self._by_rate)
         """Whether the rate has to be measured."""
         self._lanes, self._stride, self._ahead = lanes, stride, ahead
@@ -245,7 +245,7 @@ class Buffer:
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
         """Settles what the step is made of, as far as it can be; how many samples are missing for it."""
-        held, nbytes = len(self._queue), self._nbytes()
+        held = len(self._queue)
         per_second = self._fixed_rate or 0.0
         if self.measures:
             if held < self._fewest:
@@ -261,6 +261,7 @@ class Buffer:
         missing = sum(max(0, count - self._held_of(oldest)) for oldest, count in takes)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
+            nbytes = held * self._sample_nbytes
             told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
             self._in_use = Arrivals(self._queue.ids, None, sum(count for _, count in takes), weight, told)
         return missing

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args, overload
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args
 
 from farflung.data.streams.buffer import Buffering, buffered
 from farflung.data.streams.live import LiveStream, Reach, Records
@@ -21,7 +19,7 @@ from farflung.options import text_option
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
 
-__all__ = ["ANSWER_S", "QUEUE", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
+__all__ = ["QUEUE", "Begin", "KafkaSource", "kafka"]
 
 Begin = Literal["earliest", "latest", "committed"]
 T = TypeVar("T")
@@ -133,9 +131,9 @@ class KafkaSource:
         each = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         try:
-            self._consumer = Consumer({**QUEUE, **client_settings(self._properties), **own})
+            self._consumer = Consumer({**QUEUE, **_client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
-            raise ConfigError(f"stream kafka: {reason(error)}") from None
+            raise ConfigError(f"stream kafka: {_reason(error)}") from None
         consumer = self._consumer
         try:
             found = self._answer(
@@ -155,7 +153,7 @@ class KafkaSource:
             return {one.partition: self._reach(one) for one in begins}
         except KafkaException as error:
             raise DataError(
-                f"{self.name}: {self.trouble or reason(error)}: is a broker running there, and does it advertise an "
+                f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
                 "address that can be reached from here?"
             ) from None
 
@@ -172,24 +170,19 @@ class KafkaSource:
         Raises:
           DataError: a position is not there any more, or the client has given up.
         """
-        from confluent_kafka import Message
-
         assert self._consumer is not None
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
-        messages = [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]
-        if any(map(Message.error, messages)):
-            for one in messages:
-                if (error := one.error()) is not None:
-                    self._judge(error)
-            messages = [one for one in messages if one.error() is None]
-        else:
-            self.trouble = ""
-        found = set(map(Message.partition, messages))
-        if len(found) == 1:
-            return [_records(messages)]
-        return [_records([one for one in messages if one.partition() == partition]) for partition in found]
+        found: dict[int, list[Message]] = {}
+        trouble = ""
+        for one in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
+            if (error := one.error()) is None:
+                found.setdefault(cast("int", one.partition()), []).append(one)
+            else:
+                trouble = self._judge(error)
+        self.trouble = trouble
+        return [_records(partition, messages) for partition, messages in found.items()]
 
     def pause(self, paused: bool) -> None:
         """Fetches nothing until told otherwise."""
@@ -245,50 +238,24 @@ class KafkaSource:
         """Of connections that break, and the like; the client mends them by itself."""
         self.trouble = error.str()
 
-    def _judge(self, error: KafkaError) -> None:
+    def _judge(self, error: KafkaError) -> str:
         from confluent_kafka import KafkaError
 
-        self.trouble = error.str()
         if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:
             raise DataError(f"{self.name}: {error.str()}")
+        return error.str()
 
 
-def _records(messages: list[Message]) -> Records:
-    """Messages of one partition."""
-    offsets = cast("list[int]", [one.offset() for one in messages])
+def _records(partition: int, messages: list[Message]) -> Records:
     return Records(
-        cast("int", messages[0].partition()),
-        offsets,
-        offsets[-1] + 1,
+        partition,
+        cast("list[int]", [one.offset() for one in messages]),
         [one.value() or b"" for one in messages],
-        _MadeS(messages),
+        lambda: [1e-3 * one.timestamp()[1] for one in messages],
     )
 
 
-class _MadeS(Sequence[float]):
-    """When messages were made, in seconds; most of them nobody asks."""
-
-    def __init__(self, messages: list[Message]) -> None:
-        self._messages = messages
-
-    @override
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    @overload
-    def __getitem__(self, at: int) -> float: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> _MadeS: ...
-
-    @override
-    def __getitem__(self, at: int | slice) -> float | _MadeS:
-        if isinstance(at, slice):
-            return _MadeS(self._messages[at])
-        return 1e-3 * self._messages[at].timestamp()[1]
-
-
-def client_settings(properties: Path | None) -> dict[str, str]:
+def _client_settings(properties: Path | None) -> dict[str, str]:
     """Client properties in a file: lines of ``name=value``; those that begin with ``#`` are left out.
 
     Raises:
@@ -305,7 +272,7 @@ def client_settings(properties: Path | None) -> dict[str, str]:
     return settings
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What a client's error says."""
     told = error.args[0] if error.args else error
     return told.str() if hasattr(told, "str") else str(told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from farflung.errors import ConfigError, DataError
 from farflung.files import number_pairs, reading
 from farflung.seeding import generator
 
-__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn", "rates_in"]
+__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
 Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
@@ -163,19 +162,6 @@ def _named(name: str, size: int, seed: int) -> Sequence[float]:
             f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself"
         )
     return [float(one) for one in rates[:size]]
-
-
-def rates_in(text: str) -> Rates:
-    """Rates as a command line has them: a number, a list, pairs, or words.
-
-    >>> rates_in("[50, 12]"), rates_in("S1")
-    ([50, 12], 'S1')
-    """
-    try:
-        value: Rates = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return value
 
 
 def _trace(path: Path) -> RateCourse:
