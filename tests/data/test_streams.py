@@ -11,6 +11,7 @@ import torch
 from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
 from farflung.errors import ConfigError, DataError
 from farflung.runtime import DecisionLog
+from farflung.spec import build
 from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
 
 
@@ -56,9 +57,11 @@ ROWS: dict[str, Callable[[], Stream]] = {
 
 
 def test_each_stream_is_in_the_table() -> None:
-    """Or has a source outside, and tests of its own: Kafka in ``tests/runs/test_kafka.py``, files here beside."""
-    outside = {STREAMS[name] for name in ("files", "kafka")}
+    """Or has a source outside, and tests of its own: ``test_iterator.py`` here, and ``tests/runs/test_kafka.py``."""
+    outside = {STREAMS[name] for name in ("files", "iterator", "kafka")}
     assert {type(make()) for make in ROWS.values()} == set(STREAMS.values()) - outside
+    with pytest.raises(ConfigError, match=r"stream files: gone; .* give iterator\('module:function'\)"):
+        build("stream", "files('/var/spool')", STREAMS)
 
 
 @pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
