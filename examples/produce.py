@@ -36,6 +36,7 @@ if len(rates) != options.devices:
 data, _ = workload(options.workload).datasets()
 order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
 producer = Producer({"bootstrap.servers": options.servers, "enable.idempotence": True, "linger.ms": 5})
+producer.list_topics(timeout=10)  # connects, or says why it cannot
 each = "{rank}" in options.topic
 sent = [0] * options.devices
 

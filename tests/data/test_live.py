@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from farflung.data import LiveStream, TensorDataset, as_messages
-from farflung.data.streams.live import STRIDE, Reach, Records
+from farflung.data.streams.live import STRIDE, MessageSource, Reach, Records
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.runtime import DecisionLog
 from farflung.types import Arrivals, Samples
@@ -34,14 +35,14 @@ def step(stream: Any, samples: Any, number: int) -> list[int]:
     return labels
 
 
-class Fountain:
+class Fountain(MessageSource):
     """Partitions that hold what tests put there.
 
     Args:
       partitions: messages of each.
     """
 
-    name, trouble = "fountain", ""
+    name = "fountain"
 
     def __init__(self, *partitions: list[bytes]) -> None:
         self.partitions = {number: list(values) for number, values in enumerate(partitions)}
@@ -54,6 +55,7 @@ class Fountain:
         self.closed = 0
         self.heard = threading.Condition()
 
+    @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         return {
             number: Reach(self.first[number], len(values), self.begin[number])
@@ -61,9 +63,11 @@ class Fountain:
             if number % size == rank
         }
 
+    @override
     def start(self, positions: Mapping[int, int]) -> None:
         self.at = dict(positions)
 
+    @override
     def read(self, most: int, wait_s: float) -> list[Records]:
         found: list[Records] = []
         left = most
@@ -87,14 +91,17 @@ class Fountain:
             self.partitions[number] += values
             self.heard.notify_all()
 
+    @override
     def pause(self, paused: bool) -> None:
         self.paused = paused
 
+    @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
         with self.heard:
             self.told.append((dict(positions), step))
             self.heard.notify_all()
 
+    @override
     def close(self) -> None:
         self.closed += 1
 

@@ -283,14 +283,14 @@ def test_a_share_is_passed_over_by_its_replica_alone() -> None:
         (lambda: RateLimited(0.0), r"stream rate\(0.0\): must be a number of samples per second above 0"),
         (lambda: RateLimited([3, -1]), "must be a number of samples per second above 0"),
         (lambda: RateLimited(float("nan")), "above 0"),
-        (lambda: RateLimited(1.0, full="burst"), "full='burst': must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, policy="both"), "policy='both': must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, weigh="all"), "weigh='all': must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, full="burst"), "full 'burst' must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, policy="both"), "policy 'both' must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, weigh="all"), "weigh 'all' must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
         (lambda: RateLimited(1.0, full="stop"), "full='stop' says what happens at a backlog: give one"),
         (lambda: RateLimited(1.0, policy="truncation", backlog=9), "keeps no backlog"),
-        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0: must be a number of seconds above 0"),
-        (lambda: RateLimited(1.0, least=0), "least 0: must be a whole number, 1 or more"),
-        (lambda: RateLimited(1.0, most=2.5), "most 2.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0 must be a number of at least 0.001"),
+        (lambda: RateLimited(1.0, least=0), "least 0 must be at least 1"),
+        (lambda: RateLimited(1.0, most=2.5), "most 2.5 must be a whole number"),  # type: ignore[arg-type]
         (lambda: opened(RateLimited([1.0]), size=2), "1 rates for 2 replicas"),
         (
             lambda: opened(RateLimited([9, 5], window_s=1.0), size=2),

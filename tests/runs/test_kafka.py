@@ -199,7 +199,7 @@ def test_a_client_that_is_not_installed_is_said_with_the_extra(monkeypatch: pyte
     ("options", "says"),
     [
         ({"topic": ""}, "topic '' must be text"),
-        ({"topic": "t", "begin": "now"}, "begin='now': must be 'earliest' or 'latest' or 'committed'"),
+        ({"topic": "t", "begin": "now"}, "begin 'now' must be 'earliest' or 'latest' or 'committed'"),
         ({"topic": "t", "group": 3}, "group 3 must be text"),
     ],
 )

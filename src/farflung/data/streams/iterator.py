@@ -12,9 +12,10 @@ from threading import Thread
 from typing import Any, TypeAlias, Unpack
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import CHUNK, LiveStream, Reach, Records
+from farflung.data.streams.live import CHUNK, LiveStream, MessageSource, Reach, Records
 from farflung.data.streams.messages import function_named
 from farflung.errors import DataError
 
@@ -53,7 +54,7 @@ def iterator(
     return LiveStream(IteratorSource(function), lambda sample: sample, skip, deadline_s, buffer)
 
 
-class IteratorSource:
+class IteratorSource(MessageSource):
     """Runs an iterator in a thread of its own; see :func:`iterator`.
 
     So an iterator that blocks delays neither the deadline nor the end of the run.
@@ -62,33 +63,23 @@ class IteratorSource:
     def __init__(self, function: str | Factory) -> None:
         self._given = function
         self.name = f"iterator {function if isinstance(function, str) else getattr(function, '__qualname__', function)}"
-        self.trouble = ""
         self._queue: Queue[tuple[int, Any, float]] = Queue(CHUNK)
         self._error: Exception | None = None
         self._closed = False
         self._following = 0
 
+    @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
-        """Imports the function.
-
-        Raises:
-          ConfigError: there is none.
-        """
         self._function, self._rank, self._size = function_named("stream iterator", self._given), rank, size
         return {0: Reach(0, sys.maxsize, 0)}
 
+    @override
     def start(self, positions: Mapping[int, int]) -> None:
-        """Starts the thread."""
         self._following = positions[0]
         Thread(target=self._run, args=(positions[0],), name="stream iterator", daemon=True).start()
 
+    @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        """Returns what the iterator has yielded.
-
-        Raises:
-          DataError: positions do not ascend.
-          Exception: that of the iterator.
-        """
         came: list[tuple[int, Any, float]] = []
         with suppress(Empty):
             while len(came) < most:
@@ -104,12 +95,7 @@ class IteratorSource:
         positions, values = [one[0] for one in came], [one[1] for one in came]
         return [Records(0, positions, values, lambda: [one[2] for one in came])] if came else []
 
-    def pause(self, paused: bool) -> None:
-        """Does nothing: the iterator is not resumed while the queue is full."""
-
-    def used(self, positions: Mapping[int, int], step: int) -> None:
-        """Does nothing."""
-
+    @override
     def close(self) -> None:
         """Ends the thread when the iterator yields next."""
         self._closed = True

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args
 
+from typing_extensions import override
+
 from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import LiveStream, Reach, Records
+from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
 from farflung.data.streams.messages import Decoder
 from farflung.errors import ConfigError, DataError
 from farflung.extras import need
 from farflung.files import read_text, reading
-from farflung.options import text_option
+from farflung.options import choice_option, text_option
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
@@ -84,15 +86,14 @@ def kafka(
     Raises:
       ConfigError: a value out of its range.
     """
-    if begin not in get_args(Begin):
-        raise ConfigError(f"stream kafka: begin={begin!r}: must be {' or '.join(map(repr, get_args(Begin)))}")
+    choice_option("stream kafka", "begin", begin, get_args(Begin))
     for name, value in (("servers", servers), ("topic", topic), ("group", group)):
         text_option("stream kafka", name, value)
     source = KafkaSource(servers, topic, begin, group, None if properties is None else Path(properties))
     return LiveStream(source, decoder, skip, deadline_s, buffer)
 
 
-class KafkaSource:
+class KafkaSource(MessageSource):
     """Partitions of a topic; the arguments are those of :func:`kafka`."""
 
     def __init__(self, servers: str, topic: str, begin: Begin, group: str, properties: Path | None) -> None:
@@ -101,13 +102,9 @@ class KafkaSource:
         self._consumer: Consumer | None = None
         self._partitions: list[int] = []
         self._paused = False
-        self.trouble = ""
+        self.name = f"topic {topic} at {servers}"
 
-    @property
-    def name(self) -> str:
-        """Topic and servers."""
-        return f"topic {self._topic} at {self._servers}"
-
+    @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         """Asks the broker for the topic's partitions and offsets.
 
@@ -130,6 +127,7 @@ class KafkaSource:
         }
         each = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
+        self.name = f"topic {self._topic} at {self._servers}"
         try:
             self._consumer = Consumer({**QUEUE, **_client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
@@ -157,19 +155,15 @@ class KafkaSource:
                 "address that can be reached from here?"
             ) from None
 
+    @override
     def start(self, positions: Mapping[int, int]) -> None:
-        """Assigns the partitions."""
         from confluent_kafka import TopicPartition
 
         assert self._consumer is not None
         self._consumer.assign([TopicPartition(self._topic, one, at) for one, at in positions.items()])
 
+    @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        """What has come.
-
-        Raises:
-          DataError: a position is not there any more, or the client has given up.
-        """
         assert self._consumer is not None
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
@@ -184,8 +178,8 @@ class KafkaSource:
         self.trouble = trouble
         return [_records(partition, messages) for partition, messages in found.items()]
 
+    @override
     def pause(self, paused: bool) -> None:
-        """Fetches nothing until told otherwise."""
         from confluent_kafka import TopicPartition
 
         if paused == self._paused:
@@ -195,8 +189,9 @@ class KafkaSource:
         change = self._consumer.pause if paused else self._consumer.resume
         change([TopicPartition(self._topic, one) for one in self._partitions])
 
+    @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
-        """Commits offsets, with the step; nobody waits for the answer."""
+        """Commits offsets, with the step; does not wait for the answer."""
         from confluent_kafka import TopicPartition
 
         assert self._consumer is not None
@@ -206,8 +201,8 @@ class KafkaSource:
             asynchronous=True,
         )
 
+    @override
     def close(self) -> None:
-        """Ends the consumer."""
         if self._consumer is not None:
             self._consumer.close()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,50 +72,43 @@ class Reach(NamedTuple):
     begin: int
 
 
-class MessageSource(Protocol):
+class MessageSource(ABC):
     """Partitions of messages that can be read from any position on; used by one thread at a time."""
 
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
-        ...
+    name: str
+    """Its name in errors."""
+    trouble: str = ""
+    """What went wrong last and may mend itself; empty once messages come."""
 
-    @property
-    def trouble(self) -> str:
-        """What went wrong last and may mend itself; empty once messages come."""
-        ...
-
+    @abstractmethod
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         """Finds the partitions of one of ``size`` replicas.
 
         Raises:
           FarflungError: there are none, or the source does not answer.
         """
-        ...
 
+    @abstractmethod
     def start(self, positions: Mapping[int, int]) -> None:
         """Reads each partition from a position on."""
-        ...
 
+    @abstractmethod
     def read(self, most: int, wait_s: float) -> list[Records]:
         """Returns what has come, at most so many; waits a while for the first.
 
         Raises:
-          FarflungError: it cannot be read any more.
+          Exception: it cannot be read any more.
         """
-        ...
 
-    def pause(self, paused: bool) -> None:
-        """Whether to fetch nothing for now."""
-        ...
+    def pause(self, paused: bool) -> None:  # noqa: B027
+        """Fetches nothing while it is paused."""
 
-    def used(self, positions: Mapping[int, int], step: int) -> None:
+    def used(self, positions: Mapping[int, int], step: int) -> None:  # noqa: B027
         """Takes note that steps up to this one have used everything before these positions."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Closes connections and files."""
-        ...
 
 
 class LiveStream:
@@ -165,7 +159,7 @@ class LiveStream:
         """Held when the checkpoint was made, and not read again yet."""
         self._skipped = 0
         self._paused = False
-        self._full_since: float | None = None
+        self._read_at = 0.0
         self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MEASURED))
         self._ready: Pending[None] | None = None
         self._missing = 0
@@ -211,7 +205,7 @@ class LiveStream:
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            if self._full_since is not None and self._goes_on():
+            if self._has_room():
                 self._changed.notify_all()
 
     def state_dict(self) -> State:
@@ -334,25 +328,25 @@ class LiveStream:
 
     def _read(self) -> None:
         with self._changed:
-            room = None if self._again else self._buffer.room
-            full = room == 0 or (self._full_since is not None and not self._goes_on())
-            if full:
-                self._full_since = self._full_since or time.monotonic()
-                self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
-        if not full:
-            self._full_since, self._paused = None, False
+            goes_on = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
+            room = self._room()
+        if self._closed:
+            return
+        if goes_on:
+            self._paused, self._read_at = False, time.monotonic()
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
-            return
-        assert self._full_since is not None
-        if time.monotonic() - self._full_since > PAUSE_S:
+        elif time.monotonic() - self._read_at > PAUSE_S:
             self._paused = True
             self._source.pause(True)
             self._take(self._source.read(0, 0.0))
 
-    def _goes_on(self) -> bool:
-        """Whether a source that waits for room has cause to go on: there is much, or a step waits."""
-        room, much = self._buffer.room, self._low if self._paused else min(self._low, CHUNK)
+    def _room(self) -> int | None:
+        return None if self._again else self._buffer.room
+
+    def _has_room(self) -> bool:
+        """Whether there is room for much, or for something where a step waits."""
+        room, much = self._room(), self._low if self._paused else min(self._low, CHUNK)
         return room is None or room > much or (room > 0 and self._ready is not None)
 
     def _take(self, came: Sequence[Records]) -> None:
@@ -387,7 +381,12 @@ class LiveStream:
         partition, following = records.partition, records.positions[-1] + 1
         self._next[partition] = max(self._next[partition], following)
         for position, error in refused.items():
-            self._skip_one(partition, position, error)
+            self._skipped += 1
+            if self._skipped > self._skip:
+                raise DataError(
+                    f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
+                    f"partition {partition} ({error}): raise skip, or give a decoder for them"
+                )
         self._held.update(samples)
         new = [one for one in samples if one not in self._again] if self._again else [*samples]
         self._again.difference_update(samples)
@@ -396,14 +395,6 @@ class LiveStream:
         if self._buffer.measures:
             self._made_s[partition].extend(records.made_s())
         self._check_found(partition, following)
-
-    def _skip_one(self, partition: int, position: int, error: Exception) -> None:
-        self._skipped += 1
-        if self._skipped > self._skip:
-            raise DataError(
-                f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
-                f"partition {partition} ({error}): raise skip, or give a decoder for them"
-            ) from None
 
     def _check_found(self, partition: int, following: int) -> None:
         """Whether what was held is still there, up to where a partition has been read."""
