@@ -123,7 +123,7 @@ class Buffer:
         ahead: int = 1 << 24,
         gone: Callable[[SampleIds], object] = lambda ids: None,
     ) -> None:
-        """What comes before the first sample.
+        """Prepares for the first sample.
 
         Args:
           feed: of the replica.
@@ -131,7 +131,7 @@ class Buffer:
           lanes: how many sources there are, whose samples arrive in an order of their own but mix in any.
           stride: the remainder of an id divided by this says its lane; ids of a lane ascend.
           ahead: ids that a run which is replayed may have been ahead of this one.
-          gone: told of ids that are not held any more.
+          gone: called with ids that are not held any more.
 
         Raises:
           ConfigError: bounds that contradict each other, or a rate below them.
@@ -158,7 +158,7 @@ class Buffer:
         self._lanes, self._stride, self._ahead = lanes, stride, ahead
 
     def check_rate(self, rate: float) -> None:
-        """Whether a rate that stays brings enough for a step.
+        """Checks that a constant rate brings enough for a step.
 
         Raises:
           ConfigError: it does not; says what to do.
@@ -182,11 +182,11 @@ class Buffer:
         return max(0, self._backlog - (len(self.ids) - self.in_use))
 
     def oldest(self, lane: int = 0) -> int:
-        """No id of this lane before this one is wanted any more."""
+        """Returns the id of this lane before which none is wanted any more."""
         return self._oldest.get(lane, 0)
 
     def put(self, ids: SampleIds) -> None:
-        """Samples arrive."""
+        """Adds samples that have arrived."""
         if self._oldest:
             unwanted = self._unwanted(ids)
             self._drop(ids, unwanted)
@@ -195,7 +195,7 @@ class Buffer:
             self.ids = torch.cat([self.ids, ids])
 
     def poll(self, step: int, rate: Callable[[], float]) -> tuple[int, Arrivals]:
-        """What ``step`` is made of, as far as that is known.
+        """Returns what ``step`` is made of, as far as that is known.
 
         Args:
           step: the step.
@@ -226,12 +226,12 @@ class Buffer:
         self._in_use = None
 
     def state_dict(self) -> State:
-        """What is held, and what has been dropped."""
+        """Returns which samples are held, and how many have been dropped."""
         oldest = {str(lane): first for lane, first in self._oldest.items()}
         return {"held": self.ids.clone(), "dropped": self._dropped, "oldest": oldest}
 
     def seek(self, state: State) -> None:
-        """Goes back to that."""
+        """Goes back to a position from :meth:`state_dict`."""
         self.ids = state["held"]
         self._dropped = int(state["dropped"])
         self._oldest = {int(lane): int(first) for lane, first in state["oldest"].items()}
@@ -240,7 +240,7 @@ class Buffer:
     # --- what a step takes --------------------------------------------------------------------------------------
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
-        """Settles what the step is made of, as far as it can be; how many samples are missing for it."""
+        """Settles what the step is made of, as far as it can be; returns how many samples are missing for it."""
         held = len(self.ids)
         per_second = self._fixed_rate or 0.0
         if self.measures:
@@ -270,14 +270,14 @@ class Buffer:
         return self._rate[1]
 
     def _sizes(self, rate: float) -> tuple[int, int]:
-        """The fewest and the most that a step takes at a rate."""
+        """Returns the fewest and the most samples that a step takes at a rate."""
         if self._window_s is None:
             return self._fewest, self._largest
         size = min(max(round(rate * self._window_s), self._fewest), self._largest)
         return size, size
 
     def _choose(self, step: int, low: int, high: int) -> None:
-        """Says what is taken, and drops what is not kept."""
+        """Decides which samples are taken, and drops those that are not kept."""
         if low == high and self._lanes == 1 and not self._drops:
             self._chosen = step, [(int(self.ids[0]), low)]
             return
@@ -292,7 +292,7 @@ class Buffer:
             self._remove(held[unwanted])
 
     def _choice(self, high: int) -> Json:
-        """Of each lane the oldest id that is kept, and how many are taken; what arrived first is taken first."""
+        """Returns the oldest id kept and the number taken of each lane; what arrived first is taken first."""
         held = self.ids
         kept = held
         if self._truncates:
@@ -314,7 +314,7 @@ class Buffer:
         return choice
 
     def _possible(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
-        """A choice as it was made or read.
+        """Checks a choice as it was made or read.
 
         Raises:
           ValueError: it cannot have been made.
@@ -338,14 +338,14 @@ class Buffer:
         return ids if self._lanes == 1 else ids[ids % self._stride == lane]
 
     def _lane(self, like: int) -> SampleIds:
-        """What is held of the lane of an id, in the order of arrival."""
+        """Returns what is held of the lane of an id, in the order of arrival."""
         return self._in_lane(self.ids, like % self._stride)
 
     def _held_of(self, like: int) -> int:
         return len(self.ids) if self._lanes == 1 else len(self._lane(like))
 
     def _shown(self) -> SampleIds:
-        """All that is held; what the step takes is first, lane by lane."""
+        """Returns all that is held; what the step takes is first, lane by lane."""
         held = self.ids
         if self._lanes == 1 or self._chosen is None:
             return held
@@ -353,7 +353,7 @@ class Buffer:
         return torch.cat([taken, held[~torch.isin(held, taken)]])
 
     def _unwanted(self, ids: SampleIds) -> Tensor:
-        """Which of the ids are before the oldest that is kept."""
+        """Marks ids before the oldest that is kept."""
         found = torch.zeros(len(ids), dtype=torch.bool)
         for lane, oldest in self._oldest.items():
             found |= (ids % self._stride == lane) & (ids < oldest)
@@ -371,7 +371,7 @@ class Buffer:
 
 
 def buffered(stream: S) -> S:
-    """Has the signature of a stream name the options of its buffer, in the place of ``**buffer``."""
+    """Shows the options of the buffer in a stream's signature, in place of ``**buffer``."""
     own = list(inspect.signature(stream).parameters.values())[:-1]
     of_the_buffer = inspect.signature(Buffer).parameters.values()
     stream.__signature__ = inspect.Signature([*own, *of_the_buffer])  # type: ignore[attr-defined]

@@ -65,8 +65,8 @@ def kafka(
     ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic
     for all :math:`n`. There is no rebalancing.
 
-    Where a run goes on is said by its checkpoint alone. Offsets are committed to the broker as well, once the exchange
-    that used them is through, for whoever watches the group. A broker that is away is waited for.
+    A run resumes from its checkpoint alone. Offsets are committed to the broker as well, once the exchange that used
+    them is through, for monitors of the group. A broker that is away is waited for.
 
     Args:
       servers: bootstrap servers, ``host:port``, several with commas.
@@ -207,7 +207,7 @@ class KafkaSource(MessageSource):
             self._consumer.close()
 
     def _reach(self, partition: Any) -> Reach:
-        """Of one partition, whose offset is the committed one, if any."""
+        """Asks for the offsets of one partition, whose own is the committed one, if any."""
         consumer = self._consumer
         assert consumer is not None
         first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
@@ -215,7 +215,7 @@ class KafkaSource(MessageSource):
         return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """What the broker says, once it is ready to."""
+        """Returns the broker's answer, once it is ready to give one."""
         from confluent_kafka import KafkaError, KafkaException
 
         assert self._consumer is not None
@@ -230,7 +230,7 @@ class KafkaSource(MessageSource):
             self._consumer.poll(AGAIN_S)
 
     def _hear(self, error: KafkaError) -> None:
-        """Of connections that break, and the like; the client mends them by itself."""
+        """Notes an error that the client repairs by itself, such as a broken connection."""
         self.trouble = error.str()
 
     def _judge(self, error: KafkaError) -> str:
@@ -251,7 +251,7 @@ def _records(partition: int, messages: list[Message]) -> Records:
 
 
 def _client_settings(properties: Path | None) -> dict[str, str]:
-    """Client properties in a file: lines of ``name=value``; those that begin with ``#`` are left out.
+    """Reads client properties from a file: lines of ``name=value``; those that begin with ``#`` are left out.
 
     Raises:
       ConfigError: it cannot be read, or a line is none.
@@ -268,7 +268,7 @@ def _client_settings(properties: Path | None) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """What a client's error says."""
+    """Returns the text of a client's error."""
     told = error.args[0] if error.args else error
     return told.str() if hasattr(told, "str") else str(told)
 

@@ -277,7 +277,7 @@ class LiveStream:
         self._thread.start()
 
     def _positions(self, value: Any) -> dict[int, int]:
-        """A decision as it was made or read.
+        """Checks a decision as it was made or read.
 
         Raises:
           ValueError: it cannot have been made.
@@ -290,7 +290,7 @@ class LiveStream:
         return found
 
     def _starts(self) -> dict[int, int]:
-        """From where on each partition is read: what is held is read again."""
+        """Returns the position from which each partition is read: what is held is read again."""
         starts = dict(self._next)
         for one in self._again:
             position, partition = divmod(one, STRIDE)
@@ -364,7 +364,7 @@ class LiveStream:
             ready.set(None)
 
     def _decoded(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Of messages that are new or were held: samples by id, and why others do not decode, by position."""
+        """Decodes messages that are new or were held; returns samples by id, and errors of others by position."""
         samples: dict[int, Any] = {}
         refused: dict[int, Exception] = {}
         partition, first_new, keep = records.partition, self._next[records.partition], self._messages.keep
@@ -397,7 +397,7 @@ class LiveStream:
         self._check_found(partition, following)
 
     def _check_found(self, partition: int, following: int) -> None:
-        """Whether what was held is still there, up to where a partition has been read."""
+        """Checks that what was held is still there, up to where a partition has been read."""
         for one in self._again:
             position = one // STRIDE
             if one % STRIDE == partition and position < following:
@@ -448,7 +448,7 @@ class LiveStream:
     # --- its rate ----------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
-        """Samples per second, by when the last of each partition were made."""
+        """Measures samples per second, by when the last of each partition were made."""
         return sum(self._rate_of(made_s) for made_s in self._made_s.values())
 
     def _rate_of(self, made_s: deque[float]) -> float:

@@ -59,7 +59,7 @@ PRINTED = {
 
 
 def drawn(name: str, count: int, seed: int) -> list[float]:
-    """The rates of so many devices, whole numbers of at least 8.
+    """Draws the rates of ``count`` devices, whole numbers of at least 8.
 
     Args:
       name: in :data:`RATE_SETS`.
@@ -94,11 +94,11 @@ class RateCourse:
         return self.rates[0] if len(self.rates) == 1 else None
 
     def at(self, t: float) -> float:
-        """Samples per second at a time."""
+        """Returns samples per second at a time."""
         return self.rates[bisect_right(self.begins, t) - 1]
 
     def delay(self, number: int, since: float) -> float:
-        """How long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
+        """Returns how long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
         left = float(number)
         for begin, end, rate in self._spans(since):
             room = (end - begin) * rate
@@ -108,12 +108,12 @@ class RateCourse:
         raise AssertionError("the last rate has no end")
 
     def sent(self, since: float, seconds: float) -> float:
-        """How many samples are sent in so many seconds from ``since`` on, with the fraction of the last one."""
+        """Returns how many samples are sent in ``seconds`` from ``since`` on, with the fraction of the last one."""
         until = since + seconds
         return sum(max(0.0, min(end, until) - begin) * rate for begin, end, rate in self._spans(since))
 
     def _spans(self, since: float) -> Iterator[tuple[float, float, float]]:
-        """Begin, end and value of each rate from a time on."""
+        """Yields begin, end and value of each rate from a time on."""
         ends = (*self.begins[1:], math.inf)
         for begin, end, rate in zip(self.begins, ends, self.rates, strict=True):
             if end > since:
@@ -121,7 +121,7 @@ class RateCourse:
 
 
 def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
-    """What each of ``size`` replicas receives.
+    """Returns the rate of each of ``size`` replicas over time.
 
     Args:
       rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
