@@ -118,9 +118,9 @@ def command(*arguments: str) -> int:
     return main()
 
 
-def script(path: Path) -> None:
+def script(path: Path, *arguments: str) -> None:
     """What runs in the process of a script."""
-    sys.argv = [str(path)]
+    sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
 

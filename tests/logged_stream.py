@@ -1,19 +1,37 @@
-"""A stream that writes down which samples each step has used, for tests of what is lost or used twice."""
+"""A source of samples without a broker, and streams that write down which samples each step has used."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from farflung.data import LiveStream, files, kafka
+import torch
+
+from farflung.data import LiveStream, iterator, kafka
 from farflung.data.streams.live import STRIDE
 from farflung.types import Feed, SampleIds, Samples
+from farflung.workloads import workload
+
+Sample = tuple[torch.Tensor, torch.Tensor]
 
 
-def logged(folder: str, source: str = "kafka", **options: Any) -> LiveStream:
-    """The stream of that kind; a line for each step in a file of each replica in ``folder``."""
-    stream = kafka(**options) if source == "kafka" else files(**options)
+def readings(rank: int, size: int, position: int) -> Iterator[tuple[int, Sample]]:
+    """The samples of ``synthetic/quadratic`` over and over, in bursts of 16 with pauses between them."""
+    data, _ = workload("synthetic/quadratic").datasets()
+    for number in itertools.count(position):
+        rows = data.rows(torch.tensor([(number * size + rank) % len(data)]))
+        yield number, (rows.inputs[0], rows.targets[0])
+        if number % 16 == 15:
+            time.sleep(0.01)
+
+
+def logged(folder: str, **options: Any) -> LiveStream:
+    """The stream ``kafka``, or ``iterator`` over :func:`readings`; a line for each step in a file of each replica."""
+    stream = kafka(**options) if "topic" in options else iterator(readings, **options)
     opened, committed = stream.open, stream.commit
     path = Path(folder)
 

@@ -1,33 +1,31 @@
-"""How near to the rates they are asked for producers come, all of them and the broker on one machine."""
+"""The rates that producers reach, all of them and the broker on one machine."""
 
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from farflung.data import KafkaOutlet, RateCourse, courses, in_turn, publish
-from farflung.types import Dataset
+from benchmarks.common.workers import environment
 from tests.broker import Broker
 
-__all__ = ["COUNTS", "RATES", "THREADS", "effective"]
+__all__ = ["COUNTS", "PRODUCE", "RATES", "THREADS", "effective"]
 
+PRODUCE = Path(__file__).parents[2] / "examples" / "produce.py"
 COUNTS, RATES = (1, 2, 4, 8, 16, 32), (100, 300, 600)
 """Of producers, and samples per second of each (Fig. 5)."""
 THREADS = ((8, 4), (1, 1))
 """Of the broker, for the network and for its disk: the paper's (section V), and as few as there can be."""
-LAYOUTS = {"a topic each": "own-{rank}", "a partition each": "shared"}
+LAYOUTS = {"a topic each": "own-{{rank}}-{count}-{rate}", "a partition each": "shared-{count}-{rate}"}
 
 
-def effective(
-    data: Dataset, *, counts: tuple[int, ...], rates: tuple[int, ...], seconds: float
-) -> list[dict[str, Any]]:
+def effective(*, counts: tuple[int, ...], rates: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
     """Samples per second of a producer, on average, for each combination; all are devices of one process.
 
     Args:
-      data: what they send.
       counts: of producers.
       rates: that each is asked for.
       seconds: for how long they send.
@@ -40,8 +38,8 @@ def effective(
             )
             try:
                 for count, rate in itertools.product(counts, rates):
-                    name = f"{topic}-{count}-{rate}"
-                    reached = _reached(broker.servers, name, data, courses(rate, count, 0), seconds)
+                    name = topic.format(count=count, rate=rate)
+                    reached = _reached(broker, name, count, rate, seconds)
                     found.append(
                         {
                             "threads": [network, disk],
@@ -56,11 +54,18 @@ def effective(
     return found
 
 
-def _reached(servers: str, topic: str, data: Dataset, given: list[RateCourse], seconds: float) -> float:
+def _reached(broker: Broker, topic: str, count: int, rate: int, seconds: float) -> float:
     """Until the last is acknowledged, or for as long as they were to send."""
-    outlet = KafkaOutlet(servers, topic, len(given), make=True)
-    sources = [in_turn(data, rank, len(given), shared=True, seed=0) for rank in range(len(given))]
-    begin = time.monotonic()
-    published = publish(outlet, given, sources, seconds=seconds)
-    taken_s = max(time.monotonic() - begin, seconds)
-    return sum(published.samples) / len(given) / taken_s
+    if "{rank}" in topic:
+        for rank in range(count):
+            broker.make(topic.format(rank=rank), 1)
+    else:
+        broker.make(topic, count)
+    asked = [
+        "--servers", broker.servers, "--topic", topic, "--devices", str(count), "--rate", str(rate),
+        "--samples", str(int(rate * seconds)),
+    ]  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, str(PRODUCE), *asked], env=environment(), capture_output=True, text=True, check=True
+    ).stdout.split()
+    return int(told[0]) / count / max(float(told[3]), seconds)

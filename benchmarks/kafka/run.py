@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
-from benchmarks.kafka.producers import COUNTS, RATES, THREADS, effective
+from benchmarks.kafka.producers import COUNTS, PRODUCE, RATES, THREADS, effective
 from farflung.data import as_messages, kafka
 from farflung.data.streams.kafka import QUEUE
 from farflung.errors import LabError
@@ -149,9 +149,8 @@ def measure_producers(quick: bool) -> Mapping[str, Measured]:
     """The least of what is reached with as many threads of the broker as in the paper, a topic each."""
     if not HOME:
         raise LabError(NEEDS)
-    data, _ = workload("fashion-mnist/cnn", data="packaged").datasets()
     counts, rates = ((2,), (600,)) if quick else (COUNTS, RATES)
-    table = effective(data, counts=counts, rates=rates, seconds=1.0 if quick else SECONDS)
+    table = effective(counts=counts, rates=rates, seconds=1.0 if quick else SECONDS)
     judged = [
         one["reached"] / one["asked"]
         for one in table
@@ -187,19 +186,22 @@ def measure_lost(quick: bool) -> Mapping[str, Measured]:
 
 def _disturbed(broker: Broker, folder: Path, steps: int, away_s: float) -> None:
     stream = f"tests.logged_stream:logged({str(folder)!r}, servers={broker.servers!r}, topic='readings')"
-    work = ["--workload", "synthetic/quadratic", "--workers", str(WORKERS)]
+    work = ["--workload", "synthetic/quadratic"]
     every = steps // 4
     train = [
-        "train", *work, "--batch-size", str(STEP_SAMPLES), "--steps", str(steps), "--stream", stream,
-        "--checkpoint-every", str(every), "--evaluate-every", "0", "--out", str(folder / "run"),
+        "-m", "farflung", "train", *work, "--workers", str(WORKERS), "--batch-size", str(STEP_SAMPLES),
+        "--steps", str(steps), "--stream", stream, "--checkpoint-every", str(every), "--evaluate-every", "0",
+        "--out", str(folder / "run"),
     ]  # fmt: skip
-    produce = ["produce", *work, "--servers", broker.servers, "--topic", "readings", "--quiet"]
-    with _command(*train) as first:
+    produce = [
+        str(PRODUCE), *work, "--servers", broker.servers, "--topic", "readings", "--devices", str(WORKERS), "--rate",
+    ]  # fmt: skip
+    with _python(*train) as first:
         few = str(STEP_SAMPLES * (every + every // 4))
-        with _command(*produce, "--rate", "300", "--samples", few) as source:
+        with _python(*produce, "300", "--samples", few) as source:
             source.communicate()
         _until(first, every)
-        with _command(*produce, "--rate", "[80, 120, 160, 200]") as source:
+        with _python(*produce, "80", "120", "160", "200") as source:
             _until(first, 2 * every)
             broker.kill()
             assert first.stderr is not None
@@ -208,16 +210,16 @@ def _disturbed(broker: Broker, folder: Path, steps: int, away_s: float) -> None:
             broker.start_again()
             _until(first, 3 * every)
             first.kill()
-            with _command("train", "--resume", str(folder / "run")) as again:
+            with _python("-m", "farflung", "train", "--resume", str(folder / "run")) as again:
                 _, said = again.communicate()
                 if again.returncode != 0:
                     raise RuntimeError(f"the resumed run failed: {said}")
             source.send_signal(signal.SIGINT)
 
 
-def _command(*args: str) -> subprocess.Popen[str]:
+def _python(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "farflung", *args],
+        [sys.executable, *args],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from farflung.errors import ConfigError
 
-__all__ = ["flag_option", "number_option", "part_option", "share_option", "text_option", "whole_option"]
+__all__ = [
+    "choice_option",
+    "flag_option",
+    "number_option",
+    "part_option",
+    "share_option",
+    "text_option",
+    "whole_option",
+]
+
+
+def choice_option(name: str, option: str, value: object, known: Sequence[str]) -> None:
+    """One of some words.
+
+    Raises:
+      ConfigError: none of them.
+    """
+    if value not in known:
+        raise ConfigError(f"{name}: {option} {value!r} must be {' or '.join(map(repr, known))}")
 
 
 def flag_option(name: str, option: str, value: object) -> None:

@@ -39,7 +39,6 @@ class Driven:
         self.buffer = Buffer(**settings)
         self.buffer.open(
             Feed(numbers(4), 0, 1, True, 3, 5, decide),
-            lambda: 8 * len(self.buffer.ids),
             lanes=lanes,
             stride=STRIDE,
             gone=lambda ids: self.gone.extend(ids.tolist()),
@@ -60,7 +59,7 @@ class Driven:
             return False
         assert self.buffer.poll(self.step, lambda: -1.0)[1].ids.tolist() == arrivals.ids.tolist()
         taken = arrivals.ids[: arrivals.count]
-        assert arrivals.told["held_nbytes"] == 8 * arrivals.told["held"]  # type: ignore[operator]
+        assert arrivals.told["held_nbytes"] == (8 + 4) * arrivals.told["held"]  # type: ignore[operator]
         self.buffer.commit(taken)
         self.taken.append(taken.tolist())
         self.step += 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
-from farflung.data import LiveStream, Reach, Records, TensorDataset, as_messages
-from farflung.data.streams.live import STRIDE
+from farflung.data import LiveStream, TensorDataset, as_messages
+from farflung.data.streams.live import STRIDE, MessageSource, Reach, Records
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.runtime import DecisionLog
 from farflung.types import Arrivals, Samples
@@ -21,14 +23,26 @@ DATA = TensorDataset(torch.arange(400.0).reshape(100, 4), torch.arange(100))
 VALUES = as_messages(DATA.rows(torch.arange(100)))
 
 
-class Fountain:
+def step(stream: Any, samples: Any, number: int) -> list[int]:
+    """The labels of what the step has used, which say which samples they were."""
+    arrivals = stream.poll(0.0, number)
+    while arrivals.ready is not None:
+        arrivals.ready.wait()
+        arrivals = stream.poll(0.0, number)
+    ids = arrivals.ids[: arrivals.count]
+    labels: list[int] = samples.rows(ids).targets.tolist()
+    stream.commit(ids, step=number)
+    return labels
+
+
+class Fountain(MessageSource):
     """Partitions that hold what tests put there.
 
     Args:
       partitions: messages of each.
     """
 
-    name, trouble = "fountain", ""
+    name = "fountain"
 
     def __init__(self, *partitions: list[bytes]) -> None:
         self.partitions = {number: list(values) for number, values in enumerate(partitions)}
@@ -41,6 +55,7 @@ class Fountain:
         self.closed = 0
         self.heard = threading.Condition()
 
+    @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         return {
             number: Reach(self.first[number], len(values), self.begin[number])
@@ -48,9 +63,11 @@ class Fountain:
             if number % size == rank
         }
 
+    @override
     def start(self, positions: Mapping[int, int]) -> None:
         self.at = dict(positions)
 
+    @override
     def read(self, most: int, wait_s: float) -> list[Records]:
         found: list[Records] = []
         left = most
@@ -62,8 +79,8 @@ class Fountain:
                     left -= len(positions)
                     self.at[number] = positions[-1] + 1
                     read = [values[one] for one in positions]
-                    made_s = [0.125 * one for one in positions]
-                    found.append(Records(number, positions, positions[-1] + 1, read, made_s))
+                    made_s = partial(list[float], [0.125 * one for one in positions])
+                    found.append(Records(number, positions, read, made_s))
             self.most_read = max(self.most_read, most - left)
             if not found:
                 self.heard.wait(wait_s)
@@ -74,14 +91,17 @@ class Fountain:
             self.partitions[number] += values
             self.heard.notify_all()
 
+    @override
     def pause(self, paused: bool) -> None:
         self.paused = paused
 
+    @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
         with self.heard:
             self.told.append((dict(positions), step))
             self.heard.notify_all()
 
+    @override
     def close(self) -> None:
         self.closed += 1
 
@@ -153,7 +173,7 @@ def test_samples_are_used_in_order_and_once(reader: Make) -> None:
 def test_telemetry_hears_of_bytes(reader: Make) -> None:
     one = reader(Fountain(VALUES[:5]))
     told = one.take(0).told
-    assert told == {"held": 5, "held_nbytes": 5 * len(VALUES[0]), "dropped": 0, "skipped": 0}
+    assert told == {"held": 5, "held_nbytes": 5 * (4 * 4 + 8), "dropped": 0, "skipped": 0}
 
 
 def test_what_was_held_is_read_again_after_a_restart(reader: Make) -> None:
@@ -252,8 +272,8 @@ def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> No
 
 def test_silence_ends_a_wait_and_names_the_source(reader: Make) -> None:
     source = Fountain(VALUES[:3])
-    source.trouble = "nobody home"
-    with pytest.raises(DataError, match=r"fountain: nothing came for 0 s \(nobody home\).*raise deadline_s"):
+    source.trouble = "unplugged"
+    with pytest.raises(DataError, match=r"fountain: nothing came for 0 s \(unplugged\).*raise deadline_s"):
         reader(source, deadline_s=0.05).step(0)
     assert source.closed == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from farflung.data import as_messages
-from farflung.data.streams.messages import messages_like
+from farflung.data.streams.messages import Messages, function_named
 from farflung.errors import ConfigError
 from farflung.types import Batch
 from tests.helpers import same_bits
@@ -35,26 +34,25 @@ def test_rows_come_back_as_they_were(
     count: int, shape: tuple[int, ...], inputs: torch.dtype, targets: torch.dtype
 ) -> None:
     sent = batch(count, shape, inputs, targets)
-    reader = messages_like(sent, None)
-    kept = [reader.take(value) for value in as_messages(sent)]
-    read = reader.rows(kept)
-    assert same_bits(read.inputs, sent.inputs)
-    assert same_bits(read.targets, sent.targets)
-    assert sum(map(reader.nbytes, kept)) == sum(map(len, kept))
+    reader = Messages(sent, None)
+    for _ in range(2):  # one by one, then all with the header that is remembered
+        read = reader.rows([reader.keep(value) for value in as_messages(sent)])
+        assert same_bits(read.inputs, sent.inputs)
+        assert same_bits(read.targets, sent.targets)
 
 
 def test_any_library_of_safetensors_may_write_them() -> None:
     like = batch(3, (2, 3), torch.float32, torch.int64)
-    reader = messages_like(like, None)
     values = as_messages(like)
     values[1] = save(
         {"inputs": like.inputs[1], "other": torch.ones(5), "targets": like.targets[1]}, {"from": "elsewhere"}
     )
-    for value in values:
-        reader.take(value)
-    read = reader.rows(values)
-    assert same_bits(read.inputs, like.inputs)
-    assert same_bits(read.targets, like.targets)
+    for first in range(3):
+        reader = Messages(like, None)
+        reader.keep(values[first])
+        read = reader.rows([reader.keep(value) for value in values])
+        assert same_bits(read.inputs, like.inputs)
+        assert same_bits(read.targets, like.targets)
 
 
 LIKE = batch(1, (2,), torch.float32, torch.int64)
@@ -82,11 +80,11 @@ GOOD = as_messages(LIKE)[0]
     ],
 )
 def test_what_is_no_sample_of_the_workload_is_refused(value: bytes, says: str) -> None:
-    reader = messages_like(LIKE, None)
+    reader = Messages(LIKE, None)
     for _ in range(2):
         with pytest.raises(ValueError, match=says):
-            reader.take(value)
-        reader.take(GOOD)
+            reader.keep(value)
+        reader.keep(GOOD)
 
 
 def pairs(value: bytes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,21 +93,21 @@ def pairs(value: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([first, second]), torch.tensor(label)
 
 
-@pytest.mark.parametrize("decoder", [pairs, f"{__name__}:pairs"])
-def test_a_decoder_reads_other_messages(decoder: Any) -> None:
-    reader = messages_like(LIKE, decoder)
-    kept = [reader.take(struct.pack("<ffq", 0.5, index, index)) for index in range(3)]
-    assert reader.rows(kept).inputs.tolist() == [[0.5, 0.0], [0.5, 1.0], [0.5, 2.0]]
-    assert reader.rows(kept).targets.tolist() == [0, 1, 2]
-    assert reader.nbytes(kept[0]) == 16
+def test_a_decoder_reads_other_messages() -> None:
+    reader = Messages(LIKE, pairs)
+    rows = reader.rows([reader.keep(struct.pack("<ffq", 0.5, index, index)) for index in range(3)])
+    assert rows.inputs.tolist() == [[0.5, 0.0], [0.5, 1.0], [0.5, 2.0]]
+    assert rows.targets.tolist() == [0, 1, 2]
     with pytest.raises(struct.error):
-        reader.take(b"short")
+        reader.keep(b"short")
 
 
-@pytest.mark.parametrize("decoder", ["nowhere:pairs", f"{__name__}:GOOD", f"{__name__}:absent"])
-def test_a_decoder_that_there_is_not_is_refused(decoder: str) -> None:
-    with pytest.raises(ConfigError, match="decoder"):
-        messages_like(LIKE, decoder)
+def test_a_function_is_given_itself_or_by_name() -> None:
+    assert function_named("decoder", pairs) is pairs
+    assert function_named("decoder", f"{__name__}:pairs") is pairs
+    for name in ("nowhere:pairs", f"{__name__}:GOOD", f"{__name__}:absent"):
+        with pytest.raises(ConfigError, match="decoder"):
+            function_named("decoder", name)
 
 
 def test_no_rows_are_no_messages() -> None:

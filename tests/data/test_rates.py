@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import PRINTED, RATE_SETS, RateCourse, courses, rates_in
+from farflung.data import PRINTED, RATE_SETS, RateCourse, courses
 from farflung.data.streams.rates import drawn
 from farflung.errors import ConfigError, DataError
 
@@ -108,18 +108,3 @@ def test_what_cannot_work_is_refused(rate: object, says: str) -> None:
         courses(rate, 9, 0)  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("20", 20),
-        ("[50, 12.5]", [50, 12.5]),
-        ("[(0, 4), (2, 8)]", [(0, 4), (2, 8)]),
-        ("S1'", "S1'"),
-        ("printed S1", "printed S1"),
-        ("trace a/b.csv", "trace a/b.csv"),
-    ],
-)
-def test_rates_are_read_from_a_command_line(text: str, value: object) -> None:
-    assert rates_in(text) == value

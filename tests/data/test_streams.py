@@ -11,6 +11,7 @@ import torch
 from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
 from farflung.errors import ConfigError, DataError
 from farflung.runtime import DecisionLog
+from farflung.spec import build
 from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
 
 
@@ -56,9 +57,11 @@ ROWS: dict[str, Callable[[], Stream]] = {
 
 
 def test_each_stream_is_in_the_table() -> None:
-    """Or has a source outside, and tests of its own: Kafka in ``tests/runs/test_kafka.py``, files here beside."""
-    outside = {STREAMS[name] for name in ("files", "kafka")}
+    """Or has a source outside, and tests of its own: ``test_iterator.py`` here, and ``tests/runs/test_kafka.py``."""
+    outside = {STREAMS[name] for name in ("files", "iterator", "kafka")}
     assert {type(make()) for make in ROWS.values()} == set(STREAMS.values()) - outside
+    with pytest.raises(ConfigError, match=r"stream files: gone; .* give iterator\('module:function'\)"):
+        build("stream", "files('/var/spool')", STREAMS)
 
 
 @pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
@@ -280,14 +283,14 @@ def test_a_share_is_passed_over_by_its_replica_alone() -> None:
         (lambda: RateLimited(0.0), r"stream rate\(0.0\): must be a number of samples per second above 0"),
         (lambda: RateLimited([3, -1]), "must be a number of samples per second above 0"),
         (lambda: RateLimited(float("nan")), "above 0"),
-        (lambda: RateLimited(1.0, full="burst"), "full='burst': must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, policy="both"), "policy='both': must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, weigh="all"), "weigh='all': must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, full="burst"), "full 'burst' must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, policy="both"), "policy 'both' must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, weigh="all"), "weigh 'all' must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
         (lambda: RateLimited(1.0, full="stop"), "full='stop' says what happens at a backlog: give one"),
         (lambda: RateLimited(1.0, policy="truncation", backlog=9), "keeps no backlog"),
-        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0: must be a number of seconds above 0"),
-        (lambda: RateLimited(1.0, least=0), "least 0: must be a whole number, 1 or more"),
-        (lambda: RateLimited(1.0, most=2.5), "most 2.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0 must be a number of at least 0.001"),
+        (lambda: RateLimited(1.0, least=0), "least 0 must be at least 1"),
+        (lambda: RateLimited(1.0, most=2.5), "most 2.5 must be a whole number"),  # type: ignore[arg-type]
         (lambda: opened(RateLimited([1.0]), size=2), "1 rates for 2 replicas"),
         (
             lambda: opened(RateLimited([9, 5], window_s=1.0), size=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import threading
@@ -15,7 +16,7 @@ import torch
 
 from farflung.comm import LinkModel
 from farflung.config import Training
-from farflung.data import InMemory, RateLimited
+from farflung.data import InMemory, RateLimited, iterator
 from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.recipes import recipe
@@ -35,6 +36,7 @@ from farflung.types import (
 )
 from farflung.workloads import Quadratic
 from tests.fed import Fed
+from tests.helpers import PATIENCE_S
 
 SAMPLES = 64
 LINK = LinkModel()
@@ -438,18 +440,28 @@ def test_a_source_that_breaks_ends_the_run_and_the_stream() -> None:
     assert stream._closed
 
 
-def test_the_stream_in_the_documentation(tmp_path: Path) -> None:
+def test_the_iterator_in_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "camera.py").write_text(example)
-    camera = runpy.run_path(str(tmp_path / "camera.py"))["Camera"]()
-    run = Streamed(lambda: camera, steps=3)
-    thread = threading.Thread(target=lambda: [camera.arrived(2 * i, 2 * i + 1) for i in range(7)])
+    (tmp_path / "example.py").write_text(example)
+    readings = runpy.run_path(str(tmp_path / "example.py"))["readings"]
+    monkeypatch.chdir(tmp_path)
+    rows = Quadratic(dim=6, samples=SAMPLES).datasets()[0].rows(torch.arange(14))
+    lines = [
+        json.dumps({"inputs": inputs, "targets": target}) + "\n"
+        for inputs, target in zip(rows.inputs.tolist(), rows.targets.tolist(), strict=True)
+    ]
+    path = tmp_path / "readings-0.jsonl"
+    path.write_text("".join(lines)[:100])
+    stream = iterator(readings, deadline_s=PATIENCE_S)
+    run = Streamed(lambda: stream, steps=3)
+    thread = threading.Timer(0.1, lambda: path.write_text("".join(lines)))
     thread.start()
     run.whole()
     thread.join()
     assert run.summaries[0].samples == 12
-    assert camera.state_dict()["held"].tolist() == [12, 13]
+    assert stream.state_dict()["next"]["0"] >= 12
+    assert next(readings(0, 1, 13))[0] == 13
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,20 +16,21 @@ import torch
 
 from farflung import extras
 from farflung.cli.main import main
-from farflung.data import LiveStream, kafka
+from farflung.data import LiveStream, as_messages, kafka
 from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, MissingExtra
 from farflung.telemetry import read_events
+from farflung.workloads import workload
 from tests.broker import HOME, Broker
-from tests.data.test_followed import step
-from tests.data.test_live import DATA, VALUES
+from tests.data.test_live import DATA, VALUES, step
 from tests.data.test_streams import feed
-from tests.forks import farflung, ran
+from tests.forks import Fork, farflung, ran, script
 from tests.logged_stream import used
 
 AWAY_S = 10.0
 """How long the broker is away; longer than the deadline of messages."""
 WORKERS, STEPS, BATCH = 4, 200, 4
+PRODUCE = Path(__file__).parents[2] / "examples" / "produce.py"
 KINDS = [pytest.param(True, id="kafka", marks=pytest.mark.kafka)]
 if not HOME:
     KINDS.append(pytest.param(False, id="imitation"))
@@ -188,23 +189,17 @@ def test_nobody_there_is_said_with_the_address(tmp_path: Path, monkeypatch: pyte
         kafka("127.0.0.1:1", "readings", properties=str(path)).open(feed(data=DATA))
 
 
-def test_a_client_that_is_not_installed_is_said_with_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_is_not_installed_is_said_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     with pytest.raises(MissingExtra, match=r"the stream kafka needs confluent_kafka: .*farflung\[kafka\]"):
         kafka("127.0.0.1:1", "readings").open(feed(data=DATA))
-    to = ["--servers", "127.0.0.1:1", "--topic", "readings"]
-    assert main(["produce", "--workload", "synthetic/quadratic", *to]) == 2
-    said = capsys.readouterr().err
-    assert "publishing to Kafka needs confluent_kafka: pip install 'farflung[kafka]'" in said
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"topic": ""}, "topic '' must be text"),
-        ({"topic": "t", "begin": "now"}, "begin='now': must be 'earliest' or 'latest' or 'committed'"),
+        ({"topic": "t", "begin": "now"}, "begin 'now' must be 'earliest' or 'latest' or 'committed'"),
         ({"topic": "t", "group": 3}, "group 3 must be text"),
     ],
 )
@@ -223,24 +218,22 @@ def test_virtual_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------
 
 
-def produce(broker: Broker, topic: str, rate: str, *options: str) -> list[str]:
-    return [
-        "produce", "--workload", "synthetic/quadratic", "--workers", str(WORKERS), "--servers", broker.servers,
-        "--topic", topic, "--rate", rate, "--json", *options,
-    ]  # fmt: skip
-
-
 @contextlib.contextmanager
-def producing(broker: Broker, topic: str, rate: str) -> Iterator[None]:
-    """Samples arrive from a process of their own."""
-    with farflung(*produce(broker, topic, rate)) as process:
+def producing(broker: Broker, topic: str, *rates: str) -> Iterator[None]:
+    """Samples arrive from a process of their own: the example's, a device for each replica."""
+    options = ["--workload", "synthetic/quadratic", "--servers", broker.servers, "--topic", topic]
+    sends = partial(script, PRODUCE, *options, "--devices", str(WORKERS), "--rate", *rates)
+    with Fork(sends) as process:
         yield
         process.send_signal(signal.SIGINT)
-        out, _ = process.finished()
-    summary = json.loads(out)
-    assert process.returncode == 0
-    assert summary["stopped"]
-    assert min(summary["samples"]) > 0
+        out, err = process.finished()
+    assert process.returncode == 0, err
+    assert int(out.split()[0]) > 0
+
+
+def readings(count: int) -> list[bytes]:
+    data, _ = workload("synthetic/quadratic").datasets()
+    return as_messages(data.rows(torch.arange(count) % len(data)))
 
 
 def until(stream: IO[str], text: str) -> None:
@@ -269,9 +262,10 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
         "--stream", stream, "--out", str(run),
     ]  # fmt: skip
     with farflung("train", *options) as first:
-        assert main(produce(broker, "readings", "300", "--samples", str(60 * BATCH))) == 0
+        for partition in range(WORKERS):
+            broker.put("readings", partition, readings(60 * BATCH))
         until(first.stderr, "step-00000050")
-        with producing(broker, "readings", "[20, 40, 60, 80]"):
+        with producing(broker, "readings", "20", "40", "60", "80"):
             until(first.stderr, "step-00000100")
             broker.stop()
             if broker.real:
@@ -335,7 +329,7 @@ def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path
         "policy='truncation', least=4, most=16)"
     )
     run = tmp_path / "run"
-    with producing(broker, "fast", "[80, 120, 200, 800]"):
+    with producing(broker, "fast", "80", "120", "200", "800"):
         options = [
             "--workload", "synthetic/quadratic", "--workers", str(WORKERS), "--steps", "50", "--evaluate-every", "0",
             "--stream", stream, "--out", str(run),

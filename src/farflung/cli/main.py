@@ -47,7 +47,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schedule": ("farflung.cli.schedule", "Schedule"),
     "workloads": ("farflung.cli.workloads", "Workloads"),
     "data": ("farflung.cli.data", "Data"),
-    "produce": ("farflung.cli.produce", "Produce"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
     "keys": ("farflung.cli.keys", "MakeKeys"),
     "coded": ("farflung.cli.coded", "Coded"),

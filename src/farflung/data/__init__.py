@@ -27,15 +27,12 @@ if TYPE_CHECKING:
     from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
     from farflung.data.streams import STREAMS
     from farflung.data.streams.buffer import Buffer, Buffering
-    from farflung.data.streams.followed import files
-    from farflung.data.streams.in_memory import InMemory
-    from farflung.data.streams.in_turn import in_turn
+    from farflung.data.streams.in_memory import InMemory, RateLimited
+    from farflung.data.streams.iterator import iterator
     from farflung.data.streams.kafka import kafka
-    from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
+    from farflung.data.streams.live import LiveStream
     from farflung.data.streams.messages import Decoder, as_messages
-    from farflung.data.streams.publishing import FileOutlet, KafkaOutlet, Outlet, Published, publish
-    from farflung.data.streams.rate_limited import RateLimited
-    from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses, rates_in
+    from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -54,25 +51,18 @@ __all__ = [
     "Dirichlet",
     "Entry",
     "File",
-    "FileOutlet",
     "Holding",
     "InMemory",
     "Injection",
-    "KafkaOutlet",
     "Labels",
     "LiveStream",
     "Location",
-    "MessageSource",
     "NoSharing",
-    "Outlet",
     "Partition",
-    "Published",
     "RateCourse",
     "RateLimited",
     "RateSet",
     "Rates",
-    "Reach",
-    "Records",
     "Resharding",
     "Share",
     "Source",
@@ -88,13 +78,10 @@ __all__ = [
     "dirichlet",
     "entries",
     "fetch",
-    "files",
     "iid",
     "in_order",
-    "in_turn",
+    "iterator",
     "kafka",
     "locate",
-    "publish",
-    "rates_in",
     "source_named",
 ]

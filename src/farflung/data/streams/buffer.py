@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError, DataError
 from farflung.files import deciding
+from farflung.options import choice_option, number_option, whole_option
 from farflung.types import Arrivals, Feed, Json, SampleIds, State
 
 __all__ = ["Buffer", "Buffering", "Full", "Policy", "Weigh", "buffered"]
@@ -86,14 +86,14 @@ class Buffer:
         window_s: float | None = None,
         weigh: Weigh = "by_batch",
     ) -> None:
-        _one_of("policy", policy, Policy)
-        _one_of("full", full, Full)
-        _one_of("weigh", weigh, Weigh)
+        choice_option("stream", "policy", policy, get_args(Policy))
+        choice_option("stream", "full", full, get_args(Full))
+        choice_option("stream", "weigh", weigh, get_args(Weigh))
         for name, value in (("least", least), ("most", most), ("backlog", backlog)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"stream: {name} {value!r}: must be a whole number, 1 or more")
-        if window_s is not None and not (type(window_s) in (int, float) and 0 < window_s < float("inf")):
-            raise ConfigError(f"stream: window_s {window_s!r}: must be a number of seconds above 0")
+            if value is not None:
+                whole_option("stream", name, value, 1)
+        if window_s is not None:
+            number_option("stream", "window_s", window_s, 0.001)
         self._truncates = policy == "truncation"
         if self._truncates and (backlog is not None or full != "pause"):
             raise ConfigError("stream: policy 'truncation' keeps no backlog: leave out backlog and full")
@@ -102,7 +102,8 @@ class Buffer:
         self._least, self._most, self._backlog, self._full = least, most, backlog, full
         self._drops = self._truncates or full != "pause"
         self._window_s, self._by_rate = window_s, weigh == "by_rate"
-        self._queue = _Queue()
+        self.ids: SampleIds = torch.empty(0, dtype=torch.int64)
+        """All that is held, in the order of arrival; what has been shown stays as it is."""
         self._dropped = 0
         self._oldest: dict[int, int] = {}
         """By lane: no id before this one is held, not even if it is still to come."""
@@ -115,7 +116,6 @@ class Buffer:
     def open(
         self,
         feed: Feed,
-        nbytes: Callable[[], int],
         *,
         rate: float | None = None,
         lanes: int = 1,
@@ -123,16 +123,15 @@ class Buffer:
         ahead: int = 1 << 24,
         gone: Callable[[SampleIds], object] = lambda ids: None,
     ) -> None:
-        """What comes before the first sample.
+        """Prepares for the first sample.
 
         Args:
           feed: of the replica.
-          nbytes: of what is held, as stored.
           rate: :math:`S_i`, where it neither changes nor has to be measured.
           lanes: how many sources there are, whose samples arrive in an order of their own but mix in any.
           stride: the remainder of an id divided by this says its lane; ids of a lane ascend.
           ahead: ids that a run which is replayed may have been ahead of this one.
-          gone: told of ids that are not held any more.
+          gone: called with ids that are not held any more.
 
         Raises:
           ConfigError: bounds that contradict each other, or a rate below them.
@@ -151,13 +150,15 @@ class Buffer:
                 f"stream: least {self._fewest}, most {self._largest}, backlog {room}: none may be above the next"
             )
         self._batch_size, self._decide = feed.batch_size, feed.decide
-        self._nbytes, self._fixed_rate, self._gone = nbytes, rate, gone
+        row = feed.data.rows(torch.tensor([0]))
+        self._sample_nbytes = row.inputs.nbytes + row.targets.nbytes
+        self._fixed_rate, self._gone = rate, gone
         self.measures = rate is None and (self._window_s is not None or self._by_rate)
         """Whether the rate has to be measured."""
         self._lanes, self._stride, self._ahead = lanes, stride, ahead
 
     def check_rate(self, rate: float) -> None:
-        """Whether a rate that stays brings enough for a step.
+        """Checks that a constant rate brings enough for a step.
 
         Raises:
           ConfigError: it does not; says what to do.
@@ -169,11 +170,6 @@ class Buffer:
             )
 
     @property
-    def ids(self) -> SampleIds:
-        """All that is held, in the order of arrival."""
-        return self._queue.ids
-
-    @property
     def in_use(self) -> int:
         """How many of them the step under way is made of; 0 between steps."""
         return 0 if self._in_use is None else self._in_use.count or 0
@@ -183,22 +179,23 @@ class Buffer:
         """How many more samples may arrive before the source has to pause; ``None``: any number."""
         if self._backlog is None or self._full != "pause":
             return None
-        return max(0, self._backlog - (len(self._queue) - self.in_use))
+        return max(0, self._backlog - (len(self.ids) - self.in_use))
 
     def oldest(self, lane: int = 0) -> int:
-        """No id of this lane before this one is wanted any more."""
+        """Returns the id of this lane before which none is wanted any more."""
         return self._oldest.get(lane, 0)
 
     def put(self, ids: SampleIds) -> None:
-        """Samples arrive."""
+        """Adds samples that have arrived."""
         if self._oldest:
             unwanted = self._unwanted(ids)
             self._drop(ids, unwanted)
             ids = ids[~unwanted]
-        self._queue.put(ids)
+        if len(ids):
+            self.ids = torch.cat([self.ids, ids])
 
     def poll(self, step: int, rate: Callable[[], float]) -> tuple[int, Arrivals]:
-        """What ``step`` is made of, as far as that is known.
+        """Returns what ``step`` is made of, as far as that is known.
 
         Args:
           step: the step.
@@ -213,7 +210,7 @@ class Buffer:
         if self._in_use is None:
             missing = self._settle(step, rate)
             if missing:
-                return missing, Arrivals(self._queue.ids)
+                return missing, Arrivals(self.ids)
         assert self._in_use is not None
         return 0, Arrivals(self._shown(), None, self._in_use.count, self._in_use.weight, self._in_use.told)
 
@@ -229,14 +226,13 @@ class Buffer:
         self._in_use = None
 
     def state_dict(self) -> State:
-        """What is held, and what has been dropped."""
+        """Returns which samples are held, and how many have been dropped."""
         oldest = {str(lane): first for lane, first in self._oldest.items()}
-        return {"held": self._queue.ids.clone(), "dropped": self._dropped, "oldest": oldest}
+        return {"held": self.ids.clone(), "dropped": self._dropped, "oldest": oldest}
 
     def seek(self, state: State) -> None:
-        """Goes back to that."""
-        self._queue = _Queue()
-        self._queue.put(state["held"])
+        """Goes back to a position from :meth:`state_dict`."""
+        self.ids = state["held"]
         self._dropped = int(state["dropped"])
         self._oldest = {int(lane): int(first) for lane, first in state["oldest"].items()}
         self._chosen = self._in_use = self._rate = None
@@ -244,8 +240,8 @@ class Buffer:
     # --- what a step takes --------------------------------------------------------------------------------------
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
-        """Settles what the step is made of, as far as it can be; how many samples are missing for it."""
-        held, nbytes = len(self._queue), self._nbytes()
+        """Settles what the step is made of, as far as it can be; returns how many samples are missing for it."""
+        held = len(self.ids)
         per_second = self._fixed_rate or 0.0
         if self.measures:
             if held < self._fewest:
@@ -261,8 +257,9 @@ class Buffer:
         missing = sum(max(0, count - self._held_of(oldest)) for oldest, count in takes)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
+            nbytes = held * self._sample_nbytes
             told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
-            self._in_use = Arrivals(self._queue.ids, None, sum(count for _, count in takes), weight, told)
+            self._in_use = Arrivals(self.ids, None, sum(count for _, count in takes), weight, told)
         return missing
 
     def _rate_at(self, step: int, rate: Callable[[], float]) -> float:
@@ -273,30 +270,30 @@ class Buffer:
         return self._rate[1]
 
     def _sizes(self, rate: float) -> tuple[int, int]:
-        """The fewest and the most that a step takes at a rate."""
+        """Returns the fewest and the most samples that a step takes at a rate."""
         if self._window_s is None:
             return self._fewest, self._largest
         size = min(max(round(rate * self._window_s), self._fewest), self._largest)
         return size, size
 
     def _choose(self, step: int, low: int, high: int) -> None:
-        """Says what is taken, and drops what is not kept."""
+        """Decides which samples are taken, and drops those that are not kept."""
         if low == high and self._lanes == 1 and not self._drops:
-            self._chosen = step, [(self._queue.first, low)]
+            self._chosen = step, [(int(self.ids[0]), low)]
             return
         made = self._decide("arrivals", step, lambda: self._choice(high))
         with deciding("arrivals", step):
             self._chosen = step, self._possible(made.value, low, high)
         self._oldest.update({oldest % self._stride: oldest for oldest, _ in self._chosen[1]})
-        held = self._queue.ids
+        held = self.ids
         unwanted = self._unwanted(held)
         if unwanted.any():
             self._drop(held, unwanted)
             self._remove(held[unwanted])
 
     def _choice(self, high: int) -> Json:
-        """Of each lane the oldest id that is kept, and how many are taken; what arrived first is taken first."""
-        held = self._queue.ids
+        """Returns the oldest id kept and the number taken of each lane; what arrived first is taken first."""
+        held = self.ids
         kept = held
         if self._truncates:
             kept = held[-high:]
@@ -317,7 +314,7 @@ class Buffer:
         return choice
 
     def _possible(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
-        """A choice as it was made or read.
+        """Checks a choice as it was made or read.
 
         Raises:
           ValueError: it cannot have been made.
@@ -325,7 +322,7 @@ class Buffer:
         takes = [(each["oldest"], each["count"]) for each in choice]
         whole = all(type(oldest) is int and type(count) is int and count >= 0 for oldest, count in takes)
         lanes = [oldest % self._stride for oldest, _ in takes] if whole else []
-        known = int(self._queue.ids.max())
+        known = int(self.ids.max())
         if not (
             whole
             and len(lanes) == len(set(lanes))
@@ -341,22 +338,22 @@ class Buffer:
         return ids if self._lanes == 1 else ids[ids % self._stride == lane]
 
     def _lane(self, like: int) -> SampleIds:
-        """What is held of the lane of an id, in the order of arrival."""
-        return self._in_lane(self._queue.ids, like % self._stride)
+        """Returns what is held of the lane of an id, in the order of arrival."""
+        return self._in_lane(self.ids, like % self._stride)
 
     def _held_of(self, like: int) -> int:
-        return len(self._queue) if self._lanes == 1 else len(self._lane(like))
+        return len(self.ids) if self._lanes == 1 else len(self._lane(like))
 
     def _shown(self) -> SampleIds:
-        """All that is held; what the step takes is first, lane by lane."""
-        held = self._queue.ids
+        """Returns all that is held; what the step takes is first, lane by lane."""
+        held = self.ids
         if self._lanes == 1 or self._chosen is None:
             return held
         taken = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
         return torch.cat([taken, held[~torch.isin(held, taken)]])
 
     def _unwanted(self, ids: SampleIds) -> Tensor:
-        """Which of the ids are before the oldest that is kept."""
+        """Marks ids before the oldest that is kept."""
         found = torch.zeros(len(ids), dtype=torch.bool)
         for lane, oldest in self._oldest.items():
             found |= (ids % self._stride == lane) & (ids < oldest)
@@ -367,63 +364,18 @@ class Buffer:
         self._gone(ids[which])
 
     def _remove(self, ids: SampleIds) -> None:
-        if self._queue.starts_with(ids):
-            self._queue.take(len(ids))
+        if torch.equal(self.ids[: len(ids)], ids):
+            self.ids = self.ids[len(ids) :]
         else:
-            held = self._queue.ids
-            left = held[~torch.isin(held, ids)]
-            self._queue = _Queue()
-            self._queue.put(left)
-
-
-class _Queue:
-    """Ids in the order of their arrival. What has been shown stays as it is."""
-
-    def __init__(self) -> None:
-        self._kept = np.empty(0, np.int64)
-        self._begin = self._end = 0
-
-    def __len__(self) -> int:
-        return self._end - self._begin
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.from_numpy(self._kept[self._begin : self._end])
-
-    @property
-    def first(self) -> int:
-        return int(self._kept[self._begin])
-
-    def starts_with(self, ids: Tensor) -> bool:
-        first = self._kept[self._begin : min(self._end, self._begin + len(ids))]
-        return first.tobytes() == ids.numpy().tobytes()
-
-    def put(self, ids: Tensor) -> None:
-        if self._end + len(ids) > len(self._kept):
-            held = self._kept[self._begin : self._end]
-            self._kept = np.empty(2 * (len(held) + len(ids)), np.int64)
-            self._kept[: len(held)] = held
-            self._begin, self._end = 0, len(held)
-        self._kept[self._end : self._end + len(ids)] = ids.numpy()
-        self._end += len(ids)
-
-    def take(self, count: int) -> None:
-        """The first go."""
-        self._begin += count
+            self.ids = self.ids[~torch.isin(self.ids, ids)]
 
 
 def buffered(stream: S) -> S:
-    """Has the signature of a stream name the options of its buffer, in the place of ``**buffer``."""
+    """Shows the options of the buffer in a stream's signature, in place of ``**buffer``."""
     own = list(inspect.signature(stream).parameters.values())[:-1]
     of_the_buffer = inspect.signature(Buffer).parameters.values()
     stream.__signature__ = inspect.Signature([*own, *of_the_buffer])  # type: ignore[attr-defined]
     return stream
-
-
-def _one_of(name: str, value: object, known: Any) -> None:
-    choices = known.__args__
-    if value not in choices:
-        raise ConfigError(f"stream: {name}={value!r}: must be {' or '.join(map(repr, choices))}")
 
 
 def _rate(value: Any) -> float:

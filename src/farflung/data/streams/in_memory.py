@@ -1,12 +1,18 @@
-"""The stream that is all there from the start."""
+"""Samples of a data set in memory: all there from the start, or arriving at so many per second."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Unpack
+
 import torch
 
-from farflung.types import Arrivals, Feed, SampleIds, Samples, State
+from farflung.data.streams.buffer import Buffer, Buffering, buffered
+from farflung.data.streams.rates import Rates, courses
+from farflung.seeding import Passes, derive
+from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
 
-__all__ = ["InMemory"]
+__all__ = ["InMemory", "RateLimited"]
 
 _NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
 
@@ -17,24 +23,143 @@ class InMemory:
     everything = True
 
     def open(self, feed: Feed) -> Samples:
-        """The samples that the replica draws from."""
         return feed.data
 
     def poll(self, now: float, step: int) -> Arrivals:
-        """Nothing new, and no wait."""
         del now, step
         return _NOTHING
 
     def commit(self, ids: SampleIds, *, step: int) -> None:
-        """The sampler's cursor is position enough."""
+        """Does nothing: the sampler's cursor is position enough."""
 
     def state_dict(self) -> State:
-        """No position."""
         return {}
 
     def seek(self, state: State) -> None:
-        """No position."""
         del state
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing."""
+
+
+@buffered
+class RateLimited:
+    r"""A data set as a source that sends ``rate`` samples per second, one at a time, in shuffled passes.
+
+    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
+    as late as a rate that changes says. Where replicas share a data set they take turns: of each pass over it, replica
+    :math:`i` of :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`.
+
+    Args:
+      rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
+        and a number in the place of a number are a rate that changes, counted from the first step of the run. In words:
+        ``"S1"``, ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's from a law of Tyagi & Swany 2022, Table I, at
+        least 8; ``"printed S1"`` is the list in their scripts; ``"trace FILE"`` has the pairs in a CSV file.
+      buffer: how what has arrived is kept, and what a step takes of it; see :class:`Buffer`.
+
+    Raises:
+      ConfigError: a value out of its range.
+      DataError: a trace that cannot be read.
+    """
+
+    everything = False
+
+    def __init__(self, rate: Rates, **buffer: Unpack[Buffering]) -> None:
+        alone = 1 if isinstance(rate, int | float | str) else len(rate)
+        courses(rate, alone, seed=0)
+        self._rates = rate
+        self._buffer = Buffer(**buffer)
+        self._next = 0
+        self._begin: float | None = None
+        """Since when the source sends without a pause."""
+        self._before = 0.0
+        """Seconds of its course that were over then."""
+        self._elapsed = 0.0
+        """Those that were over at the last poll."""
+        self._sent = 0
+        self._stalled = False
+
+    def open(self, feed: Feed) -> Samples:
+        found = courses(self._rates, feed.size, derive(feed.seed, "rates"))
+        self._course = found[feed.rank]
+        self._buffer.open(feed, rate=self._course.constant)
+        for each in found:
+            if each.constant is not None:
+                self._buffer.check_rate(each.constant)
+        if feed.shared:
+            return _InTurn(feed.data, Passes(derive(feed.seed, "stream")), feed.rank, feed.size)
+        return _InTurn(feed.data, Passes(derive(feed.seed, "stream", feed.rank)), 0, 1)
+
+    def poll(self, now: float, step: int) -> Arrivals:
+        self._arrive(now)
+        begins = not self._buffer.in_use
+        missing, arrivals = self._buffer.poll(step, lambda: self._course.at(self._elapsed))
+        if missing:
+            unwanted = max(0, self._buffer.oldest() - self._next)
+            return replace(arrivals, ready=self._arrival(self._sent + unwanted + missing))
+        if begins and self._stalled:
+            self._begin, self._before, self._sent = now, self._elapsed, 0
+        return arrivals
+
+    def commit(self, ids: SampleIds, *, step: int) -> None:
+        del step
+        self._buffer.commit(ids)
+
+    def state_dict(self) -> State:
+        return {"buffer": self._buffer.state_dict(), "next": self._next, "elapsed": self._elapsed}
+
+    def seek(self, state: State) -> None:
+        self._buffer.seek(state["buffer"])
+        self._next = int(state["next"])
+        self._before = self._elapsed = float(state["elapsed"])
+        self._begin, self._sent = None, 0
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _arrive(self, now: float) -> None:
+        if self._begin is None:
+            self._begin = now
+        self._elapsed = self._before + (now - self._begin)
+        due = int(self._course.sent(self._before, now - self._begin))
+        while self._arrival(due + 1) <= now:
+            due += 1
+        while due > self._sent and self._arrival(due) > now:
+            due -= 1
+        new, room = due - self._sent, self._buffer.room
+        self._stalled = room is not None and new > room
+        if room is not None:
+            new = min(new, room)
+        self._buffer.put(torch.arange(self._next, self._next + new))
+        self._next += new
+        self._sent += new
+
+    def _arrival(self, number: int) -> float:
+        assert self._begin is not None
+        return self._begin + self._course.delay(number, self._before)
+
+
+class _InTurn:
+    """The samples of a data set by the number of their arrival, counted from 0, in shuffled passes without an end.
+
+    Args:
+      data: the whole.
+      passes: their orders.
+      first: position of this replica's first sample.
+      stride: from one of its positions to the next.
+    """
+
+    def __init__(self, data: Dataset, passes: Passes, first: int, stride: int) -> None:
+        self._data, self._passes, self._first, self._stride = data, passes, first, stride
+
+    def rows(self, ids: SampleIds) -> Batch:
+        n = len(self._data)
+        positions = self._first + self._stride * ids
+        found = torch.empty_like(positions)
+        for index in torch.unique(positions // n).tolist():
+            here = positions // n == index
+            found[here] = self._passes.order(index, n)[positions[here] % n]
+        return self._data.rows(found)
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        return self._data.prepare(rows, train=train)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args
 
 from typing_extensions import override
 
 from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import LiveStream, Reach, Records
+from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
 from farflung.data.streams.messages import Decoder
 from farflung.errors import ConfigError, DataError
 from farflung.extras import need
 from farflung.files import read_text, reading
-from farflung.options import text_option
+from farflung.options import choice_option, text_option
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
 
-__all__ = ["ANSWER_S", "QUEUE", "SILENT", "Begin", "KafkaSource", "client_settings", "kafka", "reason"]
+__all__ = ["QUEUE", "Begin", "KafkaSource", "kafka"]
 
 Begin = Literal["earliest", "latest", "committed"]
 T = TypeVar("T")
@@ -65,8 +65,8 @@ def kafka(
     ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic
     for all :math:`n`. There is no rebalancing.
 
-    Where a run goes on is said by its checkpoint alone. Offsets are committed to the broker as well, once the exchange
-    that used them is through, for whoever watches the group. A broker that is away is waited for.
+    A run resumes from its checkpoint alone. Offsets are committed to the broker as well, once the exchange that used
+    them is through, for monitors of the group. A broker that is away is waited for.
 
     Args:
       servers: bootstrap servers, ``host:port``, several with commas.
@@ -86,15 +86,14 @@ def kafka(
     Raises:
       ConfigError: a value out of its range.
     """
-    if begin not in get_args(Begin):
-        raise ConfigError(f"stream kafka: begin={begin!r}: must be {' or '.join(map(repr, get_args(Begin)))}")
+    choice_option("stream kafka", "begin", begin, get_args(Begin))
     for name, value in (("servers", servers), ("topic", topic), ("group", group)):
         text_option("stream kafka", name, value)
     source = KafkaSource(servers, topic, begin, group, None if properties is None else Path(properties))
     return LiveStream(source, decoder, skip, deadline_s, buffer)
 
 
-class KafkaSource:
+class KafkaSource(MessageSource):
     """Partitions of a topic; the arguments are those of :func:`kafka`."""
 
     def __init__(self, servers: str, topic: str, begin: Begin, group: str, properties: Path | None) -> None:
@@ -103,13 +102,9 @@ class KafkaSource:
         self._consumer: Consumer | None = None
         self._partitions: list[int] = []
         self._paused = False
-        self.trouble = ""
+        self.name = f"topic {topic} at {servers}"
 
-    @property
-    def name(self) -> str:
-        """Topic and servers."""
-        return f"topic {self._topic} at {self._servers}"
-
+    @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         """Asks the broker for the topic's partitions and offsets.
 
@@ -132,10 +127,11 @@ class KafkaSource:
         }
         each = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
+        self.name = f"topic {self._topic} at {self._servers}"
         try:
-            self._consumer = Consumer({**QUEUE, **client_settings(self._properties), **own})
+            self._consumer = Consumer({**QUEUE, **_client_settings(self._properties), **own})
         except (KafkaException, ValueError, TypeError) as error:
-            raise ConfigError(f"stream kafka: {reason(error)}") from None
+            raise ConfigError(f"stream kafka: {_reason(error)}") from None
         consumer = self._consumer
         try:
             found = self._answer(
@@ -155,44 +151,35 @@ class KafkaSource:
             return {one.partition: self._reach(one) for one in begins}
         except KafkaException as error:
             raise DataError(
-                f"{self.name}: {self.trouble or reason(error)}: is a broker running there, and does it advertise an "
+                f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
                 "address that can be reached from here?"
             ) from None
 
+    @override
     def start(self, positions: Mapping[int, int]) -> None:
-        """Assigns the partitions."""
         from confluent_kafka import TopicPartition
 
         assert self._consumer is not None
         self._consumer.assign([TopicPartition(self._topic, one, at) for one, at in positions.items()])
 
+    @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        """What has come.
-
-        Raises:
-          DataError: a position is not there any more, or the client has given up.
-        """
-        from confluent_kafka import Message
-
         assert self._consumer is not None
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
-        messages = [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]
-        if any(map(Message.error, messages)):
-            for one in messages:
-                if (error := one.error()) is not None:
-                    self._judge(error)
-            messages = [one for one in messages if one.error() is None]
-        else:
-            self.trouble = ""
-        found = set(map(Message.partition, messages))
-        if len(found) == 1:
-            return [_records(messages)]
-        return [_records([one for one in messages if one.partition() == partition]) for partition in found]
+        found: dict[int, list[Message]] = {}
+        trouble = ""
+        for one in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
+            if (error := one.error()) is None:
+                found.setdefault(cast("int", one.partition()), []).append(one)
+            else:
+                trouble = self._judge(error)
+        self.trouble = trouble
+        return [_records(partition, messages) for partition, messages in found.items()]
 
+    @override
     def pause(self, paused: bool) -> None:
-        """Fetches nothing until told otherwise."""
         from confluent_kafka import TopicPartition
 
         if paused == self._paused:
@@ -202,8 +189,9 @@ class KafkaSource:
         change = self._consumer.pause if paused else self._consumer.resume
         change([TopicPartition(self._topic, one) for one in self._partitions])
 
+    @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
-        """Commits offsets, with the step; nobody waits for the answer."""
+        """Commits offsets, with the step; does not wait for the answer."""
         from confluent_kafka import TopicPartition
 
         assert self._consumer is not None
@@ -213,13 +201,13 @@ class KafkaSource:
             asynchronous=True,
         )
 
+    @override
     def close(self) -> None:
-        """Ends the consumer."""
         if self._consumer is not None:
             self._consumer.close()
 
     def _reach(self, partition: Any) -> Reach:
-        """Of one partition, whose offset is the committed one, if any."""
+        """Asks for the offsets of one partition, whose own is the committed one, if any."""
         consumer = self._consumer
         assert consumer is not None
         first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
@@ -227,7 +215,7 @@ class KafkaSource:
         return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """What the broker says, once it is ready to."""
+        """Returns the broker's answer, once it is ready to give one."""
         from confluent_kafka import KafkaError, KafkaException
 
         assert self._consumer is not None
@@ -242,54 +230,28 @@ class KafkaSource:
             self._consumer.poll(AGAIN_S)
 
     def _hear(self, error: KafkaError) -> None:
-        """Of connections that break, and the like; the client mends them by itself."""
+        """Notes an error that the client repairs by itself, such as a broken connection."""
         self.trouble = error.str()
 
-    def _judge(self, error: KafkaError) -> None:
+    def _judge(self, error: KafkaError) -> str:
         from confluent_kafka import KafkaError
 
-        self.trouble = error.str()
         if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:
             raise DataError(f"{self.name}: {error.str()}")
+        return error.str()
 
 
-def _records(messages: list[Message]) -> Records:
-    """Messages of one partition."""
-    offsets = cast("list[int]", [one.offset() for one in messages])
+def _records(partition: int, messages: list[Message]) -> Records:
     return Records(
-        cast("int", messages[0].partition()),
-        offsets,
-        offsets[-1] + 1,
+        partition,
+        cast("list[int]", [one.offset() for one in messages]),
         [one.value() or b"" for one in messages],
-        _MadeS(messages),
+        lambda: [1e-3 * one.timestamp()[1] for one in messages],
     )
 
 
-class _MadeS(Sequence[float]):
-    """When messages were made, in seconds; most of them nobody asks."""
-
-    def __init__(self, messages: list[Message]) -> None:
-        self._messages = messages
-
-    @override
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    @overload
-    def __getitem__(self, at: int) -> float: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> _MadeS: ...
-
-    @override
-    def __getitem__(self, at: int | slice) -> float | _MadeS:
-        if isinstance(at, slice):
-            return _MadeS(self._messages[at])
-        return 1e-3 * self._messages[at].timestamp()[1]
-
-
-def client_settings(properties: Path | None) -> dict[str, str]:
-    """Client properties in a file: lines of ``name=value``; those that begin with ``#`` are left out.
+def _client_settings(properties: Path | None) -> dict[str, str]:
+    """Reads client properties from a file: lines of ``name=value``; those that begin with ``#`` are left out.
 
     Raises:
       ConfigError: it cannot be read, or a line is none.
@@ -305,8 +267,8 @@ def client_settings(properties: Path | None) -> dict[str, str]:
     return settings
 
 
-def reason(error: Exception) -> str:
-    """What a client's error says."""
+def _reason(error: Exception) -> str:
+    """Returns the text of a client's error."""
     told = error.args[0] if error.args else error
     return told.str() if hasattr(told, "str") else str(told)
 

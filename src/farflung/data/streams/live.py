@@ -1,31 +1,27 @@
-"""Streams of the world outside: a thread reads a source, and keeps what comes until it is used."""
+"""Streams whose samples come from outside: a thread reads a source, and keeps what comes until it is used."""
 
 from __future__ import annotations
 
 import time
-from array import array
-from bisect import bisect_left
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from farflung.data.streams.buffer import Buffer, Buffering
-from farflung.data.streams.held import Held
-from farflung.data.streams.messages import Decoder, Messages, Taken, messages_like
+from farflung.data.streams.messages import Decoder, Messages, function_named
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
 from farflung.options import number_option, whole_option
 from farflung.tasks import Pending
-from farflung.types import Arrivals, Batch, Dataset, Feed, Json, SampleIds, Samples, State
+from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, State
 
-__all__ = ["STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
-
-T = TypeVar("T")
+__all__ = ["CHUNK", "STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
 
 STRIDE = 1 << 16
 """An id is the position of a message times this, and its partition."""
@@ -36,7 +32,7 @@ CHUNK = 1024
 MEASURED = 1024
 """The last messages of a partition, by which its rate is measured."""
 TELL_S = 0.25
-"""A source hears no more often than this what was used."""
+"""How often a source is told at most what was used."""
 PAUSE_S = 1.0
 """How long there is no room before the source pauses, since it takes a while to go on then."""
 WAIT_S = 0.1
@@ -52,16 +48,14 @@ class Records(NamedTuple):
     Args:
       partition: they are of.
       positions: of each.
-      following: the position behind the last.
-      values: the bytes of each.
-      made_s: when each was made, in seconds since the epoch; looked at where a rate is measured.
+      values: what the decoder takes of each.
+      made_s: returns when each was made, in seconds since the epoch; called where a rate is measured.
     """
 
     partition: int
     positions: list[int]
-    following: int
-    values: list[bytes]
-    made_s: Sequence[float]
+    values: list[Any]
+    made_s: Callable[[], list[float]]
 
 
 class Reach(NamedTuple):
@@ -78,50 +72,43 @@ class Reach(NamedTuple):
     begin: int
 
 
-class MessageSource(Protocol):
+class MessageSource(ABC):
     """Partitions of messages that can be read from any position on; used by one thread at a time."""
 
-    @property
-    def name(self) -> str:
-        """In words, for errors."""
-        ...
+    name: str
+    """Its name in errors."""
+    trouble: str = ""
+    """What went wrong last and may mend itself; empty once messages come."""
 
-    @property
-    def trouble(self) -> str:
-        """What went wrong last and may mend itself; empty once messages come."""
-        ...
-
+    @abstractmethod
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         """Finds the partitions of one of ``size`` replicas.
 
         Raises:
-          FarflungError: there are none, or nobody answers.
+          FarflungError: there are none, or the source does not answer.
         """
-        ...
 
+    @abstractmethod
     def start(self, positions: Mapping[int, int]) -> None:
         """Reads each partition from a position on."""
-        ...
 
+    @abstractmethod
     def read(self, most: int, wait_s: float) -> list[Records]:
-        """What has come, at most so many; waits a while for the first.
+        """Returns what has come, at most so many; waits a while for the first.
 
         Raises:
-          FarflungError: it cannot be read any more.
+          Exception: it cannot be read any more.
         """
-        ...
 
-    def pause(self, paused: bool) -> None:
-        """Whether to fetch nothing for now."""
-        ...
+    def pause(self, paused: bool) -> None:  # noqa: B027
+        """Fetches nothing while it is paused."""
 
-    def used(self, positions: Mapping[int, int], step: int) -> None:
-        """Everything before these positions was used by steps up to this one; advice to whoever looks at the source."""
-        ...
+    def used(self, positions: Mapping[int, int], step: int) -> None:  # noqa: B027
+        """Takes note that steps up to this one have used everything before these positions."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Lets go of it."""
-        ...
+        """Closes connections and files."""
 
 
 class LiveStream:
@@ -166,12 +153,13 @@ class LiveStream:
         self._opened = self._closed = False
         self._next: dict[int, int] = {}
         """Positions from which on nothing has been taken in; empty until it is known where to begin."""
-        self._held = Held(STRIDE)
+        self._held: dict[int, Any] = {}
+        """By id what :meth:`Messages.rows` takes of each sample."""
         self._again: set[int] = set()
         """Held when the checkpoint was made, and not read again yet."""
         self._skipped = 0
         self._paused = False
-        self._full_since: float | None = None
+        self._read_at = 0.0
         self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MEASURED))
         self._ready: Pending[None] | None = None
         self._missing = 0
@@ -182,29 +170,18 @@ class LiveStream:
         self._told_at = -TELL_S
 
     def open(self, feed: Feed) -> Samples:
-        """The samples in messages.
-
-        Raises:
-          FarflungError: the source cannot be read, or settings that do not go with the run.
-        """
         self._feed = feed
-        self._messages: Messages = messages_like(feed.data.rows(torch.tensor([0])), self._decoder)
+        decoder = None if self._decoder is None else function_named("decoder", self._decoder)
+        self._messages = Messages(feed.data.rows(torch.tensor([0])), decoder)
         self._opened = True
         self._reach = self._source.open(feed.rank, feed.size)
         if any(partition >= STRIDE for partition in self._reach):
             raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
-        self._buffer.open(
-            feed,
-            lambda: self._held.nbytes,
-            lanes=len(self._reach),
-            stride=STRIDE,
-            ahead=_AHEAD,
-            gone=self._held.forget,
-        )
-        return _Read(self, feed.data)
+        self._buffer.open(feed, lanes=len(self._reach), stride=STRIDE, ahead=_AHEAD, gone=self._forget)
+        return self
 
     def poll(self, now: float, step: int) -> Arrivals:
-        """What has come so far; begins to read at the first call."""
+        """See :meth:`farflung.types.Stream.poll`; begins to read at the first call."""
         del now
         with self._changed:
             if self._thread is None:
@@ -216,8 +193,7 @@ class LiveStream:
             missing, arrivals = self._buffer.poll(step, self._rate)
             if missing:
                 return self._wait(missing, arrivals)
-            told = {**arrivals.told, "skipped": self._skipped}
-            return Arrivals(arrivals.ids, None, arrivals.count, arrivals.weight, told)
+            return replace(arrivals, told={**arrivals.told, "skipped": self._skipped})
 
     def _wait(self, missing: int, arrivals: Arrivals) -> Arrivals:
         self._ready, self._missing = Pending(), missing
@@ -226,24 +202,23 @@ class LiveStream:
         return replace(arrivals, ready=self._ready)
 
     def commit(self, ids: SampleIds, *, step: int) -> None:
-        """Takes samples out, and has the source told."""
         with self._changed:
             self._buffer.commit(ids)
             self._used = step
-            if self._full_since is not None and self._goes_on():
+            if self._has_room():
                 self._changed.notify_all()
 
     def state_dict(self) -> State:
-        """The next position of each partition, and which samples are held; not the samples themselves."""
+        """Returns the next position of each partition and which samples are held, without the samples themselves."""
         with self._changed:
             following = {str(partition): position for partition, position in self._next.items()}
             return {"buffer": self._buffer.state_dict(), "next": following, "skipped": self._skipped}
 
     def seek(self, state: State) -> None:
-        """Goes on from there, if the source still has what comes then.
+        """See :meth:`farflung.types.Stream.seek`.
 
         Raises:
-          CheckpointError: it has not; names the partition.
+          CheckpointError: the source no longer has what comes then.
         """
         self._buffer.seek(state["buffer"])
         self._skipped = int(state["skipped"])
@@ -256,7 +231,6 @@ class LiveStream:
             self._check_there(partition, position)
 
     def close(self) -> None:
-        """Ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -267,22 +241,29 @@ class LiveStream:
             self._source.close()
 
     def rows(self, ids: SampleIds) -> Batch:
-        """Held samples; waits for those that are still to be read again."""
+        """See :meth:`farflung.types.Samples.rows`; waits for samples that are still to be read again."""
+        wanted = ids.tolist()
         with self._changed:
             if self._again:
-                self._wait_again(set(ids.tolist()))
-            return self._held.rows(ids)
+                if self._thread is None:
+                    self._begin(0)
+                there = self._changed.wait_for(
+                    lambda: self._error is not None or self._again.isdisjoint(wanted), self._deadline_s
+                )
+                if self._error is not None:
+                    raise self._error
+                if not there:
+                    raise self._silence(self._deadline_s)
+            kept = [self._held[one] for one in wanted]
+        return self._messages.rows(kept)
 
-    def _wait_again(self, wanted: set[int]) -> None:
-        if self._thread is None:
-            self._begin(0)
-        there = self._changed.wait_for(
-            lambda: self._error is not None or not wanted & self._again, self._deadline_s
-        )
-        if self._error is not None:
-            raise self._error
-        if not there:
-            raise self._silence(self._deadline_s)
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        """See :meth:`farflung.types.Samples.prepare`."""
+        return self._feed.data.prepare(rows, train=train)
+
+    def _forget(self, ids: SampleIds) -> None:
+        for one in ids.tolist():
+            self._held.pop(one, None)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
@@ -296,7 +277,7 @@ class LiveStream:
         self._thread.start()
 
     def _positions(self, value: Any) -> dict[int, int]:
-        """A decision as it was made or read.
+        """Checks a decision as it was made or read.
 
         Raises:
           ValueError: it cannot have been made.
@@ -309,7 +290,7 @@ class LiveStream:
         return found
 
     def _starts(self) -> dict[int, int]:
-        """From where on each partition is read: what is held is read again."""
+        """Returns the position from which each partition is read: what is held is read again."""
         starts = dict(self._next)
         for one in self._again:
             position, partition = divmod(one, STRIDE)
@@ -347,33 +328,33 @@ class LiveStream:
 
     def _read(self) -> None:
         with self._changed:
-            room = None if self._again else self._buffer.room
-            full = room == 0 or (self._full_since is not None and not self._goes_on())
-            if full:
-                self._full_since = self._full_since or time.monotonic()
-                self._changed.wait_for(lambda: self._closed or self._goes_on(), WAIT_S)
-        if not full:
-            self._full_since, self._paused = None, False
+            goes_on = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
+            room = self._room()
+        if self._closed:
+            return
+        if goes_on:
+            self._paused, self._read_at = False, time.monotonic()
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
-            return
-        assert self._full_since is not None
-        if time.monotonic() - self._full_since > PAUSE_S:
+        elif time.monotonic() - self._read_at > PAUSE_S:
             self._paused = True
             self._source.pause(True)
             self._take(self._source.read(0, 0.0))
 
-    def _goes_on(self) -> bool:
-        """Whether a source that waits for room has cause to go on: there is much, or a step waits."""
-        room, much = self._buffer.room, self._low if self._paused else min(self._low, CHUNK)
+    def _room(self) -> int | None:
+        return None if self._again else self._buffer.room
+
+    def _has_room(self) -> bool:
+        """Whether there is room for much, or for something where a step waits."""
+        room, much = self._room(), self._low if self._paused else min(self._low, CHUNK)
         return room is None or room > much or (room > 0 and self._ready is not None)
 
     def _take(self, came: Sequence[Records]) -> None:
-        samples = [self._samples(records) for records in came]
+        decoded = [self._decoded(records) for records in came]
         ready = None
         with self._changed:
-            for records, taken in samples:
-                self._take_in(records, taken)
+            for records, (samples, refused) in zip(came, decoded, strict=True):
+                self._take_in(records, samples, refused)
             if came:
                 self._silent_since = time.monotonic()
                 self._changed.notify_all()
@@ -382,51 +363,41 @@ class LiveStream:
         if ready is not None:
             ready.set(None)
 
-    def _samples(self, records: Records) -> tuple[Records, Taken]:
-        """Messages that have come for the first time or were held, and the samples in them."""
-        partition, positions, following, values, made_s = records
-        first_new = self._next[partition]
-        if positions[0] < first_new:
-            wanted = [
-                at
-                for at, position in enumerate(positions)
-                if position >= first_new or position * STRIDE + partition in self._again
-            ]
-            values = _picked(values, wanted)
-            records = Records(
-                partition, _picked(positions, wanted), following, values, _picked(made_s, wanted)
-            )
-        return records, self._messages.take_all(values)
+    def _decoded(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Decodes messages that are new or were held; returns samples by id, and errors of others by position."""
+        samples: dict[int, Any] = {}
+        refused: dict[int, Exception] = {}
+        partition, first_new, keep = records.partition, self._next[records.partition], self._messages.keep
+        for position, value in zip(records.positions, records.values, strict=True):
+            one = position * STRIDE + partition
+            if position >= first_new or one in self._again:
+                try:
+                    samples[one] = keep(value)
+                except Exception as error:
+                    refused[position] = error
+        return samples, refused
 
-    def _take_in(self, records: Records, taken: Taken) -> None:
-        partition, positions, following, _, made_s = records
-        first_new, self._next[partition] = self._next[partition], max(self._next[partition], following)
-        for at, error in taken.refused.items():
-            self._skip_one(partition, positions[at], error)
-        if taken.refused:
-            good = [at for at in range(len(positions)) if at not in taken.refused]
-            positions, made_s = _picked(positions, good), _picked(made_s, good)
-        if taken.nbytes:
-            ids = torch.frombuffer(array("q", positions), dtype=torch.int64) * STRIDE + partition
-            listed, new = ids.tolist(), bisect_left(positions, first_new)
-            self._held.put(partition, listed, taken.cut, taken.nbytes)
-            self._again.difference_update(listed[:new])
-            self._buffer.put(ids[new:])
-            self._missing -= len(listed) - new
-            if self._buffer.measures:
-                self._made_s[partition].extend(made_s[-MEASURED:])
+    def _take_in(self, records: Records, samples: dict[int, Any], refused: dict[int, Exception]) -> None:
+        partition, following = records.partition, records.positions[-1] + 1
+        self._next[partition] = max(self._next[partition], following)
+        for position, error in refused.items():
+            self._skipped += 1
+            if self._skipped > self._skip:
+                raise DataError(
+                    f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
+                    f"partition {partition} ({error}): raise skip, or give a decoder for them"
+                )
+        self._held.update(samples)
+        new = [one for one in samples if one not in self._again] if self._again else [*samples]
+        self._again.difference_update(samples)
+        self._buffer.put(torch.tensor(new, dtype=torch.int64))
+        self._missing -= len(new)
+        if self._buffer.measures:
+            self._made_s[partition].extend(records.made_s())
         self._check_found(partition, following)
 
-    def _skip_one(self, partition: int, position: int, error: Exception) -> None:
-        self._skipped += 1
-        if self._skipped > self._skip:
-            raise DataError(
-                f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
-                f"partition {partition} ({error}): raise skip, or give a decoder for them"
-            ) from None
-
     def _check_found(self, partition: int, following: int) -> None:
-        """Whether what was held is still there, up to where a partition has been read."""
+        """Checks that what was held is still there, up to where a partition has been read."""
         for one in self._again:
             position = one // STRIDE
             if one % STRIDE == partition and position < following:
@@ -442,10 +413,11 @@ class LiveStream:
             if step is None or early or self._again:
                 return
             self._used, self._told_at = None, now
-            positions = dict(self._next)
+            positions, held = dict(self._next), self._buffer.ids
             for partition in positions:
-                if (oldest := self._held.oldest(partition)) is not None:
-                    positions[partition] = oldest // STRIDE
+                here = held[held % STRIDE == partition]
+                if len(here):
+                    positions[partition] = int(here[0]) // STRIDE
         self._source.used(positions, step)
 
     def _watch(self) -> None:
@@ -476,27 +448,10 @@ class LiveStream:
     # --- its rate ----------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
-        """Samples per second, by when the last of each partition were made."""
+        """Measures samples per second, by when the last of each partition were made."""
         return sum(self._rate_of(made_s) for made_s in self._made_s.values())
 
     def _rate_of(self, made_s: deque[float]) -> float:
         recent = [one for one in made_s if one >= made_s[-1] - self._span_s]
         covered_s = recent[-1] - recent[0]
         return (len(recent) - 1) / covered_s if covered_s > 0 else len(recent) / self._span_s
-
-
-def _picked(values: Sequence[T], places: list[int]) -> list[T]:
-    return [values[at] for at in places]
-
-
-class _Read:
-    """The samples of a live stream, made ready as those of the data set are."""
-
-    def __init__(self, stream: LiveStream, data: Dataset) -> None:
-        self._stream, self._data = stream, data
-
-    def rows(self, ids: SampleIds) -> Batch:
-        return self._stream.rows(ids)
-
-    def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        return self._data.prepare(rows, train=train)

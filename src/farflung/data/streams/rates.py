@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from farflung.errors import ConfigError, DataError
 from farflung.files import number_pairs, reading
 from farflung.seeding import generator
 
-__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn", "rates_in"]
+__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
 Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
@@ -60,7 +59,7 @@ PRINTED = {
 
 
 def drawn(name: str, count: int, seed: int) -> list[float]:
-    """The rates of so many devices, whole numbers of at least 8.
+    """Draws the rates of ``count`` devices, whole numbers of at least 8.
 
     Args:
       name: in :data:`RATE_SETS`.
@@ -95,11 +94,11 @@ class RateCourse:
         return self.rates[0] if len(self.rates) == 1 else None
 
     def at(self, t: float) -> float:
-        """Samples per second at a time."""
+        """Returns samples per second at a time."""
         return self.rates[bisect_right(self.begins, t) - 1]
 
     def delay(self, number: int, since: float) -> float:
-        """How long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
+        """Returns how long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
         left = float(number)
         for begin, end, rate in self._spans(since):
             room = (end - begin) * rate
@@ -109,12 +108,12 @@ class RateCourse:
         raise AssertionError("the last rate has no end")
 
     def sent(self, since: float, seconds: float) -> float:
-        """How many samples are sent in so many seconds from ``since`` on, with the fraction of the last one."""
+        """Returns how many samples are sent in ``seconds`` from ``since`` on, with the fraction of the last one."""
         until = since + seconds
         return sum(max(0.0, min(end, until) - begin) * rate for begin, end, rate in self._spans(since))
 
     def _spans(self, since: float) -> Iterator[tuple[float, float, float]]:
-        """Begin, end and value of each rate from a time on."""
+        """Yields begin, end and value of each rate from a time on."""
         ends = (*self.begins[1:], math.inf)
         for begin, end, rate in zip(self.begins, ends, self.rates, strict=True):
             if end > since:
@@ -122,7 +121,7 @@ class RateCourse:
 
 
 def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
-    """What each of ``size`` replicas receives.
+    """Returns the rate of each of ``size`` replicas over time.
 
     Args:
       rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
@@ -163,19 +162,6 @@ def _named(name: str, size: int, seed: int) -> Sequence[float]:
             f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself"
         )
     return [float(one) for one in rates[:size]]
-
-
-def rates_in(text: str) -> Rates:
-    """Rates as a command line has them: a number, a list, pairs, or words.
-
-    >>> rates_in("[50, 12]"), rates_in("S1")
-    ([50, 12], 'S1')
-    """
-    try:
-        value: Rates = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return value
 
 
 def _trace(path: Path) -> RateCourse:
