@@ -162,7 +162,7 @@ class Replica:
         self.model = self.workload.model(generator(seed, "model")).to(self.device)
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
-        self._random = RandomState(derive(seed, "replica", comm.rank), self.device)
+        self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
         self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
         self._exchanges = Exchanges(
             self.runtime,
@@ -428,7 +428,7 @@ class Replica:
         assert isinstance(self.parts.sampler, Scores)
         by = self.parts.sampler.scored_by
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
-        random = RandomState(seed, self.device)
+        random = RandomState.of(self.workload, seed, self.device)
 
         def score(ids: SampleIds) -> Tensor:
             random.install()
