@@ -23,7 +23,6 @@ ORDER: list[set[str]] = [
     {
         "types",
         "errors",
-        "extras",
         "lazy",
         "tasks",
         "seeding",

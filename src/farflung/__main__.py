@@ -4,7 +4,7 @@ import sys
 
 from farflung import __version__
 from farflung.errors import MissingExtra
-from farflung.extras import need
+from farflung.lazy import need
 
 __all__: list[str] = []
 

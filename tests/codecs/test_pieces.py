@@ -14,10 +14,10 @@ from torch import Tensor
 
 from farflung.codecs import blocks as blocks_module
 from farflung.codecs import selection
+from farflung.codecs.base import add_entries
 from farflung.codecs.bits import fields, from_fields, pack, unpack
 from farflung.codecs.blocks import Norm, blocks, bucket_norms
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import add_entries
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from farflung.codecs.base import accumulate, codec_option
 from farflung.codecs.int8 import Int8
-from farflung.codecs.options import codec_option
-from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.errors import Unsupported
 from farflung.seeding import derive

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.codecs.base import Sparse, add_dense, floating
 from farflung.codecs.bits import pack_wide, unpack_wide
-from farflung.codecs.options import floating
-from farflung.codecs.sparse import Sparse, add_dense
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
@@ -100,7 +99,7 @@ class DeMo(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
+        """See :meth:`farflung.codecs.base.Sparse.accumulate`."""
         del step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):

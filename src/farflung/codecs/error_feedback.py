@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.options import codec_option, floating
+from farflung.codecs.base import accumulate, codec_option, floating
 from farflung.codecs.randomk import RandomK
-from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import part_option

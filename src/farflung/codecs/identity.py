@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
+from farflung.codecs.base import Fixed
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Identity"]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.options import density_option, indexable
+from farflung.codecs.base import Sparse, density_option, indexable
 from farflung.codecs.selection import kept
-from farflung.codecs.sparse import Sparse
 from farflung.seeding import derive
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -77,7 +76,7 @@ class RandomK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
+        """See :meth:`farflung.codecs.base.Sparse.accumulate`."""
         del count
         (values,) = payload.tensors()
         indices = self._indices(state, total.numel(), step, values.device)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
+from farflung.codecs.base import Fixed
 from farflung.errors import Unsupported
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 

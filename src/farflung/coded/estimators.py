@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.extras import need
+from farflung.lazy import need
 
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 

@@ -1,16 +1,19 @@
-"""Faults as data: what happens to whom, and when."""
+"""Faults as data: what strikes which replica or link, and when; and plans of them from TOML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from typing_extensions import override
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.tables import Table, open_toml
 
-__all__ = ["FAULTS", "Fault", "FaultPlan"]
+__all__ = ["FAULTS", "Fault", "FaultPlan", "load_faults"]
+
 
 FAULTS: dict[str, str] = {
     "crash": "the replica ends at once, and its connections close",
@@ -258,3 +261,26 @@ class FaultPlan:
 
     def _with(self, fault: Fault) -> FaultPlan:
         return FaultPlan((*self.faults, fault))
+
+
+def load_faults(path: Path) -> FaultPlan:
+    """Reads a plan; the format is at the top of this module.
+
+    Raises:
+      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+    """
+    top = open_toml(path)
+    faults = tuple(_fault(table) for table in top.tables("fault"))
+    return top.make(lambda: FaultPlan(faults))
+
+
+def _fault(table: Table) -> Fault:
+    kind, rank = table.text("kind"), table.whole("rank")
+    if rank is None:
+        raise ConfigError(f"{table.where}: rank is missing")
+    at_step, peer = table.whole("at_step"), table.whole("peer")
+    at_s, factor, bandwidth_bps, loss, for_s = (
+        table.number(key) if key in table else None
+        for key in ("at_s", "factor", "bandwidth_bps", "loss", "for_s")
+    )
+    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s))

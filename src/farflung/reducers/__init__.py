@@ -1,4 +1,4 @@
-"""Reducers: one bucket's whole journey over the network. ``REDUCERS`` names them for recipes."""
+"""Reducers: one bucket's whole path over the network. ``REDUCERS`` names them for recipes."""
 
 from collections.abc import Callable
 

@@ -13,15 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import ErrorFeedback, TopK
-from farflung.codecs.options import density_option, floating
+from farflung.codecs.base import Sparse, add_entries, density_option, floating
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import Sparse, add_entries
 from farflung.errors import ConfigError
 from farflung.options import number_option, part_option, whole_option
-from farflung.reducers.journeys import Exchange, Gathered, Journey, Parcel, Summed
-from farflung.reducers.methods import method_of, method_of_rounds
-from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.reducers.aggregation import AggregationPath, Exchange, Gathered, Parcel, Summed
+from farflung.reducers.base import check_rounds, method_of, method_of_rounds, numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,
@@ -179,10 +176,14 @@ class AdaptiveTopK:
             learn_together=self._decided if self.decide == "last" else None,
         )
 
-    def _started(self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool) -> Journey:
+    def _started(
+        self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool
+    ) -> AggregationPath:
         state = CodecState(slot.state.shared["codec"], slot.state.local)
         if compress:
-            path: Journey = Gathered(exchange, Parcel(self._codec, self.method, state, tensor, Seeds(0, 0)))
+            path: AggregationPath = Gathered(
+                exchange, Parcel(self._codec, self.method, state, tensor, Seeds(0, 0))
+            )
             state = path.state
         else:
             cost = CodingCost("add", "", tensor.numel())
@@ -238,7 +239,7 @@ class AdaptiveTopK:
         exchange = Exchange(channel, self.collective, side_of(own), step)
         if compress:
             parcel = Parcel(entries, self.method, CodecState(), fed, Seeds(0, 0))
-            path: Journey = Gathered(exchange, parcel)
+            path: AggregationPath = Gathered(exchange, parcel)
         else:
             path = Summed(exchange, CodecState(), tensor)
         result = reduced(channel, *await path.finish())

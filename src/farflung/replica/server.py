@@ -15,9 +15,8 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.staging import moved
 from farflung.files import deciding
-from farflung.replica.inside import Inside
 from farflung.replica.votes import asks_to_stop, with_stop
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, done, failed
 from farflung.types import (
     Channel,
     CodingCost,
@@ -27,10 +26,49 @@ from farflung.types import (
     Reduced,
     Runtime,
     StateSlot,
+    Tag,
     TensorSpec,
 )
 
-__all__ = ["ByServer", "Server"]
+__all__ = ["ByServer", "Inside", "Server"]
+
+
+class Inside:
+    """What was sent and not taken yet."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Tag, Pending[Payload]] = {}
+        self._error: BaseException | None = None
+
+    def send(self, payload: Payload, tag: Tag) -> None:
+        """To whoever takes it; nothing after the end."""
+        self._at(tag).set(payload)
+
+    def recv(self, tag: Tag) -> Pending[Payload]:
+        """Takes a message, once."""
+        message = self._at(tag)
+
+        def taken(_: object) -> None:
+            self._messages.pop(tag, None)
+
+        message.on_done(taken)
+        return message
+
+    def forget(self, tag: Tag) -> None:
+        """Nobody waits for a message any more."""
+        self._messages.pop(tag, None)
+
+    def end(self, error: BaseException) -> None:
+        """Fails every wait, now and from now on."""
+        self._error = error
+        for message in list(self._messages.values()):
+            message.fail(error)
+
+    def _at(self, tag: Tag) -> Pending[Payload]:
+        if self._error is not None:
+            return failed(self._error)
+        return self._messages.setdefault(tag, Pending())
+
 
 UPDATE = "update"
 """The name of the decision whose update is added next; its step counts the updates of all replicas."""

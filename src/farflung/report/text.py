@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from farflung.extras import need
+from farflung.lazy import need
 
 if TYPE_CHECKING:
     from rich.table import Table

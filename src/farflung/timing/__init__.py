@@ -2,9 +2,7 @@
 
 from farflung.timing.calibrate import Calibration, Spread, calibrate
 from farflung.timing.coding import CodingTask, coding_points, coding_tasks, ladder, tensors_like
-from farflung.timing.flops import forward_flops
-from farflung.timing.messages import MessageCosts, message_costs
-from farflung.timing.peak_memory import peak_nbytes
+from farflung.timing.probes import MessageCosts, forward_flops, message_costs, peak_nbytes
 from farflung.timing.recording import RecordedReplica, TrafficRecorder
 from farflung.timing.retime import Retimed, retimed_events
 from farflung.timing.sharing import Sharing, company

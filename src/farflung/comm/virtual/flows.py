@@ -10,7 +10,7 @@ from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
 from farflung.network import Fabric, Flow, Path, Tcp, Use, repaired_s
-from farflung.network.trace import Capacity, map_capacity
+from farflung.network.link import Capacity, map_capacity
 from farflung.noise import uniform
 from farflung.tasks import Pending
 

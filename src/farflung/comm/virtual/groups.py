@@ -11,7 +11,7 @@ import numpy as np
 from farflung.comm.collectives.sharded import shard_pieces
 from farflung.comm.virtual.clock import Carrier, Clock
 from farflung.comm.virtual.lane import Ends, Lane
-from farflung.network.bundles import Group
+from farflung.network.wiring import Group
 from farflung.types import CodingCost, Counts
 
 __all__ = ["Devices", "GroupedReduce", "ReduceShape"]

@@ -24,8 +24,7 @@ from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
-from farflung.network.link import both_lose
-from farflung.network.trace import map_capacity
+from farflung.network.link import both_lose, map_capacity
 from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,

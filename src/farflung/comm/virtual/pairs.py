@@ -16,7 +16,7 @@ import numpy.typing as npt
 from farflung.comm.virtual.clock import Clock, Departure
 from farflung.comm.virtual.preemptive import Later, Overtaken, PreemptiveLink, Queued
 from farflung.network import NetworkProfile
-from farflung.network.trace import mean_capacity
+from farflung.network.link import mean_capacity
 from farflung.noise import uniform, uniform_row
 
 __all__ = ["Pairs", "Ranks", "Row", "by_time"]
