@@ -23,6 +23,7 @@ ORDER: list[set[str]] = [
     {
         "types",
         "errors",
+        "extras",
         "lazy",
         "tasks",
         "seeding",

@@ -4,7 +4,7 @@ import sys
 
 from farflung import __version__
 from farflung.errors import MissingExtra
-from farflung.lazy import need
+from farflung.extras import need
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Imports that wait: names of packages until they are used, and libraries that extras install."""
+"""Packages whose names are imported when they are first used, so that what needs no torch does not import it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from farflung.errors import MissingExtra
-
-__all__ = ["docstring_of", "lazy", "need"]
+__all__ = ["docstring_of", "lazy"]
 
 
 def lazy(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -54,21 +52,3 @@ def _source(module: str) -> ast.Module:
     path = loaded.__file__ if loaded is not None else getattr(find_spec(module), "origin", None)
     assert path is not None
     return ast.parse(Path(path).read_text(encoding="utf-8"))
-
-
-def need(what: str, *modules: str, extra: str) -> None:
-    """Makes sure of modules that an extra installs, before they are imported.
-
-    >>> need("arithmetic", "math", extra="maths")
-
-    Args:
-      what: what cannot be done without them; an error begins with it.
-      modules: as they are imported.
-      extra: which one installs them.
-
-    Raises:
-      MissingExtra: one of them is not installed; says how to install it.
-    """
-    for module in modules:
-        if find_spec(module) is None:
-            raise MissingExtra(what, module, extra)

@@ -70,7 +70,7 @@ def test_steps_without_a_finite_loss_have_no_point(tmp_path: Path) -> None:
 def test_where_it_is_not_installed_that_is_said_before_anything_begins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("farflung.lazy.find_spec", lambda name: None if name == "tensorboard" else object())
+    monkeypatch.setattr("farflung.extras.find_spec", lambda name: None if name == "tensorboard" else object())
     with pytest.raises(MissingExtra):
         TensorBoard(tmp_path)
     assert main(["train", "--tensorboard", "--out", str(tmp_path / "run")]) == 2

@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from farflung import lazy
+from farflung import extras
 from farflung.cli.main import main
 from farflung.data import LiveStream, kafka
 from farflung.data.streams.kafka import KafkaSource
@@ -191,7 +191,7 @@ def test_nobody_there_is_said_with_the_address(tmp_path: Path, monkeypatch: pyte
 def test_a_client_that_is_not_installed_is_said_with_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazy, "find_spec", lambda module: None)
+    monkeypatch.setattr(extras, "find_spec", lambda module: None)
     with pytest.raises(MissingExtra, match=r"the stream kafka needs confluent_kafka: .*farflung\[kafka\]"):
         kafka("127.0.0.1:1", "readings").open(feed(data=DATA))
     to = ["--servers", "127.0.0.1:1", "--topic", "readings"]

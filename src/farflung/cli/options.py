@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from farflung.cli.settings import option_types, read_settings
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.runs import RunConfig, Setting
 from farflung.telemetry import Event, Sink
 from farflung.types import Json

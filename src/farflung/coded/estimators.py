@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.lazy import need
+from farflung.extras import need
 
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 

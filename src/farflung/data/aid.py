@@ -22,7 +22,7 @@ from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
 from farflung.data.source import Location, locate
 from farflung.errors import DataError
-from farflung.lazy import need
+from farflung.extras import need
 
 __all__ = ["SOURCE", "load", "read"]
 

@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from farflung.errors import RunLost, Unsupported
+from farflung.extras import need
 from farflung.handle import Handle, attach
 from farflung.integrations.own_files import restore_own
-from farflung.lazy import need
 from farflung.recipes import Recipe
 from farflung.replica import save_tree
 from farflung.runtime import Seat

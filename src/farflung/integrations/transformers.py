@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from farflung.ddp import HookState, ddp_hook
 from farflung.errors import Unsupported
+from farflung.extras import need
 from farflung.integrations.own_files import restore_own
-from farflung.lazy import need
 from farflung.replica import save_tree
 from farflung.types import Codec, Reducer
 

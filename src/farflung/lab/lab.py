@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from farflung.errors import LabError
+from farflung.extras import need
 from farflung.faults import Condition
 from farflung.lab.children import Child
 from farflung.lab.kernel import inside
@@ -23,7 +24,6 @@ from farflung.lab.measure import Measured, Pair, expected, measure_latencies, me
 from farflung.lab.queues import Queues
 from farflung.lab.tun import INTERFACE, address_of, chosen_congestion_control
 from farflung.lab.worker import members, start_worker
-from farflung.lazy import need
 from farflung.network import NetworkProfile, Trace, Wiring
 from farflung.network.link import mean_capacity
 from farflung.types import Json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.errors import DataError
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.report.pictures import BLUE, ROUND, VERMILLION, picture
 from farflung.report.summary import PARTS_OF_TIME, SELDOM, duration_words, score_words
 from farflung.telemetry import Event

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.data import Share
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.report.pictures import BLUE, NAMED_RANKS, ROUND, picture
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.errors import DataError
+from farflung.extras import need
 from farflung.files import write_whole, writing
-from farflung.lazy import need
 from farflung.report.summary import PARTS_OF_TIME, SELDOM, score_words
 from farflung.telemetry import Event
 

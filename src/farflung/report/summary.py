@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from farflung.errors import DataError
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.types import Json
 
 if TYPE_CHECKING:

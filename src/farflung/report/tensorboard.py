@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:

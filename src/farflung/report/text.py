@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from farflung.lazy import need
+from farflung.extras import need
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,7 @@ import numpy as np
 
 from farflung.comm import KINDS
 from farflung.errors import DataError
-from farflung.lazy import need
+from farflung.extras import need
 from farflung.report.pictures import INK, NAMED_RANKS, picture
 from farflung.telemetry import Event
 

@@ -14,8 +14,8 @@ from farflung.data.streams.buffer import Buffering, buffered
 from farflung.data.streams.live import LiveStream, Reach, Records
 from farflung.data.streams.messages import Decoder
 from farflung.errors import ConfigError, DataError
+from farflung.extras import need
 from farflung.files import read_text, reading
-from farflung.lazy import need
 from farflung.options import text_option
 
 if TYPE_CHECKING:

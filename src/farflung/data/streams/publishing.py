@@ -15,8 +15,8 @@ from farflung.data.streams.kafka import ANSWER_S, SILENT, client_settings, reaso
 from farflung.data.streams.messages import as_messages
 from farflung.data.streams.rates import RateCourse
 from farflung.errors import ConfigError, DataError
+from farflung.extras import need
 from farflung.files import writing
-from farflung.lazy import need
 from farflung.types import Samples
 
 if TYPE_CHECKING:
