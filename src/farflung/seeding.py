@@ -86,7 +86,6 @@ class _Snapshot:
         )
 
     def put_back(self) -> None:
-        """Sets the global generators."""
         torch.set_rng_state(self.cpu)
         for index, state in self.cuda.items():
             torch.cuda.set_rng_state(state, index)

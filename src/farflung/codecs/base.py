@@ -29,7 +29,6 @@ class Fixed:
     __slots__ = ()
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns nothing."""
         del aggregate, step
         return state
 

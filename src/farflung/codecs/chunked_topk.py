@@ -88,7 +88,6 @@ class ChunkedTopK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.base.Sparse.accumulate`."""
         del state, step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):

@@ -99,7 +99,6 @@ class DeMo(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.base.Sparse.accumulate`."""
         del step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):
@@ -147,12 +146,10 @@ class _Blocks:
 
     @property
     def size(self) -> int:
-        """Numbers in each."""
         return self.height * self.width
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return self.rows * self.columns // self.size
 
     def transformed(self, flat: Tensor) -> Tensor:

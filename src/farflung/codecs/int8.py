@@ -49,7 +49,6 @@ class Int8(Fixed):
 
     @property
     def unbiased(self) -> bool:
-        """With stochastic rounding."""
         return self.rounding == "stochastic"
 
     @property

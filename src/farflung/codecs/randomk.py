@@ -63,7 +63,6 @@ class RandomK(Sparse):
         return CodecState(shared={"seed": seeds.shared})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """The values alone."""
         del count
         flat = grad.reshape(-1)
         indices = self._indices(state, flat.numel(), step, flat.device)
@@ -76,14 +75,12 @@ class RandomK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.base.Sparse.accumulate`."""
         del count
         (values,) = payload.tensors()
         indices = self._indices(state, total.numel(), step, values.device)
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
     def linear(self, state: CodecState) -> bool:
-        """Always."""
         del state
         return True
 

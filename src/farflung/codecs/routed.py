@@ -31,7 +31,7 @@ class Route(NamedTuple):
 
 
 class Routed:
-    """What :class:`BySize` and :class:`ByRole` share: each has codecs by name, and a state that says who sends what.
+    """What :class:`BySize` and :class:`ByRole` share: codecs by name, and a state with the codec of each part.
 
     A codec reducer carries each route by itself, so that what is sent dense is summed on its way although the rest
     is gathered. Inside another codec the payload holds one payload for each route.
@@ -46,12 +46,11 @@ class Routed:
 
     @property
     def unbiased(self) -> bool:
-        """If all are."""
         return all(codec.unbiased for codec in self.codecs.values())
 
     @property
     def stateless(self) -> bool:
-        """Never: the state says who sends what."""
+        """Never: the state says which codec sends which part."""
         return False
 
     @property
@@ -167,7 +166,6 @@ class BySize(Routed):
     @property
     @override
     def codecs(self) -> Mapping[str, Codec]:
-        """Both."""
         return {"small": self.small, "large": self.large}
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -210,7 +208,6 @@ class ByRole(Routed):
     @property
     @override
     def codecs(self) -> Mapping[str, Codec]:
-        """Both, and the one that changes nothing."""
         return {"convolution": self.convolution, "dense": Identity(), "other": self.other}
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

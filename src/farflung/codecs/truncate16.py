@@ -64,6 +64,5 @@ class Truncate16(Fixed):
         return high.view(torch.bfloat16).to(torch.float32).view(spec.shape)  # bfloat16 is just these bits
 
     def linear(self, state: CodecState) -> bool:
-        """Never."""
         del state
         return False

@@ -18,7 +18,7 @@ class Condition:
     """What has happened to a way; by default nothing.
 
     Args:
-      cut: nothing arrives, and nobody is told.
+      cut: nothing arrives, without notice.
       loss: share of packets that are lost, besides the network's own.
       bandwidth_bps: there is no more, in bits per second; on top of the network's own limits.
     """

@@ -21,16 +21,16 @@ FAULTS: dict[str, str] = {
     "leave": "the replica takes leave of the others and ends",
     "join": "a replica of this rank comes in; nothing where there is one",
     "slow": "all that the replica computes takes a factor longer",
-    "cut": "nothing passes between the replica and its peer, or anybody; what is on its way waits",
+    "cut": "nothing passes between the replica and its peer, or all others; what is on its way waits",
     "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
-    "lose": "of the packets between the replica and its peer, or anybody, this share is lost",
+    "lose": "of the packets between the replica and its peer, or all others, this share is lost",
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
 }
 """What can happen, by kind."""
 PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """What a kind needs, and no other kind has."""
 MEMBERSHIP = ("join", "leave")
-"""The kinds that change who is a member."""
+"""The kinds that change the membership."""
 BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
 """The kinds that may have a peer."""
 PASSING = ("cut", "hang", "lose", "slow", "throttle")
@@ -43,7 +43,7 @@ class Fault:
 
     Args:
       kind: a name in :data:`FAULTS`.
-      rank: to whom.
+      rank: the replica that it strikes.
       at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
       at_s: at this time instead, in seconds since the first step: since it began on the first replica to begin.
       factor: of ``slow``: how many times as long computations take.
@@ -118,10 +118,10 @@ class Fault:
         >>> str(Fault("cut", 2, at_step=10, peer=0, for_s=3))
         'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
-        whom = f" from rank {self.peer}" if self.peer is not None else ""
+        other = f" from rank {self.peer}" if self.peer is not None else ""
         when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
         long = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.kind} of rank {self.rank}{whom} at {when}{long}"
+        return f"{self.kind} of rank {self.rank}{other} at {when}{long}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Nothing passes between the replica and its peer, or anybody."""
+        """Nothing passes between the replica and its peer, or all others."""
         return self._with(Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s))
 
     def throttle(
@@ -205,7 +205,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Of the packets between the replica and its peer, or anybody, this share is lost."""
+        """Of the packets between the replica and its peer, or all others, this share is lost."""
         return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss, for_s=for_s))
 
     def restore(

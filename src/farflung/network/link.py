@@ -25,7 +25,7 @@ __all__ = [
 
 
 After: TypeAlias = Literal["error", "hold", "repeat"]
-"""What follows a trace: the run ends with an error, the last value stays, or it begins anew."""
+"""What follows a trace: the run ends with an error, the last value stays, or it begins afresh."""
 
 
 @dataclass(frozen=True, slots=True)

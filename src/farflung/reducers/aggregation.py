@@ -129,7 +129,7 @@ def check_cut(codec: Codec, state: CodecState) -> None:
 
 
 class Summed:
-    """Dense."""
+    """Sums the tensor as it is by one all-reduce."""
 
     posted = False
 
@@ -138,11 +138,9 @@ class Summed:
         self._exchange, self._tensor = exchange, tensor
 
     async def finish(self) -> tuple[Tensor, Tensor]:
-        """One all-reduce."""
         return await self._exchange.sum(self._tensor)
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
-        """Nothing."""
         del average
         return state
 
@@ -175,7 +173,6 @@ class Linear:
         return channel.compute(cost, decode), side
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
-        """What the codec learns."""
         return self._codec.observe(state, average, step=self._exchange.step)
 
 
@@ -190,14 +187,14 @@ class Gathered:
     def __init__(self, exchange: Exchange, own: Parcel) -> None:
         self._exchange, self._codec, self._method, self._tensor = exchange, own.codec, own.method, own.tensor
         payload, self.state = exchange.encode(own)
-        # Nobody says when all have read it, and the sum is written where the tensor was.
+        # No rank says when all have read it, and the sum is written where the tensor was.
         self._own = apart(payload, own.tensor)
         self._hop = exchange.channel.hops(1)
         for peer in others(exchange.channel):
             exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
-        """The sums, in rank order whoever was first."""
+        """The sums, in rank order whatever came first."""
         channel, step = self._exchange.channel, self._exchange.step
         cost = CodingCost("accumulate", self._method, self._tensor.numel())
         expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
@@ -215,7 +212,6 @@ class Gathered:
         return self._tensor, side
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
-        """What the codec learns."""
         return self._codec.observe(state, average, step=self._exchange.step)
 
 
@@ -244,7 +240,6 @@ class Hops:
         self._coding = Coding(inner, own.seeds, exchange.step, self._left, own.method)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
-        """One all-reduce."""
         return await self._exchange.sum(self._tensor, self._coding)
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:

@@ -43,7 +43,7 @@ def side_of(own: Contribution) -> Tensor:
 
 
 def divisor(side: Tensor) -> float:
-    """What to divide the summed numerators by: the sum of weights, or 1 where nobody has any."""
+    """What to divide the summed numerators by: the sum of weights, or 1 where all weights are 0."""
     return float(side[0]) or 1.0
 
 

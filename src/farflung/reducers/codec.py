@@ -111,7 +111,6 @@ class CodecReducer:
         )
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange."""
         exchange = Exchange(channel, self.collective, side_of(own), step)
         state, seeds = self._opened(slot.state)
         path = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)

@@ -87,7 +87,6 @@ class SharedScaleQSGD:
         return CodecState(local={"seed": seeds.own})
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """Scales, then levels."""
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         exchange = Exchange(channel, self.collective, side_of(own), step)
         tensor, seed = numerator(channel, own), slot.state.local["seed"]

@@ -128,7 +128,6 @@ class Flight:
 
     @staticmethod
     def kept_of(state: State) -> dict[int, dict[str, Tensor]]:
-        """What it kept."""
         return {int(index): dict(kept) for index, kept in state["kept"].items()}
 
 
@@ -156,7 +155,6 @@ class LinkGate:
         """Done when it opens; ``None`` while it is open."""
 
     def now(self) -> float:
-        """The runtime's."""
         return self._runtime.now()
 
     def shut(self) -> None:
@@ -165,13 +163,13 @@ class LinkGate:
             self._opens = Pending()
 
     def open(self) -> None:
-        """Whoever waits may go on."""
+        """Opens the gate to all waits."""
         opens, self._opens = self._opens, None
         if opens is not None:
             opens.set(None)
 
     async def opened(self, rest_s: float = 0.0) -> float:
-        """Rests where exchanges are under way that nobody waits for, then waits until it is open."""
+        """Rests where exchanges are under way that no step waits for, then waits until it is open."""
         if rest_s and self._overlaps and self._under_way():
             await self._runtime.sleep_until(self.now() + rest_s)
         # It may have been shut again since the wait was over.

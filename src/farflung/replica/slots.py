@@ -135,6 +135,5 @@ class Slots:
         return shared, own
 
     def load_state_dict(self, shared: State, own: State) -> None:
-        """Continues from :meth:`state_dict`."""
         for number, slot in self._slots.items():
             slot.state = CodecState(shared[str(number)], own[str(number)])

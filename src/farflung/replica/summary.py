@@ -49,7 +49,6 @@ class Times:
         self._before_s = elapsed_s - self._now()
 
     def step_begins(self) -> None:
-        """Closes the step before."""
         now = self._now()
         if self._begin is not None:
             self._steps.append(now - self._begin - self._waited)
@@ -116,7 +115,6 @@ class TimeSplit:
     """Of samples, while exchanges were under way."""
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry."""
         return {
             "compute": self.compute,
             "exposed_communication": self.exposed_communication,
@@ -145,11 +143,9 @@ class Leg:
     time_s: TimeSplit
 
     def after(self, earlier: Leg) -> Leg:
-        """Both together."""
         return Leg(earlier.from_step, earlier.duration_s + self.duration_s, earlier.time_s + self.time_s)
 
     def to_json(self) -> dict[str, Json]:
-        """For summaries and checkpoints."""
         return {
             "from_step": self.from_step,
             "duration_s": self.duration_s,
@@ -188,7 +184,6 @@ class Summary:
     """What was done since the run was resumed; ``None`` for a run in one piece."""
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry and ``--json``."""
         return {
             "final_accuracy": self.final_accuracy,
             "final_loss": self.final_loss,

@@ -355,7 +355,6 @@ class GroupedImportance:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from there."""
         columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made"))
         self._put(*columns)
         self._renewal.load_state_dict(state["renewal"])

@@ -183,7 +183,7 @@ class Renewal:
         self._columns = _empty()
 
     def add(self, before: Tensor, after: Tensor, ages: Tensor, step: int) -> None:
-        """A chunk of samples with a score that are scored anew.
+        """A chunk of samples with a score that are scored afresh.
 
         Args:
           before: the scores that they had.
@@ -197,7 +197,7 @@ class Renewal:
             column.append(more)
 
     def told(self, step: int) -> dict[str, Json]:
-        """Of the samples that were scored anew at a step; ``None`` where fewer than 8 had a score.
+        """Of the samples that were scored afresh at a step; ``None`` where fewer than 8 had a score.
 
         Returns:
           ``rank_within_5`` and ``rank_within_10``, the share whose rank among them changed by less than that per cent
@@ -215,12 +215,10 @@ class Renewal:
         }
 
     def state_dict(self) -> State:
-        """Both scores and ages."""
         before, after, ages = map(torch.cat, self._columns)
         return {"step": self._step, "before": before, "after": after, "ages": ages}
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from there."""
         self._step = int(state["step"])
         self._columns = [state["before"]], [state["after"]], [state["ages"]]
 

@@ -42,11 +42,9 @@ class Uniform:
         return Draw(self._at(first, view.batch_size, view.pool))
 
     def state_dict(self) -> State:
-        """The cursor."""
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: State) -> None:
-        """Continues at the cursor."""
         self._cursor = int(state["cursor"])
 
     def _at(self, first: int, count: int, n: int) -> Tensor:
@@ -85,9 +83,7 @@ class InShares:
         return Draw(torch.cat(ids), weights.repeat_interleave(len(ids[0])), weight=1.0, shares=shares)
 
     def state_dict(self) -> State:
-        """The sampler's."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """The sampler's."""
         self._sampler.load_state_dict(state)

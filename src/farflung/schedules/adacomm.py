@@ -90,11 +90,9 @@ class AdaComm:
 
     @property
     def late(self) -> bool:
-        """Never."""
         return False
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """The buckets themselves."""
         return buckets
 
     def init(self) -> State:

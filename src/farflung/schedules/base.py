@@ -20,24 +20,19 @@ class Fixed:
 
     @property
     def late(self) -> bool:
-        """Never, unless overridden."""
         return False
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """The buckets themselves."""
         return buckets
 
     def init(self) -> State:
-        """None."""
         return {}
 
     def asks(self, state: State, step: int) -> bool:
-        """Never."""
         del state, step
         return False
 
     def observe(self, state: State, stats: SharedStats) -> State:
-        """Adapts to nothing."""
         del stats
         return state
 

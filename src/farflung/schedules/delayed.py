@@ -136,7 +136,6 @@ class Delayed:
         return self.delay != 0
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """The buckets themselves."""
         return buckets
 
     def init(self) -> State:
@@ -220,7 +219,6 @@ class DelayedGradient(Fixed):
     @property
     @override
     def late(self) -> bool:
-        """With a delay."""
         return self.delay > 0
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

@@ -62,7 +62,6 @@ class DiLoCo(Fixed):
 
     @property
     def merges(self) -> tuple[Merge, ...]:
-        """An outer step."""
         return (Outer(self.outer_rate, self.outer_momentum, self.nesterov, state=self.optimizer_state),)
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
@@ -162,7 +161,6 @@ class StreamingDiLoCo(Fixed):
     @property
     @override
     def late(self) -> bool:
-        """With a delay."""
         return self.delay > 0
 
     @override

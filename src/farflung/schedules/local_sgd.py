@@ -65,7 +65,6 @@ class LocalSGD(Fixed):
 
     @property
     def merges(self) -> tuple[Merge, ...]:
-        """Replaced by the mean."""
         return (Outer(state=self.optimizer_state),)
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

@@ -101,7 +101,6 @@ class Pipelined(Fixed):
     @property
     @override
     def late(self) -> bool:
-        """With a width above 1."""
         return self.width > 1
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

@@ -268,7 +268,6 @@ class _Step:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Of the buckets."""
         return [bucket.spec for bucket in self._buckets.buckets]
 
     def predicted_nbytes(self) -> int:

@@ -47,7 +47,7 @@ def forward_flops(work: Workload, seed: int = 0) -> float:
         count = min(SAMPLES, len(train))
         batch = train.take(torch.arange(count), train=True)
         model = work.model(generator(seed, "model"))
-        # oneDNN's recurrent layers are one operation that nobody can look into; switching it warns of Intel's GPUs.
+        # oneDNN's recurrent layers are one operation whose parts are hidden; switching it warns of Intel's GPUs.
         with warnings.catch_warnings(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             warnings.simplefilter("ignore", UserWarning)
             with torch.backends.mkldnn.flags(enabled=False):
@@ -98,7 +98,7 @@ class _Living(DispatchMode):  # type: ignore[misc]
 def whole_steps_s(
     work: Workload, training: Training, *, warm_up: int, rounds: int, clock: Callable[[], float]
 ) -> float:
-    """The median of whole steps of a replica that trains alone, in seconds; its exchanges go to nobody.
+    """The median of whole steps of a replica that trains alone, in seconds; its exchanges go nowhere.
 
     Args:
       work: what to train.

@@ -160,7 +160,7 @@ class Outer:
       mix: the share of the own parameters in those that follow, at least 0 and below 1.
       keep: whether own updates since the exchange began are added to what it has led to; without it they are lost, but
         for their share in ``mix``.
-      state: what becomes of the own optimizer's state: it stays, begins anew, or is averaged.
+      state: what becomes of the own optimizer's state: it stays, begins afresh, or is averaged.
     """
 
     moves: ClassVar[Moved] = "update"
@@ -247,7 +247,7 @@ class Schedule(Protocol):
 
 @runtime_checkable
 class NeedsLoss(Protocol):
-    """A schedule that follows the training loss, which a training loop of somebody's own does not tell."""
+    """A schedule that follows the training loss, which a training loop of the user's own does not tell."""
 
     needs_loss: ClassVar[str]
     """What for, in words that a refusal ends with."""

@@ -83,7 +83,7 @@ class Segment:
 class Payload:
     """What travels: an ordered tree of tensors. Codecs nest, so a part may be a payload itself.
 
-    Whoever hands a payload to :meth:`Communicator.send` gives its tensors away: they are not written again until
+    A caller that hands a payload to :meth:`Communicator.send` gives its tensors away: they are not written again until
     every receiver has provably read them.
     """
 
@@ -110,7 +110,7 @@ _EACH = slice(None)
 
 
 class Sent:
-    """Payload bytes that one rank has sent, by the kind of message and by who it was for.
+    """Payload bytes that one rank has sent, by the kind of message and by the rank it was for.
 
     >>> sent = Sent(3, {"evaluation": [0, 16, 16]})
     >>> sent.add("gradients", 840, 2)

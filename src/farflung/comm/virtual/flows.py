@@ -85,7 +85,6 @@ class Flows:
     def send(
         self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
-        """See :class:`farflung.comm.virtual.clock.Carrier`."""
         key = (src, dst, priority)
         line = self._lines.get(key)
         if line is None:

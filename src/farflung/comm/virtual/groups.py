@@ -45,7 +45,6 @@ class ReduceShape(NamedTuple):
         return self.numel % self.owners, self.owners
 
     def pieces_nbytes(self, owner: int) -> list[int]:
-        """Of an owner's shard."""
         return [
             length * self.element_nbytes
             for length in shard_pieces(self.numel, self.element_nbytes, self.owners, owner)

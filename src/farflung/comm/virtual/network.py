@@ -167,7 +167,6 @@ class VirtualNetwork:
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def now(self) -> float:
-        """Virtual seconds."""
         return self._clock.now()
 
     def ends_wait(self, rank: int, deadline_s: float | None) -> None:
@@ -225,7 +224,6 @@ class VirtualCommunicator(Receiving):
 
     @property
     def lane(self) -> CodingLane | None:
-        """The device's."""
         return self._network.lanes[self.rank]
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:

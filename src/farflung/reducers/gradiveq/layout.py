@@ -54,7 +54,6 @@ class Layer(NamedTuple):
 
     @property
     def slices(self) -> int:
-        """How many there are."""
         return self.positions // self.each
 
     @property
@@ -113,7 +112,6 @@ class Layout:
 
     @staticmethod
     def of_state(state: State) -> Layout:
-        """From :attr:`state`."""
         return Layout(
             tuple(Layer(*layer) for layer in state["layers"]),
             tuple((start, numel) for start, numel in state["dense"]),
@@ -121,7 +119,6 @@ class Layout:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"layers": [list(layer) for layer in self.layers], "dense": [list(run) for run in self.dense]}
 
     def add(self, tensor: Tensor, numbers: Tensor) -> None:
@@ -132,12 +129,10 @@ class Layout:
 
     @property
     def sliced_numel(self) -> int:
-        """Numbers in all layers."""
         return sum(layer.numel for layer in self.layers)
 
     @property
     def dense_numel(self) -> int:
-        """Numbers in all else."""
         return sum(numel for _, numel in self.dense)
 
     @property
