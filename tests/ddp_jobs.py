@@ -22,7 +22,7 @@ import farflung
 from farflung.ddp import HookState, exchange
 from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
-from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.reducers.base import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
 from farflung.tasks import Pending
 from farflung.types import Channel, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from farflung.seeding import RandomState, derive, generator
+from farflung.workloads import workload
 from tests.helpers import same_tree
 
 
@@ -190,6 +191,38 @@ def test_a_saved_state_does_not_change_afterwards() -> None:
     draw()
     assert same_tree(kept, again)
     assert not same_tree(kept, state.state_dict())
+
+
+# --- torch alone ------------------------------------------------------------------------------------------------
+
+
+def test_a_workload_that_draws_from_torch_alone_has_torchs_state_switched_alone() -> None:
+    work = workload("synthetic/quadratic")
+    states = [RandomState.of(work, seed, torch.device("cpu")) for seed in (1, 2, 1)]
+    before = (np.random.get_state()[1].tolist(), random.getstate())  # type: ignore[index]
+    drawn = []
+    for state in states:
+        state.install()
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] == alone(1, 1)[0][:3] != drawn[1]
+    assert before == (np.random.get_state()[1].tolist(), random.getstate())  # type: ignore[index]
+    assert states[0].state_dict().keys() == {"torch"}
+
+
+def test_states_of_both_kinds_take_turns() -> None:
+    whole, one = RandomState(3), RandomState(4, torch_alone=True)
+    drawn = []
+    for state in (whole, one, whole, one, whole):
+        state.install()
+        drawn.append(draw())
+    assert drawn[::2] == alone(3, 3)
+
+
+def test_torchs_state_alone_continues_from_a_checkpoint_of_all() -> None:
+    whole, one = RandomState(3), RandomState(4, torch_alone=True)
+    one.load_state_dict(whole.state_dict())
+    one.install()
+    assert torch.rand(3).tolist() == alone(3, 1)[0][:3]
 
 
 # --- derived seeds ----------------------------------------------------------------------------------------------

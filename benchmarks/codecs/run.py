@@ -28,8 +28,7 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.reducers.gradiveq.bases import groups
-from farflung.reducers.gradiveq.layout import Layout
+from farflung.reducers.gradiveq.layout import Layout, groups
 from farflung.reducers.gradiveq.segments import Coder
 from farflung.types import Codec, Placed, Seeds, TensorSpec
 

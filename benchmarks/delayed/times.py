@@ -10,6 +10,7 @@ import torch
 from benchmarks.common import Measured, Simulated, coding_of
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.worlds import replicas_in
+from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchronous_s
 from farflung.comm import cost_s
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
@@ -17,7 +18,7 @@ from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import Replica
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.timing import delayed_s, fedavg_s, forward_flops, scalability, synchronous_s
+from farflung.timing import forward_flops
 from farflung.workloads import workload
 
 __all__ = [

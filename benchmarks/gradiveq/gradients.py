@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gradiveq.times import gradient_of
-from farflung.reducers.gradiveq.bases import groups, principal
-from farflung.reducers.gradiveq.layout import Layout
+from farflung.reducers.gradiveq.layout import Layout, groups, principal
 from farflung.seeding import generator
 from farflung.types import TensorSpec
 from farflung.workloads import workload

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, coding_of, main
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import RATES
+from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
 from farflung.comm import cost_s
 from farflung.network import Link, NetworkProfile, Site, network_profile
 from farflung.seeding import generator
-from farflung.timing import Cluster, period_s, ring_s, server_s
 from farflung.workloads import workload
 
 FOLDER = Path(__file__).parent

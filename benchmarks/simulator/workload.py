@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class MLP:
     """
 
     replicas: int
+    draws_from_torch_alone: ClassVar[bool] = True
     name: str = "benchmark/mlp"
     defaults: Mapping[str, Json] = field(
         default_factory=lambda: {

@@ -228,7 +228,6 @@ class HookState:
             self._met = True
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """See :func:`exchange`."""
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided or any(p.is_complex() for p in bucket.parameters()):
             raise Unsupported(
@@ -327,7 +326,6 @@ class HookState:
         return perf_counter()
 
     async def _sum(self, values: Tensor) -> Tensor:
-        """Of all ranks."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
         total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
         return total

@@ -46,7 +46,6 @@ class Table:
         return self._as_number(key, self._get(key, default))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers."""
         value = self._get(key, None)
         if not isinstance(value, list):
             raise self.error(key, value, "must be a list of numbers")
@@ -69,7 +68,6 @@ class Table:
         return tuple(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, value, "must be a string")

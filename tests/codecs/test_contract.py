@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.codecs import CODECS, ErrorFeedback, Truncate16
-from farflung.codecs.sparse import accumulate
+from farflung.codecs.base import accumulate
 from farflung.comm import ExchangeChannel
 from farflung.comm.wire import Kind, encode
 from farflung.errors import Unsupported

@@ -9,8 +9,6 @@ from farflung.coded import MDS, RLNC, Code, Replication, Uncoded
 
 CODE_ROWS: dict[str, Code] = {
     "mds": MDS(),
-    "mds cauchy": MDS("cauchy"),
-    "mds vandermonde": MDS("vandermonde"),
     "replication": Replication(),
     "rlnc": RLNC(),
     "rlnc binary": RLNC("binary"),

@@ -24,8 +24,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from farflung.coded.estimators import CodedLinearSVC, CodedLogisticRegression
-from farflung.coded.estimators.classifier import CodedClassifier
+from farflung.coded.estimators import CodedClassifier, CodedLinearSVC, CodedLogisticRegression
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
@@ -106,8 +105,11 @@ def test_one_class_is_bad_input_and_a_value_error() -> None:
     [
         (CodedLogisticRegression(C=-1), "C -1 must be"),
         (CodedLogisticRegression(devices=0), "devices = 0: must be 1 or more"),
-        (CodedLogisticRegression(solver="bundle"), "unknown solver of logistic regression 'bundle'"),
-        (CodedLinearSVC(solver="newton"), "unknown solver 'newton'; known: bundle, gd, lbfgs"),
+        (CodedLogisticRegression(solver="bundle"), "unknown solver of CodedLogisticRegression 'bundle'"),
+        (
+            CodedLinearSVC(solver="newton"),
+            "unknown solver of CodedLinearSVC 'newton'; known: bundle, gd, lbfgs",
+        ),
         (CodedLinearSVC(loss="log"), "unknown loss 'log'; known: hinge, squared_hinge"),
         (CodedLinearSVC(loss="hinge", solver="lbfgs"), "lbfgs: it gets stuck where a loss has kinks"),
     ],

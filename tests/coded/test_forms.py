@@ -21,8 +21,7 @@ from tests.helpers import PATIENCE_S
 
 pytest.importorskip("sklearn")
 
-from farflung.coded.estimators import CodedLinearSVC, CodedLogisticRegression
-from farflung.coded.estimators.classifier import CodedClassifier
+from farflung.coded.estimators import CodedClassifier, CodedLinearSVC, CodedLogisticRegression
 
 PARTITIONS = 4
 EXACT = 1e-9

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.coded import MDS, RLNC, Replication, any_one_may_vanish, rank, redundancy, would_decode
+from farflung.coded import MDS, RLNC, Replication, rank, redundancy
 from farflung.coded.roster import Block, Member, Partition, Roster
 from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
@@ -24,7 +24,7 @@ def by_enumeration(rows: list[Tensor], partitions: int, holders: list[int] | Non
     for vanished in range(len(there) + 1):
         for left in itertools.combinations(there, len(there) - vanished):
             kept = [row for row, holder in zip(rows, holders, strict=True) if holder in left]
-            if not would_decode(kept, partitions):
+            if rank(kept, partitions) < partitions:
                 return vanished - 1
     raise AssertionError
 
@@ -36,7 +36,7 @@ def alive(name: str, partitions: int, extra: int, seed: int, gone: set[int]) -> 
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(sorted(set(CODE_ROWS) - {"mds cauchy", "mds vandermonde"})),
+    st.sampled_from(sorted(CODE_ROWS)),
     st.integers(1, 5),
     st.integers(0, 5),
     st.integers(0, 2**62),
@@ -50,7 +50,6 @@ def test_it_is_what_taking_away_every_set_says(
     expected = by_enumeration(rows, partitions)
     assert redundancy(rows, partitions) == expected
     assert redundancy(rows, partitions, enough=1) == min(expected, 1)
-    assert any_one_may_vanish(rows, partitions) == (expected >= 1)
     assert redundancy(rows, partitions, most_sets=len(rows)) in {expected, min(expected, 1)}
     holders = [place % devices for place in range(len(rows))]
     assert redundancy(rows, partitions, holders=holders) == by_enumeration(rows, partitions, holders)
@@ -107,11 +106,10 @@ def test_more_than_can_be_tried_is_refused() -> None:
 def test_rank_counts_what_is_independent() -> None:
     assert rank([], 3) == 0
     assert rank([raw(0, 3), raw(0, 3), row_of(1, 1, 0), row_of(1, -1, 0)], 3) == 2
-    assert would_decode([*torch.eye(3, dtype=torch.float64)], 3)
-    assert not would_decode([row_of(1, 1, 0), row_of(1, 1 + 1e-8, 0), raw(2, 3)], 3)
+    assert rank([*torch.eye(3, dtype=torch.float64)], 3) == 3
+    assert rank([row_of(1, 1, 0), row_of(1, 1 + 1e-8, 0), raw(2, 3)], 3) == 2
 
 
 @pytest.mark.parametrize("rows", [[], [raw(0, 2)], [raw(0, 2), raw(0, 2), raw(0, 2)]])
 def test_what_is_lost_has_no_redundancy(rows: list[Tensor]) -> None:
     assert redundancy(rows, 2) == -1
-    assert not any_one_may_vanish(rows, 2)

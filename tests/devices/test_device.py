@@ -17,7 +17,6 @@ from farflung.devices import (
     Scheduled,
     Varying,
     device_profile,
-    largest_batch,
     saved_nbytes,
     training_nbytes,
 )
@@ -156,16 +155,6 @@ def test_memory_by_the_formula() -> None:
     assert training_nbytes(100 << 20, 0) == 225 << 20
     with pytest.raises(UnknownName, match="unknown optimizer 'lion'"):
         training_nbytes(1, 1, optimizer="lion")
-
-
-def test_the_largest_batch_is_the_largest() -> None:
-    settings = {"optimizer": "adam", "sample_nbytes": 12, "activations_nbytes": 100.5, "fixed_nbytes": 999}
-    batch = largest_batch(100_000, 5000, **settings)  # type: ignore[arg-type]
-    assert training_nbytes(5000, batch, **settings) <= 100_000 < training_nbytes(5000, batch + 1, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="20000 bytes hold no batch: the model and adam take 25999"):
-        largest_batch(20_000, 5000, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a sample must take memory"):
-        largest_batch(100, 1)
 
 
 def test_what_autograd_keeps_grows_with_the_batch() -> None:

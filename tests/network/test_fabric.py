@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
 from farflung.network import Fabric, Flow, Trace, Use
-from farflung.network.trace import Capacity, capacity_at
+from farflung.network.link import Capacity, capacity_at
 
 
 def uses(*resources: int) -> list[Use]:

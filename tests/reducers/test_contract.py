@@ -21,7 +21,6 @@ from farflung.reducers import (
     CodecReducer,
     GradiVeQ,
     PowerSGD,
-    ReleasedAdaptiveTopK,
     SharedScaleQSGD,
 )
 from farflung.replica import load_tree, save_tree
@@ -74,7 +73,7 @@ ROWS: dict[str, Row] = _carried() | {
     "adaptive_topk": Row(AdaptiveTopK()),
     "adaptive_topk (dense)": Row(AdaptiveTopK(threshold=0.0), 1e-6),
     "adaptive_topk (exact)": Row(AdaptiveTopK(threshold=0.5, decide="exact")),
-    "released_adaptive_topk": Row(ReleasedAdaptiveTopK(threshold=1.0)),
+    "adaptive_topk (released)": Row(AdaptiveTopK(threshold=1.0, rule="released")),
     "adaptive_topk (by bucket)": Row(AdaptiveTopK(threshold=1.0, decide="bucket")),
     "gradiveq": Row(GradiVeQ(), 1e-6),
     "gradiveq (of short windows)": Row(

@@ -16,8 +16,7 @@ from farflung.comm import ExchangeChannel, LinkModel
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
-from farflung.reducers.gradiveq.bases import alike, dimensions, fingerprint, groups, principal
-from farflung.reducers.gradiveq.layout import Layout
+from farflung.reducers.gradiveq.layout import Layout, alike, dimensions, fingerprint, groups, principal
 from farflung.reducers.gradiveq.segments import Coder
 from farflung.replica.slots import Slots
 from farflung.runtime import VirtualWorld

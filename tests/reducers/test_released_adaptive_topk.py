@@ -1,4 +1,4 @@
-"""Adaptive Top-k as it was released."""
+"""Adaptive Top-k by the rule of the released code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError, Unsupported
-from farflung.reducers import ReleasedAdaptiveTopK
+from farflung.reducers import AdaptiveTopK
 from farflung.types import TensorSpec
 from tests.reducers.replicas import PARTS, SPEC, Replica, assert_alike, gradient, run
 
@@ -53,7 +53,9 @@ def followed(steps: int, size: int, threshold: float, epoch: int | None = None) 
 @pytest.mark.parametrize(("size", "epoch"), [(2, None), (3, 4)])
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.26, 0.5])
 def test_it_does_what_the_released_code_does(size: int, epoch: int | None, threshold: float) -> None:
-    replicas = run(ReleasedAdaptiveTopK(threshold=threshold, epoch_steps=epoch), size, 10, weighted=False)
+    replicas = run(
+        AdaptiveTopK(rule="released", threshold=threshold, epoch_steps=epoch), size, 10, weighted=False
+    )
     assert_alike(replicas)
     decisions, came = followed(10, size, threshold, epoch)
     assert ways(replicas[0]) == decisions
@@ -62,7 +64,7 @@ def test_it_does_what_the_released_code_does(size: int, epoch: int | None, thres
 
 
 def test_decisions_are_counted() -> None:
-    (one, _) = run(ReleasedAdaptiveTopK(threshold=0.26), 2, 10, weighted=False)
+    (one, _) = run(AdaptiveTopK(rule="released", threshold=0.26), 2, 10, weighted=False)
     shared = one.slot.state.shared
     assert (shared["steps"], shared["compressed"]) == (10, sum(ways(one)))
 
@@ -71,7 +73,7 @@ def test_a_gradient_that_is_no_number_counts_as_left_out() -> None:
     def broken(rank: int, step: int) -> Tensor:
         return gradient(rank, step) * (float("nan") if step == 1 else 1.0)
 
-    (one, _) = run(ReleasedAdaptiveTopK(threshold=0.6), 2, 6, make=broken)
+    (one, _) = run(AdaptiveTopK(rule="released", threshold=0.6), 2, 6, make=broken)
     assert one.results[-1].mean.isfinite().all()
 
 
@@ -80,17 +82,20 @@ def test_a_gradient_that_is_no_number_counts_as_left_out() -> None:
     [
         ({"density": 1.5}, "density 1.5"),
         ({"threshold": -0.1}, "threshold -0.1"),
+        ({"rule": "papers"}, "rule 'papers' must be 'paper' or 'released'"),
+        ({"rule": "paper", "epoch_steps": 3}, "epoch_steps is of rule='released' alone"),
+        ({"smoothing": 1.0}, "smoothing and decide are not of rule='released'"),
         ({"epoch_steps": 0}, "epoch_steps 0"),
         ({"collective": "native"}, "'native' matches sums by their order"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, Unsupported), match=message):
-        ReleasedAdaptiveTopK(**options)
+        AdaptiveTopK(**{"rule": "released", **options})
 
 
 def test_the_whole_gradient_has_to_be_in_one_bucket() -> None:
     specs = [TensorSpec((10,)), TensorSpec((20,))]
-    ReleasedAdaptiveTopK().check(specs[:1])
+    AdaptiveTopK(rule="released").check(specs[:1])
     with pytest.raises(ConfigError, match="one bucket, and there are 2"):
-        ReleasedAdaptiveTopK().check(specs)
+        AdaptiveTopK(rule="released").check(specs)

@@ -18,7 +18,7 @@ from farflung.replica.flights import Flight
 from farflung.replica.merges import MERGERS, Merger
 from farflung.replica.votes import Rider
 from farflung.schedules import Delayed
-from farflung.schedules.fixed import Fixed
+from farflung.schedules.base import Fixed
 from farflung.types import (
     Bucket,
     Channel,

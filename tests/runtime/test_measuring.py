@@ -8,7 +8,7 @@ import pytest
 
 from farflung.comm import AUTO, resolve_collective
 from farflung.network import Link, NetworkProfile, Site, network_profile
-from farflung.network.trace import mean_capacity
+from farflung.network.link import mean_capacity
 from farflung.runtime import DecisionLog, VirtualWorld
 from farflung.runtime.measuring import GROWTH, MOST_NBYTES, measured_network
 from farflung.runtime.wall import WallRuntime

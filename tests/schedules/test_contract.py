@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farflung.replica.merges import MERGERS
-from farflung.replica.parts import buckets_of
+from farflung.replica.slots import buckets_of
 from farflung.schedules import (
     SCHEDULES,
     SSP,

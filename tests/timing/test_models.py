@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchronous_s
+from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
 from farflung.comm import LinkModel
 from farflung.errors import ConfigError
 from farflung.schedules import Delayed, DelayedGradient, Pipelined, Synchronous
-from farflung.timing import (
-    Cluster,
-    Costs,
-    delayed_s,
-    fedavg_s,
-    layers_s,
-    least_delay,
-    period_s,
-    ring_s,
-    scalability,
-    server_s,
-    synchronous_s,
-    timeline,
-)
+from farflung.timing import Costs, timeline
 from farflung.types import Bucket, Schedule, TensorSpec
 from tests.schedules.runs import Run
 
@@ -51,20 +40,10 @@ def test_width_2_is_as_good_as_any_larger() -> None:
         assert 1 <= period_s(a, c) / period_s(a, c, 2) <= 2
 
 
-def test_pieces_pay_latency_again_and_hide_bytes() -> None:
-    times = {"forward_s": 0.1, "backward_s": 0.2}
-    slow = Cluster(4, alpha_s=0.01, beta_s=1e-9)
-    assert layers_s(slow, 1e6, 50, **times) > layers_s(slow, 1e6, 1, **times)
-    fast = Cluster(4, beta_s=1e-9)
-    assert layers_s(fast, 1e8, 50, **times) < layers_s(fast, 1e8, 1, **times)
-    assert layers_s(fast, 1e8, 1, **times) == pytest.approx(0.3 + ring_s(fast, 1e8))
-
-
-def test_the_least_delay_hides_and_one_less_does_not() -> None:
-    for latency, busy in [(0.479, 0.0), (0.635, 0.25)]:
-        delay = least_delay(0.3, latency, busy)
-        assert delayed_s(0.3, latency, busy, delay=delay) == 0.3
-        assert delayed_s(0.3, latency, busy, delay=delay - 1) > 0.3
+@pytest.mark.parametrize(("latency", "busy", "delay"), [(0.479, 0.0, 2), (0.635, 0.25, 3)])
+def test_a_delay_hides_what_it_is_as_long_as(latency: float, busy: float, delay: int) -> None:
+    assert delayed_s(0.3, latency, busy, delay=delay) == 0.3
+    assert delayed_s(0.3, latency, busy, delay=delay - 1) > 0.3
     assert delayed_s(0.3, 1.0, 0.2, delay=0) == pytest.approx(synchronous_s(0.3, 1.0, 0.2))
     assert delayed_s(0.3, 1.0, 0.2, delay=0, period=4) == pytest.approx(fedavg_s(0.3, 1.0, 0.2, period=4))
     assert scalability(0.3, synchronous_s(0.3, 29.7)) == pytest.approx(0.01)
@@ -132,10 +111,8 @@ def test_bad_input_is_refused() -> None:
         lambda: Cluster(0),
         lambda: Cluster(2, alpha_s=-1.0),
         lambda: period_s(1.0, 1.0, 0),
-        lambda: layers_s(Cluster(2), 1.0, 0, forward_s=0.1, backward_s=0.1),
         lambda: delayed_s(0.1, 0.1, delay=-1),
         lambda: fedavg_s(0.1, 0.1, period=0),
-        lambda: least_delay(0.0, 0.1),
         lambda: timeline(Synchronous(), ONE, Costs(0.1, 0.1), 3).period_s(3),
     ):
         with pytest.raises(ConfigError):

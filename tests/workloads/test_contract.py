@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +100,16 @@ def test_loss_and_metric_per_sample(task: Workload, batch: Batch) -> None:
     assert loss.requires_grad
     assert not metric.requires_grad
     assert loss.dtype == metric.dtype == torch.float32
+
+
+def test_torch_alone_draws_random_numbers(task: Workload, batch: Batch) -> None:
+    """What simulations of many replicas rely on, which then switch torch's random state alone."""
+    assert getattr(task, "draws_from_torch_alone", False)
+    model = fresh(task).train()
+    before = (random.getstate(), [str(part) for part in np.random.get_state()])
+    task.loss(model, batch).sum().backward()
+    task.metric(model, batch)
+    assert before == (random.getstate(), [str(part) for part in np.random.get_state()])
 
 
 def test_samples_do_not_mix_in_evaluation(task: Workload, batch: Batch) -> None:

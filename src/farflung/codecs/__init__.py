@@ -5,8 +5,7 @@ A codec may be made of others: :func:`chain`, :func:`error_feedback`, :func:`by_
 
 from collections.abc import Callable
 
-from farflung.codecs.by_role import ByRole, by_role
-from farflung.codecs.by_size import BySize, by_size
+from farflung.codecs.base import Sparse
 from farflung.codecs.chain import Chain, chain
 from farflung.codecs.chunked_topk import ChunkedTopK
 from farflung.codecs.demo import DeMo
@@ -16,9 +15,8 @@ from farflung.codecs.identity import Identity
 from farflung.codecs.int8 import Int8
 from farflung.codecs.qsgd import QSGD
 from farflung.codecs.randomk import RandomK
-from farflung.codecs.routed import Route, Routed
+from farflung.codecs.routed import ByRole, BySize, Route, Routed, by_role, by_size
 from farflung.codecs.sign import Sign
-from farflung.codecs.sparse import Sparse
 from farflung.codecs.topk import TopK
 from farflung.codecs.truncate16 import Truncate16
 from farflung.types import Codec

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fields", "from_fields", "pack", "pack_wide", "packed_numel", "unpack", "unpack_wide"]
+__all__ = ["fields", "from_fields", "pack", "pack_wide", "unpack", "unpack_wide"]
 
 BYTE = 8
-
-
-def packed_numel(numel: int, bits: int) -> int:
-    """How many bytes :func:`pack` makes."""
-    return numel if bits == 8 else (numel + 7) // 8 * bits
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -26,7 +21,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
       bits: 1 to 8.
 
     Returns:
-      uint8, shape ``(packed_numel(n, bits),)``.
+      uint8: ``bits`` for each eight numbers, and ``n`` of 8 bits.
     """
     if bits == 8:
         return values

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from farflung.codecs.base import accumulate, codec_option
 from farflung.codecs.int8 import Int8
-from farflung.codecs.options import codec_option
-from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.errors import Unsupported
 from farflung.seeding import derive
@@ -49,17 +48,14 @@ class Chain:
 
     @property
     def unbiased(self) -> bool:
-        """If both are."""
         return self.first.unbiased and self.second.unbiased
 
     @property
     def stateless(self) -> bool:
-        """If both are."""
         return self.first.stateless and self.second.stateless
 
     @property
     def per_hop(self) -> bool:
-        """If both are."""
         return self.first.per_hop and self.second.per_hop
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -113,7 +109,6 @@ class Chain:
         return self._with(state, self.first.observe(self._inner(state), aggregate, step=step))
 
     def linear(self, state: CodecState) -> bool:
-        """If both are."""
         return self.first.linear(self._inner(state)) and self.second.linear(
             self._second(state, TensorSpec((1,)), 0)
         )

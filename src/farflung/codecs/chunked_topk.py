@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
 from farflung.codecs.bits import pack, pack_wide, unpack, unpack_wide
-from farflung.codecs.options import density_option, indexable
 from farflung.codecs.selection import kept
-from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -89,7 +88,6 @@ class ChunkedTopK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del state, step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):

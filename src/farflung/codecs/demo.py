@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.codecs.base import Sparse, add_dense, floating
 from farflung.codecs.bits import pack_wide, unpack_wide
-from farflung.codecs.options import floating
-from farflung.codecs.sparse import Sparse, add_dense
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
@@ -100,7 +99,6 @@ class DeMo(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):
@@ -148,12 +146,10 @@ class _Blocks:
 
     @property
     def size(self) -> int:
-        """Numbers in each."""
         return self.height * self.width
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return self.rows * self.columns // self.size
 
     def transformed(self, flat: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.options import density_option, indexable
+from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
 from farflung.codecs.routed import take
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
@@ -117,7 +116,6 @@ class DGC(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):

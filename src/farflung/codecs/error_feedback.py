@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.options import codec_option, floating
+from farflung.codecs.base import accumulate, codec_option, floating
 from farflung.codecs.randomk import RandomK
-from farflung.codecs.sparse import accumulate
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import part_option
@@ -91,22 +90,18 @@ class ErrorFeedback:
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """The codec's."""
         return self.codec.decode(inner_state(state), payload, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """As the codec does."""
         accumulate(self.codec, inner_state(state), payload, total, step=step, count=count, alpha=alpha)
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """The codec's."""
         inner = self.codec.observe(inner_state(state), aggregate, step=step)
         return CodecState(inner.shared, {**state.local, "codec": inner.local})
 
     def linear(self, state: CodecState) -> bool:
-        """As the codec."""
         return self.codec.linear(inner_state(state))
 
 

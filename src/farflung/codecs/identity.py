@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
+from farflung.codecs.base import Fixed
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Identity"]
@@ -25,24 +25,20 @@ class Identity(Fixed):
     per_hop: ClassVar[bool] = True
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No state."""
         del spec, seeds
         return CodecState()
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """The tensor itself."""
         del step, count
         return Payload((grad,)), state
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """The tensor itself."""
         del state, spec, step, count
         (grad,) = payload.tensors()
         return grad
 
     def linear(self, state: CodecState) -> bool:
-        """Always."""
         del state
         return True

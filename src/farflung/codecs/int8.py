@@ -7,9 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from farflung.codecs.base import Fixed, floating
 from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.fixed import Fixed
-from farflung.codecs.options import floating
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
@@ -50,7 +49,6 @@ class Int8(Fixed):
 
     @property
     def unbiased(self) -> bool:
-        """With stochastic rounding."""
         return self.rounding == "stochastic"
 
     @property

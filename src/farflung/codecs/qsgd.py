@@ -7,10 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from farflung.codecs.base import Fixed, floating
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.fixed import Fixed
-from farflung.codecs.options import floating
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
 from farflung.options import whole_option

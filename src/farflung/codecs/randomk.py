@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.options import density_option, indexable
+from farflung.codecs.base import Sparse, density_option, indexable
 from farflung.codecs.selection import kept
-from farflung.codecs.sparse import Sparse
 from farflung.seeding import derive
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -64,7 +63,6 @@ class RandomK(Sparse):
         return CodecState(shared={"seed": seeds.shared})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """The values alone."""
         del count
         flat = grad.reshape(-1)
         indices = self._indices(state, flat.numel(), step, flat.device)
@@ -77,14 +75,12 @@ class RandomK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del count
         (values,) = payload.tensors()
         indices = self._indices(state, total.numel(), step, values.device)
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
     def linear(self, state: CodecState) -> bool:
-        """Always."""
         del state
         return True
 

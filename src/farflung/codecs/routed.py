@@ -1,17 +1,23 @@
-"""Codecs that send parts of a bucket by unlike codecs."""
+"""Codecs that send parts of a bucket by unlike codecs: by size, or by the role of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from farflung.codecs.base import codec_option
+from farflung.codecs.identity import Identity
+from farflung.codecs.int8 import Int8
+from farflung.options import whole_option
 from farflung.seeding import derive
-from farflung.types import Codec, CodecState, Payload, Seeds, State, TensorSpec
+from farflung.types import Codec, CodecState, Payload, Placed, Seeds, State, TensorSpec
 
-__all__ = ["Route", "Routed", "join", "take"]
+__all__ = ["ByRole", "BySize", "Route", "Routed", "by_role", "by_size", "join", "take"]
 
 
 class Route(NamedTuple):
@@ -25,7 +31,7 @@ class Route(NamedTuple):
 
 
 class Routed:
-    """What :class:`BySize` and :class:`ByRole` share: each has codecs by name, and a state that says who sends what.
+    """What :class:`BySize` and :class:`ByRole` share: codecs by name, and a state with the codec of each part.
 
     A codec reducer carries each route by itself, so that what is sent dense is summed on its way although the rest
     is gathered. Inside another codec the payload holds one payload for each route.
@@ -40,12 +46,11 @@ class Routed:
 
     @property
     def unbiased(self) -> bool:
-        """If all are."""
         return all(codec.unbiased for codec in self.codecs.values())
 
     @property
     def stateless(self) -> bool:
-        """Never: the state says who sends what."""
+        """Never: the state says which codec sends which part."""
         return False
 
     @property
@@ -131,3 +136,113 @@ def join(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
     for start, length in runs:
         flat[start : start + length] = part[begin : begin + length]
         begin += length
+
+
+@dataclass(frozen=True, slots=True)
+class BySize(Routed):
+    """Encodes a tensor of at least ``numel`` elements by one codec, and a smaller one by another.
+
+    What a small tensor would save is less than what its rounding costs: Alistarh et al. 2017 leave those below
+    10,000 elements as they are.
+
+    Args:
+      small: for tensors below ``numel`` elements.
+      large: for the others.
+      numel: where large begins.
+
+    Raises:
+      ConfigError: not codecs, or a negative number.
+    """
+
+    small: Codec = field(default_factory=Identity)
+    large: Codec = field(default_factory=Int8)
+    numel: int = 10_000
+
+    def __post_init__(self) -> None:
+        codec_option("by_size", self.small)
+        codec_option("by_size", self.large)
+        whole_option("by_size", "numel", self.numel, 0)
+
+    @property
+    @override
+    def codecs(self) -> Mapping[str, Codec]:
+        return {"small": self.small, "large": self.large}
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Which of the two, and its state."""
+        size = "large" if spec.numel >= self.numel else "small"
+        return self.route_to({size: spec}, {size: [[0, spec.numel]]}, seeds)
+
+
+def by_size(small: Codec | None = None, large: Codec | None = None, numel: int = 10_000) -> BySize:
+    """:class:`BySize`; small tensors dense and large ones in 8 bits where nothing else is said."""
+    return BySize(Identity() if small is None else small, Int8() if large is None else large, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRole(Routed):
+    """Encodes convolution weights by one codec and matrices by another; vectors and scalars are sent dense.
+
+    A role is told by dimensions: three and more are a convolution's weight, two a matrix, fewer a bias or a
+    normalisation's. What a bucket is made of says :attr:`farflung.types.TensorSpec.parts`; a tensor without parts is
+    one part of its own shape. Parts of one role are one tensor to their codec.
+
+    Args:
+      convolution: for convolution weights.
+      other: for matrices.
+
+    Raises:
+      ConfigError: not codecs.
+
+    References: Yu et al. 2018 (GradiVeQ) compress convolutions alone; Vogels et al. 2019 and Lin et al. 2018 leave
+    vectors dense.
+    """
+
+    convolution: Codec = field(default_factory=Int8)
+    other: Codec = field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        codec_option("by_role", self.convolution)
+        codec_option("by_role", self.other)
+
+    @property
+    @override
+    def codecs(self) -> Mapping[str, Codec]:
+        return {"convolution": self.convolution, "dense": Identity(), "other": self.other}
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Which elements are of which role, and the state of each codec."""
+        parts: dict[str, list[Placed]] = {}
+        runs: dict[str, list[list[int]]] = {}
+        for part in spec.parts or (Placed(spec.shape, 0),):
+            role = self._role(part)
+            parts.setdefault(role, []).append(part)
+            mine = runs.setdefault(role, [])
+            if mine and sum(mine[-1]) == part.start:
+                mine[-1][1] += part.numel
+            else:
+                mine.append([part.start, part.numel])
+        specs = {role: _together(placed, spec) for role, placed in parts.items()}
+        return self.route_to(specs, runs, seeds)
+
+    def _role(self, part: Placed) -> str:
+        if len(part.shape) >= 3:
+            role = "convolution"
+        else:
+            role = "other" if len(part.shape) == 2 else "dense"
+        # Whatever is sent as it is goes together.
+        return "dense" if isinstance(self.codecs[role], Identity) else role
+
+
+def _together(parts: list[Placed], whole: TensorSpec) -> TensorSpec:
+    """The flat tensor that parts of one role make."""
+    placed, start = [], 0
+    for part in parts:
+        placed.append(Placed(part.shape, start))
+        start += part.numel
+    return TensorSpec((start,), whole.dtype, tuple(placed))
+
+
+def by_role(convolution: Codec | None = None, other: Codec | None = None) -> ByRole:
+    """:class:`ByRole`; convolution weights in 8 bits and matrices dense where nothing else is said."""
+    return ByRole(Int8() if convolution is None else convolution, Identity() if other is None else other)

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import Fixed, floating
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.fixed import Fixed
-from farflung.codecs.options import floating
 from farflung.codecs.stochastic import from_levels
 from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.options import density_option, indexable
+from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
 from farflung.codecs.selection import kept, largest
-from farflung.codecs.sparse import Sparse, add_dense, add_entries
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["TopK"]
@@ -69,7 +68,6 @@ class TopK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """See :meth:`farflung.codecs.sparse.Sparse.accumulate`."""
         del state, step, count
         parts = tuple(payload.tensors())
         if add_dense(total, parts, alpha):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.fixed import Fixed
+from farflung.codecs.base import Fixed
 from farflung.errors import Unsupported
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -64,6 +64,5 @@ class Truncate16(Fixed):
         return high.view(torch.bfloat16).to(torch.float32).view(spec.shape)  # bfloat16 is just these bits
 
     def linear(self, state: CodecState) -> bool:
-        """Never."""
         del state
         return False

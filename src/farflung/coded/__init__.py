@@ -3,12 +3,12 @@
 from farflung.coded.codes import CODES, MDS, RLNC, Code, Replication, Uncoded
 from farflung.coded.decoder import MAX_CONDITION, Decoder
 from farflung.coded.held import HeldProducts
-from farflung.coded.objectives import OBJECTIVES, Hinge, Logistic, Multinomial, Objective, SquaredHinge
+from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
 from farflung.coded.plan import Plan, Plans
 from farflung.coded.problem import Problem
 from farflung.coded.products import Products
-from farflung.coded.recombination import combination, recombined_row
-from farflung.coded.redundancy import any_one_may_vanish, rank, redundancy, would_decode
+from farflung.coded.recombination import combination
+from farflung.coded.redundancy import rank, redundancy
 from farflung.coded.solvers import GD, LBFGS, SOLVERS, Bundle, Iterate, OneVsRest, Solver, solve
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "LBFGS",
     "MAX_CONDITION",
     "MDS",
-    "OBJECTIVES",
     "RLNC",
     "SOLVERS",
     "Bundle",
@@ -38,11 +37,8 @@ __all__ = [
     "Solver",
     "SquaredHinge",
     "Uncoded",
-    "any_one_may_vanish",
     "combination",
     "rank",
-    "recombined_row",
     "redundancy",
     "solve",
-    "would_decode",
 ]

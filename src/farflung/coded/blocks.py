@@ -90,7 +90,6 @@ class RowBlock:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
         return self.data.nbytes
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
@@ -129,7 +128,6 @@ class ColumnBlock:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
         return sum(part.nbytes for part in self.parts.values())
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
@@ -184,7 +182,6 @@ class Holding:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks."""
         return sum(block.nbytes for block in self.blocks.values())
 
     def settle(self, run: str, raw: int) -> None:

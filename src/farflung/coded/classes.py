@@ -69,5 +69,5 @@ class Classes:
 
 
 def listed(labels: tuple[float, ...] | list[float]) -> str:
-    """For people."""
+    """Lists class labels in a message."""
     return ", ".join(f"{label:g}" for label in labels[:10]) + (", ..." if len(labels) > 10 else "")

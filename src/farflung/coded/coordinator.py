@@ -138,7 +138,6 @@ class Coordinator:
 
     @property
     def features(self) -> int:
-        """Columns of the data."""
         return self.roster.features
 
     async def times(self, weights: Tensor) -> Tensor:
@@ -152,7 +151,6 @@ class Coordinator:
         return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
 
     async def transposed_times(self, residuals: Tensor) -> Tensor:
-        """See :meth:`times`."""
         active, bounds = self.roster.active, self.roster.bounds
         if self._settings.transposed == "repair":
             return await self._by_repair(active, residuals)

@@ -73,7 +73,6 @@ class Decoder(Generic[Who]):
 
     @property
     def rank(self) -> int:
-        """Of the answers' rows."""
         return self._span.rank
 
     @property

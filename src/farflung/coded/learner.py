@@ -70,7 +70,6 @@ class Learner:
         return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
 
     def minimiser(self, classes: int) -> Solver[Any]:
-        """What minimises it."""
         kinks = self.loss == "hinge"
         text = self.solver or ("bundle" if kinks else "lbfgs")
         unfit = "lbfgs" if kinks else "bundle"

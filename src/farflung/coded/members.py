@@ -87,7 +87,6 @@ class Members:
     # --- what is there ----------------------------------------------------------------------------------------------
 
     def brought(self) -> list[Partition]:
-        """Partitions that are there."""
         return [one for one in self.roster.partitions if self.roster.raw(one) is not None]
 
     def decodable(self) -> bool:

@@ -31,7 +31,6 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weights."""
         rows = self.products.features + int(self.objective.fit_intercept)
         return rows, self.objective.outputs(self.targets)
 

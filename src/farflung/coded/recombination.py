@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from farflung.coded.codes import MDS, Code
 from farflung.coded.plan import raw_partition
-from farflung.coded.redundancy import rank, redundancy
 from farflung.coded.span import TOLERANCE, Span
-from farflung.noise import uniform
-from farflung.seeding import derive
 
-__all__ = ["combination", "recombined_row"]
+__all__ = ["combination"]
 
 Index = TypeVar("Index", bound=Hashable)
 
@@ -27,7 +23,6 @@ _EXACT = 1e-9
 """Of the target's largest coefficient: what a combination may differ from it by."""
 _ROUNDING = 1e-12
 """Of the terms of a coefficient: what is left of them where they cancel."""
-_DRAWS = 32
 
 
 def combination(
@@ -114,61 +109,3 @@ def _solved(target: Tensor, blocks: Tensor, gone: Tensor) -> tuple[Tensor, Tenso
     magnified = (factors.abs() * blocks.norm(dim=2)).sum(1)
     valid = (left <= _EXACT * target.abs().amax()) & (magnified * TOLERANCE <= target.norm())
     return factors, rest, valid
-
-
-def recombined_row(
-    code: Code,
-    index: int,
-    seed: int,
-    rows: Mapping[Index, Tensor],
-    *,
-    staying: Collection[Index] | None = None,
-    enough: int = 1,
-) -> tuple[Tensor, dict[Index, float]] | None:
-    """A row for another coded block that can be made of the blocks at hand, and what it is made of.
-
-    The code's own row is the first to be tried. For each raw block that it needs and that is gone, a coded block that
-    has the partition stands in, another one each, drawn at random, with the same coefficient. So the row may be another
-    one than the code's, and has to be told. It is drawn again until it helps those that stay: the rank rises, or where
-    it is full the redundancy. Where 32 rows of the code do not help, dense Gaussian ones are tried, which need all
-    partitions.
-
-    Args:
-      code: whose row it is to be.
-      index: which coded block.
-      seed: of the code.
-      rows: (K,) of the blocks at hand.
-      staying: those of them that are there afterwards; ``None``: all.
-      enough: redundancy that need not rise further; with it the first row will do. One row of which half is zero often
-        cannot raise it above 1.
-
-    Returns:
-      The row, and the factors of the blocks that make it; ``None`` where no row helps.
-
-    Raises:
-      ConfigError: the code has no such block.
-    """
-    raw = {k: who for who, row in rows.items() if (k := raw_partition(row)) is not None}
-    coded = [who for who, row in rows.items() if raw_partition(row) is None]
-    kept = [row for who, row in rows.items() if staying is None or who in staying]
-    partitions = len(next(iter(rows.values())))
-    for attempt in range(2 * _DRAWS):
-        drawn = derive(seed, "recombined", attempt) if attempt else seed
-        law = code if attempt < _DRAWS else MDS()
-        made_of: dict[Index, float] = {}
-        for k, factor in enumerate(law.row(index, partitions, drawn).tolist()):
-            having = [raw[k]] if k in raw else [who for who in coded if rows[who][k] and who not in made_of]
-            if factor and having:
-                made_of[having[int(len(having) * uniform(drawn, index, k))]] = factor
-        row = sum((factor * rows[who] for who, factor in made_of.items()), torch.zeros(partitions).double())
-        if _helps(row, kept, partitions, enough):
-            return row, made_of
-    return None
-
-
-def _helps(row: Tensor, kept: list[Tensor], partitions: int, enough: int) -> bool:
-    before = rank(kept, partitions)
-    if before < partitions:
-        return rank([*kept, row], partitions) > before
-    wanted = min(enough, redundancy(kept, partitions, enough=enough) + 1)
-    return redundancy([*kept, row], partitions, enough=wanted) >= wanted

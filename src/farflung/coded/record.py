@@ -35,7 +35,6 @@ class Record:
         """Partitions whose labels are kept: the labels of a partition never change."""
 
     def tell(self, event: str, **values: Json) -> None:
-        """One line."""
         entry: Event = {"event": event, **values}
         self._events.add(entry, flush=True)
         self._told(entry)

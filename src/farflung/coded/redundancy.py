@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.coded.plan import raw_partition
 from farflung.coded.span import TOLERANCE, Span, unit
 
-__all__ = ["MOST_SETS", "any_one_may_vanish", "missing_ranks", "rank", "redundancy", "would_decode"]
+__all__ = ["MOST_SETS", "missing_ranks", "rank", "redundancy"]
 
 MOST_SETS = 33_000
 """Sets of losses that are tried: all pairs of 256 devices, for example."""
@@ -31,24 +31,6 @@ def rank(rows: Iterable[Tensor], partitions: int) -> int:
     for row in rows:
         span.add(row)
     return span.rank
-
-
-def would_decode(rows: Iterable[Tensor], partitions: int) -> bool:
-    """Whether answers of these rows determine all partitions."""
-    return rank(rows, partitions) == partitions
-
-
-def any_one_may_vanish(rows: Sequence[Tensor], partitions: int) -> bool:
-    r"""Whether the rest determines all partitions whichever row vanishes; O(N K^2).
-
-    With Q an orthonormal basis of the columns, the rest has smallest singular value :math:`\sqrt{1 - \|Q_i\|^2}` there
-    without row i.
-    """
-    if len(rows) <= partitions or not would_decode(rows, partitions):
-        return False
-    q, _ = torch.linalg.qr(unit(torch.stack(list(rows))))
-    leverage = q.square().sum(dim=1)
-    return bool((1 - leverage > TOLERANCE**2).all())
 
 
 def redundancy(

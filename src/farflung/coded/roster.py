@@ -42,7 +42,6 @@ class Partition:
 
     @property
     def rows(self) -> int:
-        """Its samples."""
         return len(self.labels)
 
 
@@ -117,7 +116,6 @@ class Roster:
         self._numbers = 0
 
     def number(self) -> int:
-        """Of a new block."""
         self._numbers += 1
         return self._numbers - 1
 
@@ -308,5 +306,5 @@ def _rank(rows: Tensor) -> int:
 
 
 def names(partitions: Iterable[Partition]) -> str:
-    """For people."""
+    """Lists members by name in a message."""
     return ", ".join(partition.name or f"number {partition.number}" for partition in partitions)

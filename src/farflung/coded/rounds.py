@@ -164,7 +164,6 @@ class Round:
 
     @property
     def products(self) -> list[Tensor]:
-        """Of each unknown."""
         return self._product
 
     def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:

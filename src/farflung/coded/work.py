@@ -24,7 +24,6 @@ class Queue(Generic[T]):
         self._wait: Pending[None] | None = None
 
     def put(self, item: T) -> None:
-        """One more."""
         self._items.append(item)
         if self._wait is not None:
             self._wait.set(None)
@@ -45,7 +44,6 @@ class Work(Queue[Multiply | End | FarflungError]):
 
     @override
     def put(self, item: Multiply | End | FarflungError) -> None:
-        """One more."""
         if isinstance(item, Multiply):
             kept = [one for one in self._items if not isinstance(one, Multiply) or one.round >= item.since]
             if len(kept) < len(self._items):

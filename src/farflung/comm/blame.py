@@ -62,7 +62,6 @@ class Blame:
         return True
 
     def asked(self, waiting: Waiting) -> bool:
-        """Whether they have been."""
         return self._asked == (waiting, self.counts_from(waiting))
 
     def heard(self, rank: int, body: Mapping[str, Json], waiting: Waiting | None, now: float) -> None:

@@ -129,12 +129,10 @@ class ExchangeChannel:
 
     @property
     def auto(self) -> Mapping[int, str]:
-        """The communicator's."""
         return self._comm.auto
 
     @property
     def sent_nbytes(self) -> int:
-        """To all ranks."""
         return int(self.sent.sum())
 
     def tag(self, hop: int) -> Tag:
@@ -169,11 +167,9 @@ class ExchangeChannel:
             self._comm.sent.add(self.kind, nbytes)
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        """Receives."""
         return self._comm.recv(src, self.tag(hop), expect)
 
     def collective(self, name: str) -> AllReduce:
-        """The communicator's."""
         return self._comm.collective(name)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:

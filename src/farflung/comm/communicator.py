@@ -72,7 +72,6 @@ class WallCommunicator(Receiving):
         self.view.advance(view)
 
     def collective(self, name: str) -> AllReduce:
-        """Hop by hop."""
         return collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:

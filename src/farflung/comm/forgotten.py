@@ -34,7 +34,6 @@ class Forgotten:
         return at >= 0 and number < self._ends[at]
 
     def add(self, number: int) -> None:
-        """One more."""
         if number in self:
             return
         at = bisect_right(self._begins, number)

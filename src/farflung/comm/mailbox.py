@@ -47,7 +47,6 @@ class Waiting(NamedTuple):
 
     @property
     def what(self) -> str:
-        """For messages to people."""
         return in_words(self.tag)
 
 
@@ -92,7 +91,6 @@ class Mailbox:
         now: float,
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
-        """See :meth:`farflung.types.Communicator.recv`."""
         return self._wait(Waiting(src, tag, now, expect, Pending()), deadline_s)
 
     def recv_any(
@@ -102,7 +100,6 @@ class Mailbox:
         now: float,
         deadline_s: float | None = None,
     ) -> Pending[tuple[int, Payload]]:
-        """See :meth:`farflung.types.Communicator.recv_any`."""
         return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
 
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
@@ -198,7 +195,6 @@ class Mailbox:
         return min((due for _, due in self._apart.values() if due < math.inf), default=None)
 
     def fail(self, waiting: Waiting, error: BaseException) -> None:
-        """Fails one wait."""
         self._take((waiting.src, waiting.tag))
         waiting.found.fail(error)
 
@@ -261,7 +257,6 @@ class Mailbox:
             news.end(self._ended)
 
     def _all(self) -> list[Waiting]:
-        """Every wait."""
         return [*self._waits.values(), *(waiting for waiting, _ in self._apart.values())]
 
 

@@ -37,12 +37,10 @@ class Outbox:
         self._recalled: list[Frame] = []
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
         return bool(self._queue or self._recalled)
 
     @property
     def nbytes(self) -> int:
-        """Of what waits."""
         return sum(
             len(frame)
             for _, number, frames, *_ in self._queue

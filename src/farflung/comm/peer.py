@@ -48,7 +48,6 @@ class Peer:
         return str(ipaddress.ip_address(found[1] or found[2]))
 
     def to_json(self) -> str:
-        """For the store."""
         fields = {"rank": self.rank, "address": self.address, "token": self.token.hex(), "key": self.key}
         return json.dumps({name: value for name, value in fields.items() if value is not None})
 

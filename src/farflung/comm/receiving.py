@@ -33,7 +33,6 @@ class Receiving(ABC):
         *,
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
-        """Waits for a message."""
         return self._mailbox.recv(src, tag, expect, self._wait_begins(deadline_s), deadline_s)
 
     def recv_any(

@@ -122,7 +122,6 @@ class View(Meeting):
 
     @override
     def arrived(self, rank: int, message: Message) -> None:
-        """See :class:`farflung.comm.transport.Listener`."""
         source, destination, _ = message.route
         relayed = message.route != DIRECT and destination == self.rank
         try:
@@ -135,7 +134,6 @@ class View(Meeting):
 
     @override
     def malformed(self, rank: int, nbytes: int, why: str) -> None:
-        """See :class:`farflung.comm.transport.Listener`; the member is told, and lost."""
         if rank in self._left:
             return
         error = PeerLost(rank, f"refused {nbytes:,} bytes from it: {why}")
@@ -189,7 +187,6 @@ class View(Meeting):
 
     @override
     def closed(self, rank: int) -> None:
-        """See :class:`farflung.comm.transport.Listener`."""
         self._is_gone(rank, CLOSED)
         self._tell_gone(rank, CLOSED)
 
@@ -209,7 +206,6 @@ class View(Meeting):
 
     @override
     def denied(self, rank: int) -> None:
-        """See :class:`farflung.comm.transport.Listener`."""
         if rank not in self._greeted:
             self.end(
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
@@ -217,7 +213,6 @@ class View(Meeting):
 
     @override
     def broken(self, error: BaseException) -> None:
-        """See :class:`farflung.comm.transport.Listener`."""
         self.end(error)
 
     def _hello(self, rank: int, body: dict[str, Any]) -> None:

@@ -263,7 +263,6 @@ class Landing:
 
     @property
     def whole(self) -> bool:
-        """Whether all has come."""
         return len(self._come) == len(self._large)
 
     def take(self, frame: Buffer) -> None:

@@ -156,7 +156,6 @@ class ZmqTransport:
             poller.register(self._gate.questions, _POLLIN)
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._listener = listener
         for peer in others:
             self.dismiss(peer.rank)
@@ -183,7 +182,6 @@ class ZmqTransport:
         self._sending.put(peer.token + _URGENT, _OPEN, FIRST, 0)
 
     def dismiss(self, rank: int) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._urgent.discard(rank)
         self._urgent_due.discard(rank)
         peer = self._peers.pop(rank, None)
@@ -195,35 +193,29 @@ class ZmqTransport:
             self._sending.close(name, PeerLost(rank, "its connection is gone"))
 
     def expects(self, count: int) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._due = count
         self._mind_the_door()
 
     def failed_at(self, rank: int) -> bool:
-        """See :class:`farflung.comm.transport.Transport`."""
         return rank in self._peers and self._peers[rank].address in self._connections.failed
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     @property
     def held_nbytes(self) -> int:
-        """See :class:`farflung.comm.transport.Transport`."""
         return self._sending.held_nbytes
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
-        """See :class:`farflung.comm.transport.Transport`."""
         try:
             return self._put(rank, frames, priority, view)
         except PeerLost as error:
             return failed(error)
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._put(rank, frames, LAST if last else FIRST, 0)
         self._flush()
 
     def withdraw(self, view: int) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._sending.withdraw(view)
 
     def _put(self, rank: int, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
@@ -239,13 +231,11 @@ class ZmqTransport:
     # --- hearing ----------------------------------------------------------------------------------------------------
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         for poller in (self._for_messages, self._for_room):
             poller.register(fd, _POLLIN)
         self._watched[fd] = readable
 
     def poll(self, timeout_s: float | None) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         self._flush()
         poller = self._for_messages
         if self._sending.waits:
@@ -263,7 +253,6 @@ class ZmqTransport:
             self._watched[fd]()
 
     def close(self, *, linger: bool) -> None:
-        """See :class:`farflung.comm.transport.Transport`."""
         if linger:
             self._send_the_rest()
         if self._door is not None:

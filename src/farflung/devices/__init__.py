@@ -1,9 +1,8 @@
 """Devices: how long each computes, whether it straggles, and what memory training takes there."""
 
-from farflung.devices.coding import CodingRates, Points
-from farflung.devices.memory import OPTIMIZER_COPIES, largest_batch, saved_nbytes, training_nbytes
+from farflung.devices.memory import OPTIMIZER_COPIES, saved_nbytes, training_nbytes
 from farflung.devices.named import DEVICES, coding_source, device_profile, device_toml, load_device
-from farflung.devices.profile import DeviceProfile, Layer
+from farflung.devices.profile import CodingRates, DeviceProfile, Layer, Points
 from farflung.devices.stragglers import Moment, Occasional, Scheduled, Straggler, Varying
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "coding_source",
     "device_profile",
     "device_toml",
-    "largest_batch",
     "load_device",
     "saved_nbytes",
     "training_nbytes",

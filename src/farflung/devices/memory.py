@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from farflung.config import BUCKET_NBYTES
-from farflung.errors import ConfigError, UnknownName
+from farflung.errors import UnknownName
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OPTIMIZER_COPIES", "largest_batch", "saved_nbytes", "training_nbytes"]
+__all__ = ["OPTIMIZER_COPIES", "saved_nbytes", "training_nbytes"]
 
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Tensors as large as the parameters that an optimizer keeps."""
@@ -54,41 +54,6 @@ def training_nbytes(
     filling = min(parameters_nbytes, bucket_nbytes)
     samples = batch_size * (sample_nbytes + activations_nbytes)
     return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
-
-
-def largest_batch(
-    memory_nbytes: int,
-    parameters_nbytes: int,
-    *,
-    optimizer: str = "sgd",
-    sample_nbytes: float = 0,
-    activations_nbytes: float = 0,
-    in_flight: int = 0,
-    fixed_nbytes: float = 0,
-    bucket_nbytes: int = BUCKET_NBYTES,
-) -> int:
-    """The largest batch that :func:`training_nbytes` lets in; its arguments.
-
-    Raises:
-      ConfigError: not even one sample has room, or samples take no memory.
-    """
-    empty = training_nbytes(
-        parameters_nbytes,
-        0,
-        optimizer=optimizer,
-        in_flight=in_flight,
-        fixed_nbytes=fixed_nbytes,
-        bucket_nbytes=bucket_nbytes,
-    )
-    each = sample_nbytes + activations_nbytes
-    if not each > 0:
-        raise ConfigError("a sample must take memory: give sample_nbytes or activations_nbytes")
-    batch = int((memory_nbytes - empty) // each)
-    if batch < 1:
-        raise ConfigError(
-            f"{memory_nbytes} bytes hold no batch: the model and {optimizer} take {empty}, a sample {each:g}"
-        )
-    return batch
 
 
 def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> int:

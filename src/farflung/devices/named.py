@@ -50,8 +50,7 @@ from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
-from farflung.devices.coding import CodingRates, Points
-from farflung.devices.profile import DeviceProfile, Layer
+from farflung.devices.profile import CodingRates, DeviceProfile, Layer, Points
 from farflung.devices.stragglers import Occasional, Scheduled, Straggler, Varying
 from farflung.errors import ConfigError, UnknownName
 from farflung.tables import Table, open_toml

@@ -58,7 +58,6 @@ class Occasional:
         _check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
-        """``factor`` or 1."""
         drawn = uniform(moment.seed, 1, moment.rank, moment.step)
         return self.factor if drawn < self.probability else 1.0
 
@@ -83,7 +82,6 @@ class Varying:
             raise ConfigError(f"spread = {self.spread}: must be 0 or more")
 
     def slowdown(self, moment: Moment) -> float:
-        """At least 1."""
         return 1.0 - self.spread * math.log1p(-uniform(moment.seed, 2, moment.rank, moment.step))
 
 
@@ -112,7 +110,6 @@ class Scheduled:
         _check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
-        """``factor`` or 1."""
         concerned = not self.ranks or moment.rank in self.ranks
         return self.factor if concerned and self.begin_s <= moment.now_s < self.end_s else 1.0
 

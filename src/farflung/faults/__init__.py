@@ -1,10 +1,7 @@
 """What goes wrong in a run, described once for every world."""
 
-from farflung.faults.condition import Condition
-from farflung.faults.injector import FaultInjector, Stage
-from farflung.faults.loading import load_faults
-from farflung.faults.plan import FAULTS, MEMBERSHIP, PASSING, Fault, FaultPlan
-from farflung.faults.standing import Standing
+from farflung.faults.injector import Condition, FaultInjector, Stage, Standing
+from farflung.faults.plan import FAULTS, MEMBERSHIP, PASSING, Fault, FaultPlan, load_faults
 
 __all__ = [
     "FAULTS",

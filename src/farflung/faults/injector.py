@@ -1,14 +1,95 @@
-"""Makes a plan come true: at its times by the world's clock, at its steps by what the replicas tell."""
+"""Makes a plan of faults come true, and says what the faults that hold make of ways and replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
-from farflung.faults.plan import Fault, FaultPlan
+from farflung.faults.plan import BETWEEN_TWO, Fault, FaultPlan
 from farflung.telemetry import Event
 
-__all__ = ["FaultInjector", "Stage"]
+__all__ = ["Condition", "FaultInjector", "Stage", "Standing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What has happened to a way; by default nothing.
+
+    Args:
+      cut: nothing arrives, without notice.
+      loss: share of packets that are lost, besides the network's own.
+      bandwidth_bps: there is no more, in bits per second; on top of the network's own limits.
+    """
+
+    cut: bool = False
+    loss: float = 0.0
+    bandwidth_bps: float = math.inf
+
+    def after(self, fault: Fault) -> Condition:
+        """What one more fault of ``cut``, ``throttle`` or ``lose`` makes of it."""
+        if fault.kind == "cut":
+            return replace(self, cut=True)
+        if fault.bandwidth_bps is not None:
+            return replace(self, bandwidth_bps=fault.bandwidth_bps)
+        assert fault.loss is not None
+        return replace(self, loss=fault.loss)
+
+
+Struck: TypeAlias = "tuple[int, int] | int"
+"""A way, from one rank to another, or a replica."""
+
+
+class Standing:
+    """What has begun and is not undone; of one kind the last counts, and what is undone uncovers the one before.
+
+    Args:
+      size: how many replicas.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: dict[Struck, list[Fault]] = {}
+
+    def begin(self, fault: Fault) -> None:
+        """A fault of :data:`farflung.faults.PASSING` or a ``restore`` has happened."""
+        for struck in self._concerned(fault):
+            held = self._held.setdefault(struck, [])
+            if fault.kind == "restore":
+                held.clear()
+            else:
+                held.append(fault)
+
+    def end(self, fault: Fault) -> None:
+        """Its time is over; nothing where it was restored before."""
+        for struck in self._concerned(fault):
+            held = self._held.get(struck, [])
+            if fault in held:
+                held.remove(fault)
+
+    def condition(self, src: int, dst: int) -> Condition:
+        """Of the way from one rank to another."""
+        condition = Condition()
+        for fault in self._held.get((src, dst), ()):
+            condition = condition.after(fault)
+        return condition
+
+    def slowdown(self, rank: int) -> float:
+        """How many times as long a replica computes."""
+        held = self._held.get(rank)
+        factors = [fault.factor for fault in held if fault.factor is not None] if held else []
+        return factors[-1] if factors else 1.0
+
+    def hangs(self, rank: int) -> bool:
+        """Whether a replica stands still."""
+        return any(fault.kind == "hang" for fault in self._held.get(rank, ()))
+
+    def _concerned(self, fault: Fault) -> Iterator[Struck]:
+        if fault.kind in BETWEEN_TWO:
+            yield from fault.ways(self._size)
+        if fault.kind not in BETWEEN_TWO or (fault.kind == "restore" and fault.peer is None):
+            yield fault.rank
 
 
 class Stage(Protocol):

@@ -1,16 +1,19 @@
-"""Faults as data: what happens to whom, and when."""
+"""Faults as data: what strikes which replica or link, and when; and plans of them from TOML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from typing_extensions import override
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
+from farflung.tables import Table, open_toml
 
-__all__ = ["FAULTS", "Fault", "FaultPlan"]
+__all__ = ["FAULTS", "Fault", "FaultPlan", "load_faults"]
+
 
 FAULTS: dict[str, str] = {
     "crash": "the replica ends at once, and its connections close",
@@ -18,16 +21,16 @@ FAULTS: dict[str, str] = {
     "leave": "the replica takes leave of the others and ends",
     "join": "a replica of this rank comes in; nothing where there is one",
     "slow": "all that the replica computes takes a factor longer",
-    "cut": "nothing passes between the replica and its peer, or anybody; what is on its way waits",
+    "cut": "nothing passes between the replica and its peer, or all others; what is on its way waits",
     "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
-    "lose": "of the packets between the replica and its peer, or anybody, this share is lost",
+    "lose": "of the packets between the replica and its peer, or all others, this share is lost",
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
 }
 """What can happen, by kind."""
 PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """What a kind needs, and no other kind has."""
 MEMBERSHIP = ("join", "leave")
-"""The kinds that change who is a member."""
+"""The kinds that change the membership."""
 BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
 """The kinds that may have a peer."""
 PASSING = ("cut", "hang", "lose", "slow", "throttle")
@@ -40,7 +43,7 @@ class Fault:
 
     Args:
       kind: a name in :data:`FAULTS`.
-      rank: to whom.
+      rank: the replica that it strikes.
       at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
       at_s: at this time instead, in seconds since the first step: since it began on the first replica to begin.
       factor: of ``slow``: how many times as long computations take.
@@ -115,10 +118,10 @@ class Fault:
         >>> str(Fault("cut", 2, at_step=10, peer=0, for_s=3))
         'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
-        whom = f" from rank {self.peer}" if self.peer is not None else ""
+        other = f" from rank {self.peer}" if self.peer is not None else ""
         when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
         long = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.kind} of rank {self.rank}{whom} at {when}{long}"
+        return f"{self.kind} of rank {self.rank}{other} at {when}{long}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Nothing passes between the replica and its peer, or anybody."""
+        """Nothing passes between the replica and its peer, or all others."""
         return self._with(Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s))
 
     def throttle(
@@ -202,7 +205,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Of the packets between the replica and its peer, or anybody, this share is lost."""
+        """Of the packets between the replica and its peer, or all others, this share is lost."""
         return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss, for_s=for_s))
 
     def restore(
@@ -258,3 +261,26 @@ class FaultPlan:
 
     def _with(self, fault: Fault) -> FaultPlan:
         return FaultPlan((*self.faults, fault))
+
+
+def load_faults(path: Path) -> FaultPlan:
+    """Reads a plan; the format is at the top of this module.
+
+    Raises:
+      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+    """
+    top = open_toml(path)
+    faults = tuple(_fault(table) for table in top.tables("fault"))
+    return top.make(lambda: FaultPlan(faults))
+
+
+def _fault(table: Table) -> Fault:
+    kind, rank = table.text("kind"), table.whole("rank")
+    if rank is None:
+        raise ConfigError(f"{table.where}: rank is missing")
+    at_step, peer = table.whole("at_step"), table.whole("peer")
+    at_s, factor, bandwidth_bps, loss, for_s = (
+        table.number(key) if key in table else None
+        for key in ("at_s", "factor", "bandwidth_bps", "loss", "for_s")
+    )
+    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s))

@@ -86,7 +86,6 @@ class FarflungStrategy(DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are accumulated and not exchanged."""
         if self._handle is None:
             yield
             return
@@ -98,7 +97,6 @@ class FarflungStrategy(DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Yes: attaching makes all ranks begin as rank 0."""
         return True
 
     @override
@@ -112,7 +110,6 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes both."""
         super().remove_checkpoint(filepath)
         self._own(filepath).unlink(missing_ok=True)
 
@@ -156,7 +153,6 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the exchange, if training did not."""
         self._leave(RunLost("Lightning ended before training did"))
         super().teardown()
 

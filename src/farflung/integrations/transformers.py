@@ -78,7 +78,6 @@ class FarflungCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Adds this rank's file to the trainer's checkpoint."""
         del control, kwargs
         if self.state is not None:
             own = _own_file(args, state)

@@ -25,7 +25,7 @@ from farflung.lab.queues import Queues
 from farflung.lab.tun import INTERFACE, address_of, chosen_congestion_control
 from farflung.lab.worker import members, start_worker
 from farflung.network import NetworkProfile, Trace, Wiring
-from farflung.network.trace import mean_capacity
+from farflung.network.link import mean_capacity
 from farflung.types import Json
 
 __all__ = ["Counters", "Lab"]

@@ -15,7 +15,7 @@ from farflung.lab.kernel import inside
 from farflung.lab.queues import WIRE_OVER_PAYLOAD, without_loss
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Path, Wiring
-from farflung.network.trace import capacity_at
+from farflung.network.link import capacity_at
 
 __all__ = [
     "TOLERANCE",

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from farflung.faults import Condition
 from farflung.network import Connection, Link, NetworkProfile, Trace, Wiring
-from farflung.network.link import both_lose
-from farflung.network.trace import Capacity
+from farflung.network.link import Capacity, both_lose
 from farflung.noise import uniform
 
 __all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s", "without_loss"]

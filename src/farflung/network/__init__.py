@@ -7,13 +7,12 @@ from farflung.lazy import lazy
 if TYPE_CHECKING:
     from farflung.network.costs import pieces_of
     from farflung.network.fabric import Fabric, Flow
-    from farflung.network.link import Link
+    from farflung.network.link import Link, Trace
     from farflung.network.loading import load_profile
     from farflung.network.max_min import max_min_rates
     from farflung.network.named import NETWORKS, network_profile
     from farflung.network.profile import Connection, Medium, NetworkProfile, Site
     from farflung.network.tcp import Tcp, repaired_s, window_share_bps
-    from farflung.network.trace import Trace
     from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 else:
     __getattr__, __dir__ = lazy(__name__)

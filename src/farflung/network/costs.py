@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from farflung.network.bundles import Bundle, Group, groups_of, loads_s, mesh
+from farflung.network.link import mean_capacity
 from farflung.network.profile import NetworkProfile
-from farflung.network.trace import mean_capacity
+from farflung.network.wiring import Bundle, Group, groups_of, loads_s, mesh
 
 __all__ = ["Cost", "gather_s", "owners_s", "pieces_of", "ring_s"]
 

@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Iterable
 
+from farflung.network.link import Capacity, Trace, capacity_at
 from farflung.network.max_min import max_min_rates
-from farflung.network.trace import Capacity, Trace, capacity_at
 from farflung.network.wiring import Use
 
 __all__ = ["Fabric", "Flow"]

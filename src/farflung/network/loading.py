@@ -53,10 +53,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from farflung.files import naming, number_pairs, reading
-from farflung.network.link import Link
+from farflung.network.link import Capacity, Link, Trace
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
 from farflung.network.tcp import check_congestion
-from farflung.network.trace import Capacity, Trace
 from farflung.tables import Table, open_toml
 
 __all__ = ["load_profile"]

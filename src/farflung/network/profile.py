@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from farflung.errors import ConfigError
-from farflung.network.link import Link
+from farflung.network.link import Capacity, Link, Trace, check_capacity, map_capacity
 from farflung.network.tcp import CongestionControl, check_congestion
-from farflung.network.trace import Capacity, Trace, check_capacity, map_capacity
 
 __all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
 

@@ -1,15 +1,30 @@
-"""Which capacities a flow between two nodes uses up."""
+"""Which capacities flows between nodes use up: one flow's, and those of whole collectives in bundles of flows alike."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
+from farflung.network.link import Capacity, Trace, mean_capacity
 from farflung.network.profile import Medium, NetworkProfile
 from farflung.network.tcp import CongestionControl
-from farflung.network.trace import Capacity, Trace
 
-__all__ = ["Path", "Use", "Wiring"]
+__all__ = [
+    "Bundle",
+    "Bundles",
+    "Group",
+    "Path",
+    "Resource",
+    "Use",
+    "Wiring",
+    "groups_of",
+    "loads_s",
+    "mesh",
+    "used_by",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +140,144 @@ def is_dedicated(profile: NetworkProfile) -> bool:
     if any(isinstance(limit, Trace) or limit < math.inf for limit in limits):
         return False
     return not any(isinstance(link.bandwidth_bps, Trace) for link in profile.all_links())
+
+
+Resource: TypeAlias = tuple[str, int, int]
+"""A kind of capacity, and whose: one stands for that of every node of a group, or of every pair of nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes of one site that take the same part in a collective, and follow each other.
+
+    Args:
+      site: of the profile's sites.
+      first: the first of them.
+      count: how many.
+      owns: whether they own a shard.
+    """
+
+    site: int
+    first: int
+    count: int
+    owns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One flow from each node of a group to each of another, or to each other of its own.
+
+    Args:
+      src: number of the group that sends.
+      dst: number of the group that receives.
+      per_src: flows that leave each sender.
+      per_dst: flows that reach each receiver.
+    """
+
+    src: int
+    dst: int
+    per_src: int
+    per_dst: int
+
+
+def groups_of(profile: NetworkProfile, owners: int, cuts: Iterable[int] = ()) -> list[Group]:
+    """The nodes of a profile by site, the first ``owners`` of all apart from the others.
+
+    Args:
+      profile: with its number of nodes.
+      owners: how many own a shard.
+      cuts: nodes at which other groups begin.
+    """
+    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners, *cuts}
+    bounds = [*sorted(start for start in starts if 0 <= start < _nodes(profile)), _nodes(profile)]
+    return [
+        Group(profile.site_index(first), first, end - first, first < owners)
+        for first, end in pairwise(bounds)
+    ]
+
+
+def mesh(groups: Sequence[Group], *, to_owners: bool = False, from_owners: bool = False) -> list[Bundle]:
+    """A flow between every two nodes; only to owners, or only from them, where that is said."""
+    bundles = []
+    for src, one in enumerate(groups):
+        for dst, other in enumerate(groups):
+            if (to_owners and not other.owns) or (from_owners and not one.owns):
+                continue
+            same = src == dst
+            if other.count > same:
+                bundles.append(Bundle(src, dst, other.count - same, one.count - same))
+    return bundles
+
+
+def used_by(
+    profile: NetworkProfile, groups: Sequence[Group], bundle: Bundle
+) -> dict[Resource, tuple[Capacity, int]]:
+    """What limits a bundle: each capacity, and how many of the bundle's flows use one of its kind."""
+    one, other = groups[bundle.src], groups[bundle.dst]
+    a, b = one.site, other.site
+    total = one.count * bundle.per_src
+    way = profile.connection(a, b)
+    key = ("link", a, b) if way.shared else ("pair", bundle.src, bundle.dst)
+    uses: dict[Resource, tuple[Capacity, int]] = {
+        key: (profile.goodput_bps(a, b), total if way.shared else 1),
+        ("up", bundle.src, 0): (profile.sites[a].up_bps, bundle.per_src),
+        ("down", bundle.dst, 0): (profile.sites[b].down_bps, bundle.per_dst),
+    }
+    if a != b:
+        uses["exit", a, 0] = profile.sites[a].exit_bps, total
+        uses["entry", b, 0] = profile.sites[b].entry_bps, total
+    media = {medium.name: (index, medium) for index, medium in enumerate(profile.media)}
+    for index, medium, times in crossings(profile, media, a, b):
+        uses["medium", index, 0] = medium.bandwidth_bps, total * times
+    return {
+        resource: (capacity, count)
+        for resource, (capacity, count) in uses.items()
+        if isinstance(capacity, Trace) or capacity < math.inf
+    }
+
+
+def loads_s(
+    profile: NetworkProfile, groups: Sequence[Group], bundles: Sequence[Bundle], nbytes: float
+) -> dict[Resource, float]:
+    """How many seconds each capacity needs for ``nbytes`` in every flow; a trace counts by its mean."""
+    loads: dict[Resource, float] = {}
+    for bundle in bundles:
+        for resource, (capacity, count) in used_by(profile, groups, bundle).items():
+            seconds = 8 * nbytes * count / mean_capacity(capacity)
+            loads[resource] = loads.get(resource, 0.0) + seconds
+    return loads
+
+
+class Bundles:
+    """Like :class:`farflung.network.Wiring`, for groups: one path stands for all that join two groups.
+
+    Args:
+      profile: with its number of nodes.
+      groups: of its nodes.
+    """
+
+    def __init__(self, profile: NetworkProfile, groups: Sequence[Group]) -> None:
+        self._profile, self._groups = profile, groups
+        self.capacities: list[Capacity] = []
+        """Of each resource; grows as paths are asked for."""
+        self._numbers: dict[Resource, int] = {}
+
+    def path(self, src: int, dst: int) -> Path:
+        """The way from each node of one group to each of another."""
+        one, other = self._groups[src], self._groups[dst]
+        same = src == dst
+        bundle = Bundle(src, dst, other.count - same, one.count - same)
+        link = self._profile.connection(one.site, other.site).link
+        uses = []
+        for resource, (capacity, count) in used_by(self._profile, self._groups, bundle).items():
+            if resource not in self._numbers:
+                self._numbers[resource] = len(self.capacities)
+                self.capacities.append(capacity)
+            uses.append(Use(self._numbers[resource], count))
+        round_trip_s = self._profile.round_trip_s(one.site, other.site)
+        return Path(link.latency_s, link.jitter_s, tuple(uses), self._profile.congestion, round_trip_s)
+
+
+def _nodes(profile: NetworkProfile) -> int:
+    assert profile.nodes is not None
+    return profile.nodes

@@ -1,4 +1,4 @@
-"""Reducers: one bucket's whole journey over the network. ``REDUCERS`` names them for recipes."""
+"""Reducers: one bucket's whole path over the network. ``REDUCERS`` names them for recipes."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,6 @@ from farflung.reducers.adaptive_topk import AdaptiveTopK
 from farflung.reducers.codec import CodecReducer
 from farflung.reducers.gradiveq import GradiVeQ
 from farflung.reducers.powersgd import PowerSGD
-from farflung.reducers.released_adaptive_topk import ReleasedAdaptiveTopK
 from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
 from farflung.reducers.sums import summed_nbytes
 from farflung.types import Reducer
@@ -17,7 +16,6 @@ __all__ = [
     "CodecReducer",
     "GradiVeQ",
     "PowerSGD",
-    "ReleasedAdaptiveTopK",
     "SharedScaleQSGD",
     "summed_nbytes",
 ]
@@ -27,7 +25,6 @@ REDUCERS: dict[str, Callable[..., Reducer]] = {
     "codec": CodecReducer,
     "gradiveq": GradiVeQ,
     "powersgd": PowerSGD,
-    "released_adaptive_topk": ReleasedAdaptiveTopK,
     "shared_scale_qsgd": SharedScaleQSGD,
 }
 """All of them by name; each can be made without arguments, and takes ``collective``."""

@@ -6,26 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs import ErrorFeedback, TopK
-from farflung.codecs.options import density_option
+from farflung.codecs.base import Sparse, add_entries, density_option, floating
 from farflung.codecs.selection import kept, largest
 from farflung.errors import ConfigError
-from farflung.options import number_option, part_option
-from farflung.reducers.journeys import Exchange, Gathered, Journey, Parcel, Summed
-from farflung.reducers.methods import method_of
-from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.options import number_option, part_option, whole_option
+from farflung.reducers.aggregation import AggregationPath, Exchange, Gathered, Parcel, Summed
+from farflung.reducers.base import check_rounds, method_of, method_of_rounds, numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,
     CodingCost,
     Contribution,
     Json,
+    Payload,
     Reduced,
     Seeds,
     State,
@@ -33,21 +33,10 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["AdaptiveTopK", "compressed_share", "counted"]
+__all__ = ["AdaptiveTopK"]
 
 _NUMBERS = 2
 """That a replica says of its tensor: squared norms of all of it, and of its largest entries."""
-
-
-def compressed_share(states: Sequence[State]) -> float:
-    """The CNC ratio of Tyagi & Swany 2022: exchanges that were compressed over all; 0 before the first."""
-    counted = sum(state["steps"] for state in states)
-    return sum(state["compressed"] for state in states) / counted if counted else 0.0
-
-
-def counted(state: State, compressed: bool) -> State:
-    """The state with one exchange more for :func:`compressed_share`."""
-    return {**state, "steps": state["steps"] + 1, "compressed": state["compressed"] + compressed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +54,29 @@ class AdaptiveTopK:
     All replicas decide alike, from numbers that ride on the exchanges. By default they are those of the step before,
     of the whole gradient, so that no exchange waits for them; the first step is dense.
 
+    The rule ``released`` is that of the code released with the paper, for comparison. It keeps k entries of each
+    parameter, not of the whole. The share left out is measured by norms, of the gradient g alone and of the largest
+    entries of gradient and residual c, summed over the parameters,
+
+    .. math:: \rho_i = \Big|\sum_t \|g_{i,t}\| - \sum_t \|\mathrm{top}_k(c_{i,t})\|\Big| \Big/ \sum_t \|g_{i,t}\|
+
+    and averaged over all steps of an epoch so far. Each replica votes by its own average, in a round of its own before
+    the gradient's; half of the replicas, rounded down, are enough. The residual is the rest beside the largest entries
+    in dense steps too, although these have sent all of the gradient: part of it is sent twice.
+
     Args:
-      density: fraction of the entries of a bucket that are sent.
+      density: fraction of the entries of a bucket that are sent; with the rule ``released`` of each parameter's.
       threshold: :math:`\delta`, the most that may be left out.
-      smoothing: weight of the newest share in the average, in (0, 1]; 1: it alone.
+      smoothing: weight of the newest share in the average, in (0, 1]; 1: it alone. Not of the rule ``released``.
       decide: ``"last"`` by the whole gradient of the step before, ``"bucket"`` by each bucket's own of then,
-        ``"exact"`` by this step's: two numbers travel first, one delay more, and the run must have one bucket.
-      collective: of dense steps, a name in :data:`farflung.comm.COLLECTIVES`.
+        ``"exact"`` by this step's: two numbers travel first, one delay more, and the run must have one bucket. Not of
+        the rule ``released``, which must have one bucket too.
+      collective: of dense steps and votes, a name in :data:`farflung.comm.COLLECTIVES`.
+      rule: ``"paper"`` or ``"released"``.
+      epoch_steps: with the rule ``released``, steps after which the average begins afresh; ``None``: never.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option out of its range, or of the other rule.
       UnknownName: no such collective.
       Unsupported: collective ``native``, which cannot carry Top-k.
 
@@ -87,8 +89,11 @@ class AdaptiveTopK:
     smoothing: float = 0.1
     decide: Literal["last", "bucket", "exact"] = "last"
     collective: str = "direct"
+    rule: Literal["paper", "released"] = "paper"
+    epoch_steps: int | None = None
+    method: str = field(init=False, repr=False, compare=False)
+    """Names the costs of the arithmetic."""
     _codec: ErrorFeedback = field(init=False, repr=False, compare=False)
-    _method: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = "adaptive_topk"
@@ -97,22 +102,32 @@ class AdaptiveTopK:
         part_option(name, "smoothing", self.smoothing)
         if self.decide not in ("last", "bucket", "exact"):
             raise ConfigError(f"{name}: decide {self.decide!r} must be 'last', 'bucket' or 'exact'")
+        if self.rule not in ("paper", "released"):
+            raise ConfigError(f"{name}: rule {self.rule!r} must be 'paper' or 'released'")
+        if self.rule == "released" and (self.smoothing, self.decide) != (0.1, "last"):
+            raise ConfigError(f"{name}: smoothing and decide are not of rule='released'")
+        if self.rule == "paper" and self.epoch_steps is not None:
+            raise ConfigError(f"{name}: epoch_steps is of rule='released' alone")
+        if self.epoch_steps is not None:
+            whole_option(name, "epoch_steps", self.epoch_steps, 1)
         check_rounds(name, self.collective)
         codec = ErrorFeedback(TopK(self.density))
         object.__setattr__(self, "_codec", codec)
-        object.__setattr__(self, "_method", method_of(codec))
+        method = method_of(codec) if self.rule == "paper" else method_of_rounds(name, self)
+        object.__setattr__(self, "method", method)
 
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """Refuses an exact decision over several buckets.
+        """Refuses several buckets where the decision is on the whole gradient.
 
         Raises:
           ConfigError: there are several.
         """
         del steps
-        if self.decide == "exact" and len(specs) > 1:
+        if len(specs) > 1 and (self.rule == "released" or self.decide == "exact"):
+            what = "rule='released'" if self.rule == "released" else "decide='exact'"
             raise ConfigError(
-                f"adaptive_topk: decide='exact' needs the whole gradient in one bucket, and there are {len(specs)}: "
-                "raise bucket_nbytes, or use decide='last'"
+                f"adaptive_topk: {what} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
+                "bucket_nbytes, or use decide='last' where buckets are DistributedDataParallel's"
             )
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -121,14 +136,28 @@ class AdaptiveTopK:
         Raises:
           Unsupported: the tensor is not floating.
         """
+        if self.rule == "released":
+            floating("adaptive_topk", spec)
+            runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
+            local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
+            return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
         inner = self._codec.init(spec, seeds)
         known = {"left_out": None, "compress": False, "seen": [0.0] * _NUMBERS, "compressed": 0, "steps": 0}
         return CodecState({**known, "codec": inner.shared}, inner.local)
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange."""
+        """One exchange; with the rule ``released`` a round of votes before it."""
+        rule = self._released if self.rule == "released" else self._paper
+        return await rule(channel, slot, own, step)
+
+    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+        """``cnc`` of Tyagi & Swany 2022: exchanges that were compressed over all of them, of all buckets."""
+        steps = sum(state["steps"] for state in states)
+        return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
+
+    async def _paper(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
         tensor = numerator(channel, own)
-        cost = CodingCost("norms", self._method, tensor.numel())
+        cost = CodingCost("norms", self.method, tensor.numel())
         said = channel.compute(cost, partial(self._norms, slot.state, tensor))
         shared = slot.state.shared
         if self.decide == "exact":
@@ -136,10 +165,8 @@ class AdaptiveTopK:
             _, sums = await first.sum(tensor.new_empty(0))
             shared = self._with(shared, sums.tolist())
         side = torch.cat((side_of(own), said))
-        journey = self._started(
-            Exchange(channel, self.collective, side, step), slot, tensor, shared["compress"]
-        )
-        total, side = await journey.finish()
+        path = self._started(Exchange(channel, self.collective, side, step), slot, tensor, shared["compress"])
+        total, side = await path.finish()
         result = reduced(channel, total, side)
         rider, sums = result.rider.split([len(own.rider), _NUMBERS])
         return replace(
@@ -149,23 +176,21 @@ class AdaptiveTopK:
             learn_together=self._decided if self.decide == "last" else None,
         )
 
-    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
-        """``cnc``: exchanges that were compressed over all of them, of all buckets."""
-        return {"cnc": compressed_share(states)}
-
-    def _started(self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool) -> Journey:
+    def _started(
+        self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool
+    ) -> AggregationPath:
         state = CodecState(slot.state.shared["codec"], slot.state.local)
         if compress:
-            journey: Journey = Gathered(
-                exchange, Parcel(self._codec, self._method, state, tensor, Seeds(0, 0))
+            path: AggregationPath = Gathered(
+                exchange, Parcel(self._codec, self.method, state, tensor, Seeds(0, 0))
             )
-            state = journey.state
+            state = path.state
         else:
             cost = CodingCost("add", "", tensor.numel())
             tensor, state = exchange.channel.compute(cost, partial(self._codec.flush, state, tensor))
-            journey = Summed(exchange, state, tensor)
+            path = Summed(exchange, state, tensor)
         slot.state = CodecState({**slot.state.shared, "codec": state.shared}, state.local)
-        return journey
+        return path
 
     def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
         """Squared norms of the tensor with its residual, and of the largest entries of that; float64."""
@@ -174,7 +199,7 @@ class AdaptiveTopK:
         return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
 
     def _learned(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
-        shared = {**counted(now.shared, compressed), "seen": sums}
+        shared = {**_counted(now.shared, compressed), "seen": sums}
         return CodecState(shared if self.decide == "last" else self._with(shared, sums), now.local)
 
     def _decided(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
@@ -195,3 +220,92 @@ class AdaptiveTopK:
         share, before = 1.0 - of_largest / whole, shared["left_out"]
         left_out = share if before is None else before + self.smoothing * (share - before)
         return {**shared, "left_out": left_out, "compress": left_out <= self.threshold}
+
+    async def _released(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
+        tensor, shared, local = numerator(channel, own), slot.state.shared, slot.state.local
+        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
+        fed, chosen, left_out = channel.compute(
+            cost("select"), partial(self._selected, shared["runs"], tensor, local["residual"])
+        )
+        averaged = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
+        mean = (averaged * local["left_out"] + left_out) / (averaged + 1) if averaged else left_out
+        entries = _Entries(chosen)
+        residual = channel.compute(cost("residual"), partial(entries.without, fed))
+        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
+
+        vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
+        _, votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
+        compress = float(votes) >= channel.size // 2
+        exchange = Exchange(channel, self.collective, side_of(own), step)
+        if compress:
+            parcel = Parcel(entries, self.method, CodecState(), fed, Seeds(0, 0))
+            path: AggregationPath = Gathered(exchange, parcel)
+        else:
+            path = Summed(exchange, CodecState(), tensor)
+        result = reduced(channel, *await path.finish())
+
+        def learn(now: CodecState) -> CodecState:
+            return CodecState(_counted(now.shared, compress), now.local)
+
+        return Reduced(result.mean, result.weight, result.rider, learn)
+
+    def _selected(
+        self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor, float]:
+        """Gradient and residual, which of their entries are the largest, and what these leave out."""
+        fed = tensor + residual.to(tensor.device)
+        chosen, whole, of_largest = [], 0.0, 0.0
+        for start, length in runs:
+            piece = fed[start : start + length]
+            places = largest(piece, min(length, max(1, int(self.density * length))))
+            whole += float(tensor[start : start + length].norm())
+            of_largest += float(piece[places].norm())
+            chosen.append(places + start)
+        left_out = abs(whole - of_largest) / whole if whole else 0.0
+        return fed, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
+
+
+def _counted(state: State, compressed: bool) -> State:
+    """The state with one exchange more in the CNC ratio."""
+    return {**state, "steps": state["steps"] + 1, "compressed": state["compressed"] + compressed}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entries(Sparse):
+    """Sends these entries.
+
+    Args:
+      places: where they are, ascending.
+    """
+
+    places: Tensor
+
+    unbiased: ClassVar[bool] = False
+    stateless: ClassVar[bool] = True
+    per_hop: ClassVar[bool] = False
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        del spec, seeds
+        return CodecState()
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        del step, count
+        return Payload((grad[self.places], self.places.to(torch.int32))), state
+
+    @override
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        del state, step, count
+        values, places = payload.tensors()
+        add_entries(total, values, places, alpha)
+
+    def linear(self, state: CodecState) -> bool:
+        del state
+        return False
+
+    def without(self, tensor: Tensor) -> Tensor:
+        """The other entries; 0 where one is not finite."""
+        rest = tensor.clone()
+        rest[self.places] = 0.0
+        return rest.nan_to_num_(0.0, 0.0, 0.0)

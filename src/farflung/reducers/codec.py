@@ -10,23 +10,22 @@ from typing import Literal
 from torch import Tensor
 
 from farflung.codecs import Identity, Route, Routed
-from farflung.codecs.options import codec_option
+from farflung.codecs.base import codec_option
 from farflung.codecs.routed import join, take
 from farflung.comm import collective_named
 from farflung.errors import ConfigError, Unsupported
-from farflung.reducers.journeys import (
+from farflung.reducers.aggregation import (
+    AggregationPath,
     Exchange,
     Gathered,
     Hops,
-    Journey,
     Linear,
     Parcel,
     Summed,
     TwoPhases,
     check_cut,
 )
-from farflung.reducers.methods import Methods, methods_of
-from farflung.reducers.weights import divisor, numerator, reduced, side_of
+from farflung.reducers.base import Methods, divisor, methods_of, numerator, reduced, side_of
 from farflung.seeding import derive
 from farflung.types import (
     Channel,
@@ -58,7 +57,7 @@ class CodecReducer:
     * linear: encoded once, payloads summed by the collective, the sum decoded;
     * any other: as ``phases`` says.
 
-    What goes different ways by :func:`farflung.codecs.by_role` or :func:`farflung.codecs.by_size` travels side by
+    What goes different ways by :func:`farflung.codecs.routed` or :func:`farflung.codecs.routed` travels side by
     side, each part in the way of its own codec.
 
     Args:
@@ -112,12 +111,11 @@ class CodecReducer:
         )
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange."""
         exchange = Exchange(channel, self.collective, side_of(own), step)
         state, seeds = self._opened(slot.state)
-        journey = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)
-        slot.state = self._closed(slot.state, journey.state)
-        total, side = await journey.finish()
+        path = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)
+        slot.state = self._closed(slot.state, path.state)
+        total, side = await path.finish()
         result = reduced(channel, total, side)
         if self.codec.stateless and not self._cuts:
             return result
@@ -125,7 +123,7 @@ class CodecReducer:
 
         def learn(now: CodecState) -> CodecState:
             average = result.mean if of_mean == 1.0 else result.mean * of_mean
-            return self._closed(now, journey.learn(self._opened(now)[0], average))
+            return self._closed(now, path.learn(self._opened(now)[0], average))
 
         cost = CodingCost("learn", self._methods[()].whole, total.numel())
         return replace(result, learn=lambda now: channel.compute(cost, partial(learn, now)))
@@ -138,7 +136,7 @@ class CodecReducer:
         state: CodecState,
         tensor: Tensor,
         seeds: Seeds,
-    ) -> Journey:
+    ) -> AggregationPath:
         if isinstance(codec, Routed):
             return _Split(self, exchange, codec, route, state, tensor, seeds)
         if isinstance(codec, Identity):
@@ -201,7 +199,7 @@ class CodecReducer:
 
 
 class _Split:
-    """The journeys of a bucket's parts."""
+    """The paths of a bucket's parts."""
 
     posted = False
 
@@ -216,19 +214,19 @@ class _Split:
         seeds: Seeds,
     ) -> None:
         self._codec, self._tensor = codec, tensor
-        self._journeys: dict[str, tuple[Route, Journey]] = {}
+        self._paths: dict[str, tuple[Route, AggregationPath]] = {}
         for route in codec.routes(state):
             own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
             part = take(tensor, route.runs)
-            journey = reducer._start(exchange, route.codec, (*name, route.name), route.state, part, own)
-            self._journeys[route.name] = route, journey
-        self.state = self._with({name: journey.state for name, (_, journey) in self._journeys.items()}, state)
+            path = reducer._start(exchange, route.codec, (*name, route.name), route.state, part, own)
+            self._paths[route.name] = route, path
+        self.state = self._with({name: path.state for name, (_, path) in self._paths.items()}, state)
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """All parts; what is on its way already comes last."""
         sides = []
-        for route, journey in sorted(self._journeys.values(), key=lambda pair: pair[1].posted):
-            total, side = await journey.finish()
+        for route, path in sorted(self._paths.values(), key=lambda pair: pair[1].posted):
+            total, side = await path.finish()
             join(self._tensor, route.runs, total)
             sides.append(side)
         return self._tensor, sides[0]
@@ -237,7 +235,7 @@ class _Split:
         """What each codec learns of its own part."""
         return self._with(
             {
-                route.name: self._journeys[route.name][1].learn(route.state, take(average, route.runs))
+                route.name: self._paths[route.name][1].learn(route.state, take(average, route.runs))
                 for route in self._codec.routes(state)
             },
             state,

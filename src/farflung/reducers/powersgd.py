@@ -9,14 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import floating
 from farflung.codecs.blocks import working_dtype
-from farflung.codecs.options import floating
 from farflung.codecs.stochastic import generator_on
 from farflung.options import number_option, whole_option
-from farflung.reducers.journeys import Exchange
-from farflung.reducers.methods import method_of_rounds
-from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import divisor, numerator, reduced, side_of
+from farflung.reducers.aggregation import Exchange
+from farflung.reducers.base import check_rounds, divisor, method_of_rounds, numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,

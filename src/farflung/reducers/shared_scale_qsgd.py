@@ -8,18 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from farflung.codecs.base import floating
 from farflung.codecs.bits import fields, from_fields
 from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.options import floating
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.comm.collectives.segments import others
 from farflung.comm.staging import on_device
 from farflung.options import whole_option
-from farflung.reducers.journeys import Exchange
-from farflung.reducers.methods import method_of_rounds
-from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.reducers.aggregation import Exchange
+from farflung.reducers.base import check_rounds, method_of_rounds, numerator, reduced, side_of
 from farflung.types import (
     Channel,
     CodecState,
@@ -89,7 +87,6 @@ class SharedScaleQSGD:
         return CodecState(local={"seed": seeds.own})
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """Scales, then levels."""
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         exchange = Exchange(channel, self.collective, side_of(own), step)
         tensor, seed = numerator(channel, own), slot.state.local["seed"]

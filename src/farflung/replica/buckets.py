@@ -89,7 +89,6 @@ class GradientBuckets:
         return sum(bucket.spec.nbytes for bucket in self.buckets)
 
     def flat(self, index: int) -> Tensor:
-        """The bucket's own tensor."""
         return self._fillings[index].flat
 
     def parameters(self, index: int) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from farflung.comm.staging import moved
 from farflung.errors import DeadlinePassed
 from farflung.files import deciding
 from farflung.gradient_coding import GradientCode
-from farflung.replica.inside import Inside
+from farflung.replica.server import Inside
 from farflung.replica.votes import asks_to_stop, decoded
 from farflung.tasks import Pending, done
 from farflung.types import (

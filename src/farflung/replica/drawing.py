@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,6 @@ from farflung.comm import ExchangeChannel, Purpose
 from farflung.replica.members import Parts
 from farflung.replica.ownership import Ownership, Unmoved
 from farflung.replica.scoring import Scoring
-from farflung.replica.shares import apart, together
 from farflung.seeding import RandomState, derive
 from farflung.types import (
     Batch,
@@ -27,7 +26,7 @@ from farflung.types import (
     State,
 )
 
-__all__ = ["Drawing"]
+__all__ = ["Drawing", "apart", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +196,36 @@ class Drawing:
         shared = await self.runtime.launch(self._lending.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
         return shared
+
+
+def apart(
+    samples: Batch, shares: Sequence[int], own: RandomState, seed: int, device: torch.device
+) -> Iterator[Batch]:
+    """Each share by itself, and while it is the last that was given, under a random state that is the share's.
+
+    Args:
+      samples: shares as long as each other.
+      shares: their numbers; none: the samples are the replica's own, and given whole.
+      own: the replica's random state, for those.
+      seed: alike on all replicas, and unlike others of the run.
+      device: where a model draws random numbers.
+    """
+    if not shares:
+        own.install()
+        yield samples
+        return
+    each = zip(samples.inputs.chunk(len(shares)), samples.targets.chunk(len(shares)), strict=True)
+    for share, (inputs, targets) in zip(shares, each, strict=True):
+        RandomState(derive(seed, share), device).install()
+        yield Batch(inputs, targets)
+
+
+def together(parts: Iterable[Batch]) -> Batch:
+    """One batch of several; a single one as it is."""
+    first, *others = parts
+    if not others:
+        return first
+    return Batch(
+        torch.cat([part.inputs for part in (first, *others)]),
+        torch.cat([part.targets for part in (first, *others)]),
+    )

@@ -60,7 +60,7 @@ async def evaluate(
     """
     comm = runtime.comm
     share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
-    random = RandomState(derive(seed, "evaluation", step, comm.rank), device)
+    random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
 
     means, known, stood = differing(model, stands)
     changed = [*means, *known]

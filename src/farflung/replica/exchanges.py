@@ -17,13 +17,11 @@ from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
 from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Carrier, Flight, joined
-from farflung.replica.link_gate import LinkGate
+from farflung.replica.flights import Carrier, Flight, LinkGate, joined
 from farflung.replica.merges import mergers
-from farflung.replica.parts import buckets_of, numbered, spec_of
 from farflung.replica.placement import state_on
-from farflung.replica.slots import Slots
-from farflung.replica.times import Times
+from farflung.replica.slots import Slots, buckets_of, numbered, spec_of
+from farflung.replica.summary import Times
 from farflung.replica.unused import Places, Unused, joined_places, places_in
 from farflung.replica.votes import Rider, Tally, Vote
 from farflung.tasks import done

@@ -1,10 +1,11 @@
-"""What a checkpoint holds of a replica, written and read."""
+"""Background tasks of a replica, evaluations and checkpoints, and what a checkpoint holds of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,14 +24,71 @@ from farflung.replica.checkpoint import (
     share_name,
 )
 from farflung.replica.drawing import Drawing
-from farflung.replica.errands import Errands
 from farflung.replica.exchanges import Exchanges
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state
+from farflung.replica.summary import TimeSplit
 from farflung.seeding import RandomState
+from farflung.tasks import Pending, done
 from farflung.telemetry import Telemetry
 from farflung.types import Json, Runtime, SampleIds, State
 
-__all__ = ["Keeping"]
+__all__ = ["BackgroundTasks", "Keeping"]
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class BackgroundTasks:
+    """A part of a replica's time of their own, or off the clock, beside what follows.
+
+    Args:
+      runtime: the world.
+      exchanges: of the replica.
+      time_s: takes the time.
+    """
+
+    runtime: Runtime
+    exchanges: Exchanges
+    time_s: TimeSplit
+    _under_way: list[Pending[Any]] = field(init=False, default_factory=list)
+
+    async def run(
+        self,
+        errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
+        tell: Callable[..., None],
+    ) -> Pending[T]:
+        """One of them, begun: where it is off the clock, training may go on.
+
+        Args:
+          errand: in which runtime; leaves the replica as it is. Off the clock it begins at once.
+          tell: of its result, and of when it was through and how long it took (``t``, ``duration_s``).
+        """
+        off_clock, begin = self.runtime.off_clock, self.runtime.now()
+        if off_clock is None:
+            with self.exchanges.aside():
+                result = await errand(self.runtime)
+            end = self.runtime.now()
+            self.time_s.evaluation += end - begin
+            tell(result, t=end, duration_s=end - begin)
+            return done(result)
+
+        async def told() -> T:
+            result = await errand(off_clock)
+            tell(result, t=begin, duration_s=0.0)
+            return result
+
+        for each in self._under_way:
+            if each.error is not None:
+                raise each.error
+        task = off_clock.launch(told())
+        self._under_way = [*(each for each in self._under_way if not each.done), task]
+        return task
+
+    async def end(self) -> None:
+        """Waits for those that are under way."""
+        for each in self._under_way:
+            await each
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +121,7 @@ class Keeping:
         step: int,
         exchanges: State,
         counted: State,
-        errands: Errands,
+        background: BackgroundTasks,
         telemetry: Telemetry,
     ) -> None:
         """A checkpoint of the whole replica; whole when every replica has written its part.
@@ -73,7 +131,7 @@ class Keeping:
           step: after so many.
           exchanges: what :meth:`farflung.replica.Exchanges.snapshot` gave.
           counted: what else the replica has counted, by name.
-          errands: by which it is written.
+          background: by which it is written.
           telemetry: is told.
         """
         shared, own = self._state(step, exchanges, counted)
@@ -87,7 +145,7 @@ class Keeping:
         def tell(folder: Path, **when: Json) -> None:
             telemetry.emit("checkpoint", **when, step=step, path=f"{folder.parent.name}/{folder.name}")
 
-        await errands.run(write, tell)
+        await background.run(write, tell)
 
     def _state(self, step: int, exchanges: State, counted: State) -> tuple[State, State]:
         """What all replicas have alike, and what is this one's own."""

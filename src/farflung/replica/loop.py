@@ -18,11 +18,10 @@ from farflung.replica.averaging import averaged
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints
 from farflung.replica.drawing import Drawing
-from farflung.replica.errands import Errands
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.flights import Flight, joined
-from farflung.replica.keeping import Keeping
+from farflung.replica.keeping import BackgroundTasks, Keeping
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.members import Parts
 from farflung.replica.optimizers import set_rate
@@ -121,7 +120,7 @@ class Replica:
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _tellers: list[Tells] = field(init=False)
-    _errands: Errands = field(init=False)
+    _background: BackgroundTasks = field(init=False)
     _keeping: Keeping = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +161,7 @@ class Replica:
         self.model = self.workload.model(generator(seed, "model")).to(self.device)
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
-        self._random = RandomState(derive(seed, "replica", comm.rank), self.device)
+        self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
         self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
         self._exchanges = Exchanges(
             self.runtime,
@@ -197,7 +196,7 @@ class Replica:
             self._ownership,
             self._scoring,
         )
-        self._errands = Errands(self.runtime, self._exchanges, self.time_s)
+        self._background = BackgroundTasks(self.runtime, self._exchanges, self.time_s)
         self._keeping = Keeping(
             self.workload.name,
             self.training,
@@ -263,7 +262,7 @@ class Replica:
         await self._drawing.land()
         end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
-        await self._errands.end()
+        await self._background.end()
         score = None if scored is None else scored.result()
         sent = await self.runtime.launch(self._count_sent())
         summary = Summary(
@@ -428,7 +427,7 @@ class Replica:
         assert isinstance(self.parts.sampler, Scores)
         by = self.parts.sampler.scored_by
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
-        random = RandomState(seed, self.device)
+        random = RandomState.of(self.workload, seed, self.device)
 
         def score(ids: SampleIds) -> Tensor:
             random.install()
@@ -494,7 +493,7 @@ class Replica:
             found: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent}
             self.telemetry.emit("evaluation", **when, step=step, **found)
 
-        return await self._errands.run(evaluation, tell)
+        return await self._background.run(evaluation, tell)
 
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
@@ -516,7 +515,7 @@ class Replica:
         time = self._leg().after(self._before).to_json()
         counted: State = {"samples": self._samples, "sent": sent, "time": time}
         await self._keeping.save(
-            self.checkpoints, self.step_done, exchanges, counted, self._errands, self.telemetry
+            self.checkpoints, self.step_done, exchanges, counted, self._background, self.telemetry
         )
 
     def resume(self, step: int) -> None:

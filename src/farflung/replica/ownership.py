@@ -82,21 +82,17 @@ class Unmoved:
     """Every sample stays where it is."""
 
     async def before_batch(self, step: int) -> int:
-        """Nothing is sent."""
         del step
         return 0
 
     async def land(self) -> int:
-        """Nothing is under way."""
         return 0
 
     @property
     def channels(self) -> list[ExchangeChannel]:
-        """None."""
         return []
 
     def state_dict(self) -> State:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, state: State) -> None:

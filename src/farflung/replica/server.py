@@ -15,9 +15,8 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.staging import moved
 from farflung.files import deciding
-from farflung.replica.inside import Inside
 from farflung.replica.votes import asks_to_stop, with_stop
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, done, failed
 from farflung.types import (
     Channel,
     CodingCost,
@@ -27,10 +26,48 @@ from farflung.types import (
     Reduced,
     Runtime,
     StateSlot,
+    Tag,
     TensorSpec,
 )
 
-__all__ = ["ByServer", "Server"]
+__all__ = ["ByServer", "Inside", "Server"]
+
+
+class Inside:
+    """What was sent and not taken yet."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Tag, Pending[Payload]] = {}
+        self._error: BaseException | None = None
+
+    def send(self, payload: Payload, tag: Tag) -> None:
+        """Keeps a message until it is taken; nothing after the end."""
+        self._at(tag).set(payload)
+
+    def recv(self, tag: Tag) -> Pending[Payload]:
+        message = self._at(tag)
+
+        def taken(_: object) -> None:
+            self._messages.pop(tag, None)
+
+        message.on_done(taken)
+        return message
+
+    def forget(self, tag: Tag) -> None:
+        """Drops a message."""
+        self._messages.pop(tag, None)
+
+    def end(self, error: BaseException) -> None:
+        """Fails every wait, now and from now on."""
+        self._error = error
+        for message in list(self._messages.values()):
+            message.fail(error)
+
+    def _at(self, tag: Tag) -> Pending[Payload]:
+        if self._error is not None:
+            return failed(self._error)
+        return self._messages.setdefault(tag, Pending())
+
 
 UPDATE = "update"
 """The name of the decision whose update is added next; its step counts the updates of all replicas."""
@@ -65,7 +102,7 @@ class Server:
     """Adds updates as they arrive, and answers a replica once the slowest is near enough.
 
     It belongs to the thread that carries exchanges. For each replica a task waits for its next update from when the one
-    before was answered, so that who falls silent is named and who is held up by another is not. A parameter tensor is
+    before was answered, so that a rank that falls silent is named, and one held up by it is not. A parameter tensor is
     never written in: answers on their way may share it.
 
     Args:
@@ -148,7 +185,7 @@ class Server:
         return whose if whose in came else None
 
     def _add(self, rank: int) -> None:
-        """Adds an update that has come, and answers all who may go on then."""
+        """Adds an update that has come, and answers all ranks that may go on then."""
         self._runtime.decide_own(UPDATE, sum(self._clocks), lambda: rank)
         visit, lowest = self._visits[rank], min(self._clocks)
         visit.added = True
@@ -172,7 +209,7 @@ class Server:
         return self._clocks[rank] + (visit is None or not visit.added)
 
     def _answer(self, *, others_moved: bool) -> None:
-        """Answers those who may go on, rank 0 behind the others, whose bytes it counts.
+        """Answers the ranks that may go on, rank 0 behind the others, whose bytes it counts.
 
         Others may have to wait until the slowest has made many steps more. Each time it has made one they are given a
         sign of life, so that a wait is never longer than a step of a healthy replica.
@@ -247,7 +284,7 @@ class ByServer:
         self, runtime: Runtime, bound: int | None, rider: int, steps: int, meets: Callable[[int], bool]
     ) -> None:
         self.together = True
-        """Whether all replicas had come to the step of the last answer, and nobody was beyond it."""
+        """Whether all replicas had come to the step of the last answer, and none was beyond it."""
         self._runtime, self._bound, self._numbers = runtime, bound, 1 + rider
         self._steps, self._meets = steps, meets
         self._server: Server | None = None

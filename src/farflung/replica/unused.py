@@ -78,7 +78,6 @@ class Unused:
         return {"now": _kept(self._by_all), "never": _kept(self._never)}, _kept(self._own)
 
     def load_state_dict(self, shared: State, own: State) -> None:
-        """Continues from :meth:`state_dict`."""
         self._by_all, self._never = _loaded(shared["now"]), _loaded(shared["never"])
         self._own = _loaded(own)
 

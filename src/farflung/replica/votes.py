@@ -78,7 +78,6 @@ class Rider:
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
         return len(OF_VOTES) + len(self._names)
 
     def cast(

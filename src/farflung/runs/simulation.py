@@ -62,7 +62,7 @@ def nowhere(event: Event) -> None:
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
+    """No stop is requested."""
     return False
 
 
@@ -92,7 +92,7 @@ def simulate(
       resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
       replay: a ``decisions.jsonl`` whose decisions are made again.
       show: gets the events of all replicas as they happen.
-      stop_asked: whether somebody asked to stop; then all stop after the same step.
+      stop_asked: whether a stop was requested; all replicas then stop after the same step.
       settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
         ``faults`` and so on), with its defaults; ``network``, ``device``, ``faults``, ``partition`` and the members of
         the recipe may be objects.
@@ -120,7 +120,7 @@ def simulate_prepared(
     Args:
       run: what and where.
       show: gets the events of all replicas.
-      stop_asked: whether somebody asked to stop; then all stop after the same step.
+      stop_asked: whether a stop was requested; all replicas then stop after the same step.
       checkpointed: whether checkpoints are kept.
       said: the methods without rates of which somebody was told; grows.
 
@@ -393,7 +393,7 @@ def say_uncharged(run: Run, said: set[str]) -> None:
 
     Args:
       run: that has ended.
-      said: the methods that somebody was warned of already; grows.
+      said: the methods that a warning has named already; grows.
     """
     unknown = [str(method) for method in _list(run.summary.get("coding_not_charged")) if method not in said]
     said.update(unknown)

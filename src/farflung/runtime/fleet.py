@@ -15,7 +15,7 @@ from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
 from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import NetworkProfile
-from farflung.network.bundles import Bundles, Group, groups_of
+from farflung.network.wiring import Bundles, Group, groups_of
 from farflung.types import CodingCost, Cost
 
 __all__ = ["FleetTimes", "time_fleet"]

@@ -69,7 +69,6 @@ class Pace:
         self._free_at = ends
 
     def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
-        """See :meth:`farflung.network.DeviceProfile.ready_at`."""
         return self._device.ready_at(order, numels)
 
     def waited(self) -> None:
@@ -77,5 +76,4 @@ class Pace:
         self._free_at = self._now()
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry."""
         return {"device": self._device.name, "steps": self.steps, "overran": self.overran}

@@ -102,11 +102,9 @@ class VirtualStage:
         return self._clock.now()
 
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """See :class:`farflung.faults.Stage`."""
         self._clock.at(t, fn)
 
     def strike(self, fault: Fault) -> None:
-        """See :class:`farflung.faults.Stage`."""
         rank = fault.rank
         if fault.kind == "crash":
             self._crash(rank)
@@ -122,7 +120,6 @@ class VirtualStage:
         self._change(fault, self._standing.begin)
 
     def undo(self, fault: Fault) -> None:
-        """See :class:`farflung.faults.Stage`."""
         self._change(fault, self._standing.end)
 
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:

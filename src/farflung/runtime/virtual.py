@@ -260,11 +260,9 @@ class VirtualRuntime:
 
     @property
     def decisions(self) -> DecisionLog:
-        """The world's."""
         return self._world.decisions
 
     def now(self) -> float:
-        """Virtual seconds."""
         return self._world.clock.now()
 
     def sleep_until(self, t: float) -> Pending[None]:
@@ -321,11 +319,9 @@ class VirtualRuntime:
         return Task(exchange, self.soon)
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
-        """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self._world.decisions, name, step, local))
 
     def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
-        """This replica decides."""
         return self._world.decisions.decide(name, step, local, self.comm.rank)
 
     def _seconds(self, cost: Cost) -> float:

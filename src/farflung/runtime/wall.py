@@ -237,11 +237,9 @@ class WallRuntime:
         return through
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
-        """Rank 0 decides."""
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
 
     def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
-        """This replica decides."""
         return self.decisions.decide(name, step, local, self.comm.rank)
 
     def settle_collective(

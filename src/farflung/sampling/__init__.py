@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from farflung.sampling.bacc import Bacc
 from farflung.sampling.grouped_importance import GroupedImportance
-from farflung.sampling.in_shares import InShares
-from farflung.sampling.uniform import Uniform
+from farflung.sampling.uniform import InShares, Uniform
 from farflung.types import Sampler
 
 __all__ = ["SAMPLERS", "Bacc", "GroupedImportance", "InShares", "Uniform"]

@@ -88,7 +88,6 @@ class Bacc:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from there."""
         self._chunks = int(state["chunks"])
         self._steps, self._scored = int(state["steps"]), int(state["scored"])
         self._budget_s, self._scoring_s = float(state["budget_s"]), float(state["scoring_s"])

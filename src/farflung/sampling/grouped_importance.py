@@ -12,6 +12,7 @@ from farflung.errors import ConfigError, RunLost
 from farflung.options import flag_option, number_option, whole_option
 from farflung.sampling.bacc import Bacc
 from farflung.sampling.importance import (
+    Renewal,
     importance_weights,
     quantiles,
     quotas,
@@ -22,7 +23,6 @@ from farflung.sampling.importance import (
     with_replacement,
     without_replacement,
 )
-from farflung.sampling.renewal import Renewal
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
 from farflung.types import Decision, Draw, Json, PoolView, SampleIds, ScoredBy, Spare, State
@@ -98,8 +98,8 @@ class GroupedImportance:
     (:func:`farflung.sampling.importance.variance_ratio`) and ``tau``, :math:`\tau` of
     :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0 on; the scores that 5, 25,
     50, 75 and 95 % of them do not exceed (``score_quantiles``, ``None`` where none is scored); the ``largest_weight``
-    of the batch; and what :class:`farflung.sampling.renewal.Renewal` tells of samples that were scored anew in the step
-    before.
+    of the batch; and what :class:`farflung.sampling.importance.Renewal` tells of samples that were scored afresh in
+    the step before.
 
     Args:
       seed: of all that is random here; unlike on replicas with samples of their own.
@@ -355,7 +355,6 @@ class GroupedImportance:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from there."""
         columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made"))
         self._put(*columns)
         self._renewal.load_state_dict(state["renewal"])

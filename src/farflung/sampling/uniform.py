@@ -1,14 +1,18 @@
-"""Uniform sampling without replacement, over any number of replicas."""
+"""Uniform sampling without replacement, and batches in shares that a gradient code weighs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from farflung.gradient_coding import GradientCode
 from farflung.seeding import Passes
-from farflung.types import Draw, PoolView, State
+from farflung.types import Draw, PoolView, Sampler, State
 
-__all__ = ["Uniform"]
+__all__ = ["InShares", "Uniform"]
 
 
 class Uniform:
@@ -38,11 +42,9 @@ class Uniform:
         return Draw(self._at(first, view.batch_size, view.pool))
 
     def state_dict(self) -> State:
-        """The cursor."""
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: State) -> None:
-        """Continues at the cursor."""
         self._cursor = int(state["cursor"])
 
     def _at(self, first: int, count: int, n: int) -> Tensor:
@@ -54,3 +56,34 @@ class Uniform:
             first += len(part)
             count -= len(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class InShares:
+    r"""Draws the shares that a replica's row of a gradient code names, each as the replica of its number draws a batch.
+
+    So replicas agree about a share without a message, and all n of them are the step's batch without a code. A mean
+    over k shares is taken with the weights :math:`k B_{ij}`, so it is the replica's coded sum of the shares' means.
+
+    Args:
+      sampler: draws a share; gives no weights, and draws for any rank.
+      code: for a number of replicas.
+    """
+
+    def __init__(self, sampler: Sampler, code: Callable[[int], GradientCode]) -> None:
+        self._sampler, self._code = sampler, code
+
+    def next(self, view: PoolView) -> Draw:
+        """This replica's shares of the step."""
+        code, before = self._code(view.size), self._sampler.state_dict()
+        shares, ids = code.shares[view.rank], []
+        for share in shares:
+            self._sampler.load_state_dict(before)
+            ids.append(self._sampler.next(replace(view, rank=share)).ids)
+        weights = len(shares) * code.coefficients(view.rank)
+        return Draw(torch.cat(ids), weights.repeat_interleave(len(ids[0])), weight=1.0, shares=shares)
+
+    def state_dict(self) -> State:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._sampler.load_state_dict(state)

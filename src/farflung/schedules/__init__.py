@@ -3,16 +3,12 @@
 from collections.abc import Callable
 
 from farflung.schedules.adacomm import AdaComm
-from farflung.schedules.delayed import Delayed
-from farflung.schedules.delayed_gradient import DelayedGradient
-from farflung.schedules.diloco import DiLoCo
+from farflung.schedules.delayed import Delayed, DelayedGradient
+from farflung.schedules.diloco import DiLoCo, StreamingDiLoCo
 from farflung.schedules.gradient_coding import GradientCoding
-from farflung.schedules.local_sgd import LocalSGD
+from farflung.schedules.local_sgd import LocalSGD, PostLocalSGD, Synchronous
 from farflung.schedules.pipelined import Pipelined
-from farflung.schedules.post_local_sgd import PostLocalSGD
 from farflung.schedules.ssp import SSP
-from farflung.schedules.streaming_diloco import StreamingDiLoCo
-from farflung.schedules.synchronous import Synchronous
 from farflung.types import Schedule
 
 __all__ = [

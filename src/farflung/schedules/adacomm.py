@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from farflung.errors import ConfigError
 from farflung.options import number_option, part_option, share_option, whole_option
-from farflung.schedules.options import state_option
+from farflung.schedules.base import state_option
 from farflung.types import Bucket, Merge, Outer, Part, SharedStats, State, Transfer
 from farflung.types.schedule import OptimizerState
 
@@ -90,11 +90,9 @@ class AdaComm:
 
     @property
     def late(self) -> bool:
-        """Never."""
         return False
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """The buckets themselves."""
         return buckets
 
     def init(self) -> State:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from farflung.errors import ConfigError
 from farflung.gradient_coding import CONSTRUCTIONS, gradient_code
 from farflung.options import whole_option
-from farflung.schedules.fixed import Fixed
+from farflung.schedules.base import Fixed
 from farflung.types import Decode, Merge, Part, State, Transfer
 
 __all__ = ["GradientCoding"]

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import whole_option
-from farflung.schedules.fixed import Fixed
+from farflung.schedules.base import Fixed
 from farflung.types import Merge, Part, Replace, State, Transfer
 
 __all__ = ["Pipelined"]
@@ -101,7 +101,6 @@ class Pipelined(Fixed):
     @property
     @override
     def late(self) -> bool:
-        """With a width above 1."""
         return self.width > 1
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

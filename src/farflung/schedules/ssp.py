@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farflung.options import whole_option
-from farflung.schedules.fixed import Fixed
+from farflung.schedules.base import Fixed
 from farflung.types import Fetch, Merge, Part, State, Transfer
 
 __all__ = ["SSP"]

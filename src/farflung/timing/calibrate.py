@@ -18,10 +18,8 @@ from farflung.errors import ConfigError
 from farflung.replica import GradientBuckets
 from farflung.seeding import RandomState, derive, generator
 from farflung.timing.coding import CodingTask, coding_points, tensors_like
-from farflung.timing.messages import message_costs
-from farflung.timing.peak_memory import peak_nbytes
+from farflung.timing.probes import message_costs, peak_nbytes, whole_steps_s
 from farflung.timing.sharing import Sharing, company
-from farflung.timing.step_rest import whole_steps_s
 from farflung.types import Batch, Dataset, TensorSpec, Workload
 
 __all__ = ["Calibration", "Spread", "calibrate"]
@@ -270,7 +268,6 @@ class _Step:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Of the buckets."""
         return [bucket.spec for bucket in self._buckets.buckets]
 
     def predicted_nbytes(self) -> int:

@@ -121,7 +121,6 @@ class RecordedReplica(Replica):
 
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """The replica's."""
         order: list[int] = []
 
         def filled(index: int) -> None:
@@ -154,11 +153,9 @@ class _RecordingReducer:
         return self._reducer.report(states) if isinstance(self._reducer, Reports) else {}
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The reducer's."""
         return self._reducer.init(spec, seeds)
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """The reducer's."""
         number = self._recorder.begin(channel.rank, step)
         watched = _WatchedChannel(channel)
         result = await self._reducer.reduce(watched, slot, own, step=step)

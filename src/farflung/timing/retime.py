@@ -61,18 +61,15 @@ class Retimed(Replica):
 
     @override
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
-        """Nothing."""
         del weights
         return torch.zeros(()), self.vote(0.0, len(batch))
 
     @override
     def scorer(self) -> Callable[[SampleIds], Tensor]:
-        """All alike."""
         return lambda ids: torch.ones(len(ids))
 
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Buckets fill in the order in which they did."""
         del loss
         rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
         order = self.traffic.fills.get((self.step_done, rank), every)
@@ -83,7 +80,7 @@ class Retimed(Replica):
 
     @override
     def update(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
@@ -249,4 +246,4 @@ class _Unkept(Checkpoints):
 
     @override
     def prune(self) -> None:
-        """Nothing."""
+        """Does nothing."""

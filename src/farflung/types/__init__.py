@@ -41,9 +41,12 @@ from farflung.types.schedule import (
     Fragment,
     Merge,
     NeedsLoss,
+    OptimizerFactory,
     Outer,
     Part,
     Pull,
+    RateScaling,
+    RateSchedule,
     Replace,
     Schedule,
     SharedStats,
@@ -51,9 +54,7 @@ from farflung.types.schedule import (
     SwapGradient,
     Transfer,
 )
-from farflung.types.sent import Counts, Sent
-from farflung.types.tensors import Json, Payload, Placed, SampleIds, Segment, State, TensorSpec
-from farflung.types.training import OptimizerFactory, RateScaling, RateSchedule
+from farflung.types.tensors import Counts, Json, Payload, Placed, SampleIds, Segment, Sent, State, TensorSpec
 from farflung.types.world import (
     AllReduce,
     Channel,

@@ -88,7 +88,11 @@ class Partition(Protocol):
 
 
 class Workload(Protocol):
-    """A task to train: model, per-sample loss, metric and data."""
+    """A task to train: model, per-sample loss, metric and data.
+
+    Where model, loss and data draw from torch's random state alone, an attribute ``draws_from_torch_alone = True``
+    saves the simulation of many replicas the switching of numpy's and Python's.
+    """
 
     @property
     def name(self) -> str:

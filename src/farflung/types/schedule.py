@@ -1,12 +1,16 @@
-"""Schedules: transfers as data."""
+"""Schedules, transfers as data; and what updates parameters: optimizers, and learning rates that change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.tensors import State, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = [
     "Bucket",
@@ -16,9 +20,12 @@ __all__ = [
     "Fragment",
     "Merge",
     "NeedsLoss",
+    "OptimizerFactory",
     "Outer",
     "Part",
     "Pull",
+    "RateScaling",
+    "RateSchedule",
     "Replace",
     "Schedule",
     "SharedStats",
@@ -153,7 +160,7 @@ class Outer:
       mix: the share of the own parameters in those that follow, at least 0 and below 1.
       keep: whether own updates since the exchange began are added to what it has led to; without it they are lost, but
         for their share in ``mix``.
-      state: what becomes of the own optimizer's state: it stays, begins anew, or is averaged.
+      state: what becomes of the own optimizer's state: it stays, begins afresh, or is averaged.
     """
 
     moves: ClassVar[Moved] = "update"
@@ -240,7 +247,7 @@ class Schedule(Protocol):
 
 @runtime_checkable
 class NeedsLoss(Protocol):
-    """A schedule that follows the training loss, which a training loop of somebody's own does not tell."""
+    """A schedule that follows the training loss, which a training loop of the user's own does not tell."""
 
     needs_loss: ClassVar[str]
     """What for, in words that a refusal ends with."""
@@ -255,5 +262,54 @@ class ChecksSize(Protocol):
 
         Raises:
           ConfigError: says why, and what to do instead.
+        """
+        ...
+
+
+@runtime_checkable
+class OptimizerFactory(Protocol):
+    """Makes an optimizer of torch's; its own fields are the settings that only it has."""
+
+    def make(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning_rate: float,
+        momentum: float,
+        weight_decay: float,
+    ) -> torch.optim.Optimizer:
+        """A fresh optimizer of ``parameters``; it may leave out settings that it has no use for."""
+        ...
+
+
+@runtime_checkable
+class RateSchedule(Protocol):
+    """How the learning rate changes in the course of a run: a pure function of what all replicas have done."""
+
+    @property
+    def by(self) -> Literal["steps", "samples"]:
+        """What progress is counted in: steps, or samples that all replicas together have drawn."""
+        ...
+
+    def factor(self, done: int, total: int) -> float:
+        """What the learning rate that was set is multiplied by.
+
+        Args:
+          done: steps or samples before the step that the rate is for.
+          total: steps or samples in the whole run.
+        """
+        ...
+
+
+@runtime_checkable
+class RateScaling(Protocol):
+    """How a step's learning rate follows the size of its batch."""
+
+    def factor(self, share: float) -> float:
+        """What the learning rate of a step is multiplied by.
+
+        Args:
+          share: what the step's gradients weigh on average over all replicas: where weights are numbers of samples,
+            those of all of them over the run's batch times the number of replicas.
         """
         ...

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from farflung.tasks import Pending
-from farflung.types.sent import Counts, Sent
-from farflung.types.tensors import Json, Payload, Segment, TensorSpec
+from farflung.types.tensors import Counts, Json, Payload, Segment, Sent, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class Classification:
     network: Callable[[], nn.Module]
     load: Callable[[], tuple[Dataset, Dataset]]
     defaults: Mapping[str, Json]
+    draws_from_torch_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.load = functools.cache(self.load)  # the replicas of one process share the samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ class _NextCharacter:
 
     A sample is a window; its loss is the mean over its characters, its score the share predicted right.
     """
+
+    draws_from_torch_alone: ClassVar[bool] = True
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over the characters of each window."""

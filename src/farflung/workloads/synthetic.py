@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ class Quadratic:
     spread: float = 10.0
     groups: int = 10
     seed: int = 0
+    draws_from_torch_alone: ClassVar[bool] = True
     name: str = field(default="synthetic/quadratic", init=False)
     defaults: Mapping[str, Json] = field(
         default_factory=lambda: settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300),

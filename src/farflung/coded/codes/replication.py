@@ -17,14 +17,12 @@ class Replication:
     """Coded block i is a copy of partition i mod K, so (r - 1) K of them make r copies of all."""
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        """See :meth:`farflung.coded.Code.row`."""
         del seed
         row = torch.zeros(partitions, dtype=torch.float64)
         row[index % partitions] = 1
         return row
 
     def most(self, partitions: int) -> int | None:
-        """Any number."""
         del partitions
         return None
 

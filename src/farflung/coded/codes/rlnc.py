@@ -58,13 +58,11 @@ class RLNC:
             raise ConfigError(f"rlnc: law {self.law!r} must be one of {', '.join(_LAWS)}")
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        """See :meth:`farflung.coded.Code.row`."""
         columns = np.arange(partitions)
         rows = (self._drawn(index, columns, seed, attempt) for attempt in itertools.count())
         return next(row for row in rows if row.any())
 
     def most(self, partitions: int) -> int | None:
-        """Any number."""
         del partitions
         return None
 

@@ -27,7 +27,6 @@ class Uncoded:
         )
 
     def most(self, partitions: int) -> int | None:
-        """None at all: 0."""
         del partitions
         return 0
 

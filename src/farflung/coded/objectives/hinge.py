@@ -29,7 +29,6 @@ class Hinge(PenalisedIntercept):
 
     @property
     def curvature(self) -> None:
-        """It has a kink."""
         return None
 
     def outputs(self, targets: Tensor) -> int:

@@ -36,7 +36,6 @@ class FreeIntercept:
 
     @property
     def intercept_penalty(self) -> float:
-        """None."""
         return 0.0
 
 

@@ -109,7 +109,6 @@ class Bundle:
         return await self._cut(problem, first, *problem.objective.plane(margins, problem.targets, _WIDTH))
 
     async def step(self, problem: Problem, state: BundleState) -> BundleState:
-        """Two products."""
         hinge = problem.objective
         assert isinstance(hinge, Hinge)
         direction = state.target - state.weights

@@ -79,12 +79,10 @@ class Charged:
         self._channel, self._coding, self.method = channel, coding, coding.method
 
     def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
-        """The coding's."""
         cost = CodingCost("encode", self.method, where.length)
         return self._channel.compute(cost, partial(self._coding.encode, tensor, where, count))
 
     def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
-        """The coding's."""
         cost = CodingCost("decode", self.method, where.length)
         return self._channel.compute(cost, partial(self._coding.decode, payload, spec, where, count))
 

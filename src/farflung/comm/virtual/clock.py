@@ -91,15 +91,12 @@ class ClockInUse:
         self.used = used
 
     def now(self) -> float:
-        """Virtual seconds."""
         return self.used.now()
 
     def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
-        """See :class:`Clock`."""
         self.used.at(t, fn, priority)
 
     def soon(self, fn: Callable[[], None]) -> None:
-        """See :class:`Clock`."""
         self.used.soon(fn)
 
 
@@ -130,7 +127,6 @@ class Departure(Pending[None]):
     @property
     @override
     def done(self) -> bool:
-        """Whether the clock has come to it."""
         if not self._done and self._clock.now() >= self.at:
             self.set(None)
         return self._done

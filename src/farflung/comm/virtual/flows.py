@@ -10,7 +10,7 @@ from typing import Protocol
 
 from farflung.comm.virtual.clock import Clock
 from farflung.network import Fabric, Flow, Path, Tcp, Use, repaired_s
-from farflung.network.trace import Capacity, map_capacity
+from farflung.network.link import Capacity, map_capacity
 from farflung.noise import uniform
 from farflung.tasks import Pending
 
@@ -85,7 +85,6 @@ class Flows:
     def send(
         self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
-        """See :class:`farflung.comm.virtual.clock.Carrier`."""
         key = (src, dst, priority)
         line = self._lines.get(key)
         if line is None:

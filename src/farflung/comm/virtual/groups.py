@@ -11,7 +11,7 @@ import numpy as np
 from farflung.comm.collectives.sharded import shard_pieces
 from farflung.comm.virtual.clock import Carrier, Clock
 from farflung.comm.virtual.lane import Ends, Lane
-from farflung.network.bundles import Group
+from farflung.network.wiring import Group
 from farflung.types import CodingCost, Counts
 
 __all__ = ["Devices", "GroupedReduce", "ReduceShape"]
@@ -45,7 +45,6 @@ class ReduceShape(NamedTuple):
         return self.numel % self.owners, self.owners
 
     def pieces_nbytes(self, owner: int) -> list[int]:
-        """Of an owner's shard."""
         return [
             length * self.element_nbytes
             for length in shard_pieces(self.numel, self.element_nbytes, self.owners, owner)

@@ -48,7 +48,6 @@ class Members:
         """How many have."""
 
     def join(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank joins."""
         self.tensors[rank], self.sides[rank] = tensor, side
         self._waits[rank] = Pending()
         self.joined += 1
@@ -68,10 +67,8 @@ class Members:
 
     @property
     def waiting(self) -> bool:
-        """Whether anybody still waits."""
         return bool(self._waits)
 
     def fail(self, error: BaseException) -> None:
-        """Ends every wait."""
         for pending in self._waits.values():
             pending.fail(error)

@@ -24,8 +24,7 @@ from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
-from farflung.network.link import both_lose
-from farflung.network.trace import map_capacity
+from farflung.network.link import both_lose, map_capacity
 from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,
@@ -168,7 +167,6 @@ class VirtualNetwork:
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def now(self) -> float:
-        """Virtual seconds."""
         return self._clock.now()
 
     def ends_wait(self, rank: int, deadline_s: float | None) -> None:
@@ -226,7 +224,6 @@ class VirtualCommunicator(Receiving):
 
     @property
     def lane(self) -> CodingLane | None:
-        """The device's."""
         return self._network.lanes[self.rank]
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:

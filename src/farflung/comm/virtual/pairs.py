@@ -16,7 +16,7 @@ import numpy.typing as npt
 from farflung.comm.virtual.clock import Clock, Departure
 from farflung.comm.virtual.preemptive import Later, Overtaken, PreemptiveLink, Queued
 from farflung.network import NetworkProfile
-from farflung.network.trace import mean_capacity
+from farflung.network.link import mean_capacity
 from farflung.noise import uniform, uniform_row
 
 __all__ = ["Pairs", "Ranks", "Row", "by_time"]
@@ -43,7 +43,6 @@ class _Message:
         self.clock.at(t, partial(self._come, t))
 
     def put_off(self, later: Later) -> None:
-        """See :class:`farflung.comm.virtual.preemptive.Overtaken`."""
         self.left.at = later.leaves_s
         if later.arrives_s > self.arrives_s:
             self.arrives_at(later.arrives_s)
@@ -123,7 +122,6 @@ class Pairs:
     def send(
         self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
     ) -> Departure:
-        """See :class:`farflung.comm.virtual.clock.Carrier`."""
         a, b, now = self._site[src], self._site[dst], self._clock.now()
         delay = float(self._latency_s[a, b])
         if self.jitters:

@@ -45,7 +45,6 @@ class Pauses:
                 self.wait(key, due, fn)
 
     def stopped(self, key: Hashable) -> bool:
-        """Whether it is, now."""
         return key in self._since
 
     def lost_s(self, key: Hashable) -> float:

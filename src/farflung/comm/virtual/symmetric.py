@@ -2,7 +2,7 @@
 
 Where flows share capacities, nothing can be known of a message before it has arrived. But ranks of one site that
 begin together and own shards of one length see the same at all times, so one flow for each pair of groups stands for
-all of them; see :class:`farflung.network.bundles.Bundles`. That holds while nothing else is on the way. When something
+all of them; see :class:`farflung.network.wiring.Bundles`. That holds while nothing else is on the way. When something
 else comes, what was computed for groups is done again message by message, up to that moment, and goes on like that.
 """
 
@@ -22,7 +22,7 @@ from farflung.comm.virtual.flows import AFTER_ALL_ELSE, Flows
 from farflung.comm.virtual.groups import GroupedReduce, ReduceShape
 from farflung.comm.virtual.members import InOne, Members
 from farflung.network import NetworkProfile
-from farflung.network.bundles import Bundles, groups_of
+from farflung.network.wiring import Bundles, groups_of
 from farflung.tasks import Pending, Task
 from farflung.types import Communicator, Tag
 

@@ -1,19 +1,22 @@
-"""Where the slices of weights are in a flat tensor."""
+"""Where the slices of weights are in a flat tensor, and principal components of a window of summed gradients."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError
 from farflung.types import Placed, State, TensorSpec
 
-__all__ = ["Fit", "Layer", "Layout"]
+__all__ = ["Fit", "Group", "Layer", "Layout", "alike", "dimensions", "fingerprint", "groups", "principal"]
+
 
 Fit = Literal["nearest", "exact"]
 """Whether a slice is as near a wished size as fits each layer, or exactly of that size."""
@@ -51,7 +54,6 @@ class Layer(NamedTuple):
 
     @property
     def slices(self) -> int:
-        """How many there are."""
         return self.positions // self.each
 
     @property
@@ -110,7 +112,6 @@ class Layout:
 
     @staticmethod
     def of_state(state: State) -> Layout:
-        """From :attr:`state`."""
         return Layout(
             tuple(Layer(*layer) for layer in state["layers"]),
             tuple((start, numel) for start, numel in state["dense"]),
@@ -118,7 +119,6 @@ class Layout:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"layers": [list(layer) for layer in self.layers], "dense": [list(run) for run in self.dense]}
 
     def add(self, tensor: Tensor, numbers: Tensor) -> None:
@@ -129,12 +129,10 @@ class Layout:
 
     @property
     def sliced_numel(self) -> int:
-        """Numbers in all layers."""
         return sum(layer.numel for layer in self.layers)
 
     @property
     def dense_numel(self) -> int:
-        """Numbers in all else."""
         return sum(numel for _, numel in self.dense)
 
     @property
@@ -159,3 +157,91 @@ def _cut(part: Placed, wished: int, fit: Fit) -> Layer:
 
 def _shape(sides: Iterable[int]) -> str:
     return "x".join(map(str, sides))
+
+
+_DIGITS, _DIGIT_BYTES = 3, 2
+"""Of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
+
+
+class Group(NamedTuple):
+    """Consecutive slices of a layer that share a basis, found by principal components of the first of them.
+
+    Args:
+      layer: which one.
+      first: slice of the layer.
+      last: slice behind its last one.
+    """
+
+    layer: int
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """What its basis is kept by."""
+        return f"{self.layer:04}.{self.first:04}"
+
+
+def groups(layers: Sequence[Layer], reuse: int | None) -> Iterator[Group]:
+    """All of them, in order, of ``reuse`` slices each, the paper's s; ``None``: of a whole layer."""
+    for number, layer in enumerate(layers):
+        for first in range(0, layer.slices, reuse or layer.slices):
+            yield Group(number, first, min(first + (reuse or layer.slices), layer.slices))
+
+
+def dimensions(variances: Tensor, left_out: float) -> int:
+    r"""The smallest d that explains all variance but a share.
+
+    .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
+
+    Args:
+      variances: s, the largest first.
+      left_out: :math:`\lambda`.
+
+    Returns:
+      At least 1, so that a slice that did not change in the window is not left out for ever, which is our choice.
+
+    References: Yu et al. 2018, eq. (6).
+    """
+    explained = variances.double().cumsum(0)
+    bound = (1.0 - left_out) * explained[-1]
+    return min(int((explained < bound).sum()) + 1, len(variances))
+
+
+def principal(samples: Tensor, left_out: float) -> Tensor:
+    """The directions in which samples vary most, by a thin singular value decomposition.
+
+    Samples less their mean have a rank below their number, so d is below it too.
+
+    Args:
+      samples: shape ``(n, K)``, finite, at least two.
+      left_out: share of the variance that need not be explained.
+
+    Returns:
+      U, shape ``(K, d)``, its columns orthonormal.
+    """
+    _, singular, directions = torch.linalg.svd(samples - samples.mean(dim=0), full_matrices=False)
+    largest = singular[: len(samples) - 1].square()
+    basis: Tensor = directions[: dimensions(largest, left_out)].T.clone(memory_format=torch.contiguous_format)
+    return basis
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
+    """Numbers whose sums over the replicas say whether all have the same bits: digits of a hash and their squares."""
+    found = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
+    for tensor in tensors:
+        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+    whole = found.digest()
+    digits = [
+        float(int.from_bytes(whole[at : at + _DIGIT_BYTES])) for at in range(0, len(whole), _DIGIT_BYTES)
+    ]
+    return [*digits, *(digit * digit for digit in digits)]
+
+
+def alike(summed: Sequence[float], size: int) -> bool:
+    """Whether fingerprints that sum to this over ``size`` replicas were equal.
+
+    The inequality of Cauchy and Schwarz is an equality for equal numbers alone.
+    """
+    digits, squares = summed[:_DIGITS], summed[_DIGITS:]
+    return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))

@@ -11,22 +11,18 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import QSGD
+from farflung.codecs.base import floating
 from farflung.codecs.blocks import working_dtype
-from farflung.codecs.options import floating
 from farflung.codecs.qsgd import quantization
 from farflung.comm import Coding
 from farflung.errors import ConfigError, Unsupported
 from farflung.options import number_option, share_option, whole_option
+from farflung.reducers.aggregation import Exchange
+from farflung.reducers.base import check_rounds, method_of, method_of_rounds, numerator, reduced, side_of
 from farflung.reducers.gradiveq import window
-from farflung.reducers.gradiveq.bases import fingerprint, groups
-from farflung.reducers.gradiveq.layout import Fit, Layout
-from farflung.reducers.gradiveq.ring import ring
-from farflung.reducers.gradiveq.segments import Coder
-from farflung.reducers.gradiveq.sharing import SharedBases
-from farflung.reducers.journeys import Exchange
-from farflung.reducers.methods import method_of, method_of_rounds
-from farflung.reducers.rounds import check_rounds
-from farflung.reducers.weights import numerator, reduced, side_of
+from farflung.reducers.gradiveq.layout import Fit, Layout, fingerprint, groups
+from farflung.reducers.gradiveq.segments import Coder, ring
+from farflung.reducers.gradiveq.window import SharedBases
 from farflung.types import (
     Channel,
     CodecState,

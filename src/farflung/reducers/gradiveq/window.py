@@ -1,20 +1,8 @@
-"""What all replicas know of the window they are in, and how one window becomes the next.
-
-The state is alike on all replicas and changes when a result is merged. Each phase is a name in it:
-
-``sample``
-  of each mean the first slice of every group is kept, and all slices are added up;
-``confirm``
-  bases have been found, and a hash of them rides along with a sum as in ``sample``;
-``share``
-  the hashes were unlike, and rank 0's bases travel beside such a sum;
-``compress``
-  slices travel on their bases; where samples are spread, one of several exchanges is summed and kept as in ``sample``,
-  and what has been found is confirmed when as many are there.
-"""
+"""What all replicas know of the window they are in, how one becomes the next, and rank 0's bases for all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -23,11 +11,14 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.blocks import working_dtype
-from farflung.reducers.gradiveq.bases import alike, groups, principal
-from farflung.reducers.gradiveq.layout import Layout
-from farflung.types import State
+from farflung.comm.collectives.segments import cut, others
+from farflung.comm.staging import moved
+from farflung.errors import ProtocolError
+from farflung.reducers.gradiveq.layout import Layout, alike, groups, principal
+from farflung.types import Channel, Payload, State, TensorSpec
 
 __all__ = [
+    "SharedBases",
     "Solve",
     "bases_of",
     "begun",
@@ -37,6 +28,7 @@ __all__ = [
     "solved",
     "taken",
 ]
+
 
 Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
 """Finds a basis from so many numbers, as a part of an exchange."""
@@ -121,3 +113,62 @@ def compressed(state: State, votes: float, *, steps: float, size: int) -> State:
 def _sampling(state: State) -> State:
     window = state["window"] + 1
     return {**state, "phase": "sample", "window": window, "count": 0, "rows": {}, "means": {}, "bases": {}}
+
+
+class SharedBases:
+    """The bases and means on their way from rank 0; they leave when this is made.
+
+    Bases may be larger than the tensor that they are for, and no message may be; so they go in pieces as long as that.
+
+    Args:
+      channel: the exchange's.
+      own: this rank's: bases of shape ``(K, d)``, and the flat mean; all ranks have equal K, and may have unlike d.
+      most_columns: no basis has more.
+      piece_numel: the most numbers in a message.
+    """
+
+    def __init__(self, channel: Channel, own: Sequence[Tensor], most_columns: int, piece_numel: int) -> None:
+        self._channel, self._own = channel, own
+        self._most_columns, self._piece_numel = most_columns, piece_numel
+        self._hop = channel.hops(1)
+        self._columns = torch.tensor([basis.shape[1] for basis in own[:-1]])
+        if channel.rank == 0:
+            self._send(self._columns, self._hop)
+
+    async def finish(self) -> list[Tensor]:
+        """Rank 0's, on all ranks.
+
+        Raises:
+          ProtocolError: they do not fit the own tensor.
+        """
+        if self._channel.rank:
+            (self._columns,) = await self._receive(self._hop, self._columns)
+        columns = self._columns.tolist()
+        *bases, mean = self._own
+        if not all(
+            1 <= d <= min(self._most_columns, len(basis)) for d, basis in zip(columns, bases, strict=True)
+        ):
+            raise ProtocolError(
+                f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
+            )
+        sizes = [d * len(basis) for d, basis in zip(columns, bases, strict=True)] + [len(mean)]
+        pieces = cut(sum(sizes), math.ceil(sum(sizes) / self._piece_numel))
+        hop = self._channel.hops(len(pieces))
+        if self._channel.rank == 0:
+            flat = torch.cat([tensor.reshape(-1) for tensor in self._own])
+            for index, piece in enumerate(pieces):
+                self._send(piece.of(flat), hop + index)
+            return list(self._own)
+        received = []
+        for index, piece in enumerate(pieces):
+            received += await self._receive(hop + index, mean.new_empty(piece.length))
+        *flats, mean = torch.cat(received).split(sizes)
+        return [*(flat.view(len(own), -1) for flat, own in zip(flats, bases, strict=True)), mean.clone()]
+
+    def _send(self, tensor: Tensor, hop: int) -> None:
+        for peer in others(self._channel):
+            self._channel.send(Payload((tensor,)), peer, hop)
+
+    async def _receive(self, hop: int, like: Tensor) -> list[Tensor]:
+        payload = await self._channel.recv(0, hop, (TensorSpec.of(like),))
+        return [moved(tensor, like.device) for tensor in payload.tensors()]

@@ -33,13 +33,11 @@ class Decoding(Merger):
     @property
     @override
     def channels(self) -> Sequence[ExchangeChannel]:
-        """The decoder's."""
         return [] if self._by_decoder is None else self._by_decoder.channels
 
     @staticmethod
     @override
     def needs_the_loop(merge: Decode) -> str:
-        """A code says which samples each replica computes."""
         del merge
         return "a replica computes shares of others too, which a code weighs"
 
@@ -47,7 +45,6 @@ class Decoding(Merger):
     def carrier(
         self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier:
-        """The decoder, or the way there."""
         del meets
         assert steps is not None
         code = gradient_code(self._merge.construction, runtime.comm.size, self._merge.stragglers, seed)
@@ -57,37 +54,31 @@ class Decoding(Merger):
 
     @override
     def opens(self, step: int) -> None:
-        """Opens the decoder."""
         assert self._by_decoder is not None
         self._by_decoder.open(step)
 
     @override
     def ahead(self, step: int) -> bool:
-        """Where the others were enough."""
         assert self._by_decoder is not None
         return self._by_decoder.ahead(step)
 
     @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The bucket itself."""
         del transfer, step
         return self._buckets.flat(index), {}
 
     @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        """The mean becomes the gradient."""
         del flight
         if mean is not None:
             self._buckets.load(index, mean)
 
     @override
     def steps(self, *, merged: bool, finite: bool) -> bool:
-        """On what was decoded."""
         del finite
         return merged
 
     @override
     def apart(self, *, pending: bool) -> bool:
-        """Never."""
         del pending
         return False

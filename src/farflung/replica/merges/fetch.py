@@ -33,7 +33,6 @@ class Fetching(Merger):
     @property
     @override
     def nbytes(self) -> int:
-        """Of what was fetched."""
         return sum(tensor.nbytes for tensor in self._fetched)
 
     @staticmethod
@@ -47,7 +46,6 @@ class Fetching(Merger):
     def carrier(
         self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
     ) -> Carrier:
-        """The server, or the way there."""
         del seed
         assert steps is not None
         self._by_server = ByServer(runtime, self._bound, rider, steps, meets)
@@ -55,19 +53,16 @@ class Fetching(Merger):
 
     @override
     def opens(self, step: int) -> None:
-        """Opens the server."""
         assert self._by_server is not None
         self._by_server.open(step, lambda: dict(enumerate(self._fetched)))
 
     @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The update since the last answer."""
         del transfer, step
         return self._buckets.weights(index).sub_(self._fetched[index]), {}
 
     @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        """What was fetched."""
         del flight
         assert mean is not None
         self._fetched[index] = mean
@@ -80,17 +75,14 @@ class Fetching(Merger):
 
     @override
     def stands_for_all(self) -> list[Tensor]:
-        """What was fetched; that of rank 0 is meant."""
         return self._fetched
 
     @override
     def restart(self) -> None:
-        """The parameters are what was fetched."""
         self._fetched = self._weights()
 
     @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues from parameters that all have alike."""
         del shared, own, flights
         self.restart()
 

@@ -44,24 +44,20 @@ class OuterSteps(Merger):
     @property
     @override
     def nbytes(self) -> int:
-        """Of anchors and momentum."""
         return sum(tensor.nbytes for tensor in (*self._anchors, *self._speeds.values()))
 
     @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """One whose state is averaged has to be known."""
         if self._state == "averaged":
             check_averaged(optimizer)
         self._optimizer = optimizer
 
     @override
     def updated(self, *, done: bool) -> None:
-        """Notes a step in every bucket."""
         self._fresh = [fresh or done for fresh in self._fresh]
 
     @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """How far this replica has come from the anchor."""
         del transfer, step
         own = self._buckets.weights(index).sub_(self._anchors[index])
         self._fresh[index] = False
@@ -86,7 +82,6 @@ class OuterSteps(Merger):
 
     @override
     def averages(self, index: int) -> list[Tensor]:
-        """The optimizer's moments, where they are averaged."""
         if self._state != "averaged":
             return []
         assert self._optimizer is not None
@@ -94,12 +89,10 @@ class OuterSteps(Merger):
 
     @override
     def apart(self, *, pending: bool) -> bool:
-        """Where a share of the own parameters stays too."""
         return pending or any(self._mixed)
 
     @override
     def common(self) -> list[Tensor]:
-        """The anchor."""
         return self._anchors
 
     @override
@@ -121,7 +114,6 @@ class OuterSteps(Merger):
 
     @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues; the exchanges under way hold what was given."""
         del flights
         copied = self._buckets.copied
         self._anchors = [copied(index, shared["anchors"][str(index)]) for index in range(len(self._anchors))]

@@ -67,7 +67,6 @@ class Pulling(Merger):
 
     @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its momentum has to fade."""
         momentum = momentum_of(optimizer)
         if momentum >= 1:
             raise ConfigError(
@@ -77,7 +76,6 @@ class Pulling(Merger):
 
     @override
     def updated(self, *, done: bool) -> None:
-        """Notes a step in every bucket."""
         self._fresh = [fresh or done for fresh in self._fresh]
 
     @override
@@ -104,29 +102,24 @@ class Pulling(Merger):
 
     @override
     def apart(self, *, pending: bool) -> bool:
-        """Until a pull has gone all the way."""
         return pending or any(self._leans)
 
     @override
     def common(self) -> list[Tensor]:
-        """The anchor."""
         return self._anchors
 
     @override
     def stands_for_all(self) -> list[Tensor]:
-        """The anchor."""
         return self._anchors
 
     @override
     def landed(self) -> None:
-        """What leans goes all the way to the anchor."""
         for index, leans in enumerate(self._leans):
             if leans:
                 self._pull(index, 1.0, self._recent(index))
 
     @override
     def restart(self) -> None:
-        """The parameters are the anchor."""
         self._anchors, self._given = self._weights(), self._weights()
         self._fresh = [False] * len(self._anchors)
         self._left = [{} for _ in self._anchors]
@@ -141,7 +134,6 @@ class Pulling(Merger):
 
     @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues; the exchanges under way hold the blocks."""
         del flights
         numbers, copied = range(len(self._anchors)), self._buckets.copied
         self._anchors = [copied(index, shared["anchors"][str(index)]) for index in numbers]

@@ -34,12 +34,10 @@ class Replacing(Merger):
     @staticmethod
     @override
     def needs_the_loop(merge: Replace) -> str:
-        """Where weights are predicted."""
         return "predicted weights need hold of the forward pass" if merge.predict else ""
 
     @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """A prediction has to know the optimizer."""
         if self._predict:
             check_predictable(optimizer)
 
@@ -47,7 +45,6 @@ class Replacing(Merger):
     def taking(
         self, optimizer: torch.optim.Optimizer, flights: Sequence[Flight]
     ) -> AbstractContextManager[None]:
-        """At predicted weights, where that is asked for."""
         if not self._predict:
             return nullcontext()
         missing: dict[int, dict[int, Tensor]] = {}
@@ -81,12 +78,10 @@ class Replacing(Merger):
 
     @override
     def steps(self, *, merged: bool, finite: bool) -> bool:
-        """On what was merged."""
         del finite
         return merged
 
     @override
     def apart(self, *, pending: bool) -> bool:
-        """Never."""
         del pending
         return False

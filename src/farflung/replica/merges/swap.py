@@ -38,12 +38,10 @@ class Swapping(Merger):
     @property
     @override
     def nbytes(self) -> int:
-        """Of the anchor."""
         return sum(anchor.nbytes for anchor in self._anchors)
 
     @override
     def updated(self, *, done: bool) -> None:
-        """Counts a step in every bucket."""
         self._fresh = [fresh + done for fresh in self._fresh]
 
     @override
@@ -57,7 +55,6 @@ class Swapping(Merger):
 
     @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        """The block gives way to the mean."""
         recent = self._recent(index) if self._fresh[index] else None
         del self._blocks[index][flight.step]
         if mean is not None:
@@ -67,12 +64,10 @@ class Swapping(Merger):
 
     @override
     def common(self) -> list[Tensor]:
-        """The anchor."""
         return self._anchors
 
     @override
     def restart(self) -> None:
-        """The parameters are the anchor."""
         self._anchors = [self._buckets.weights(index) for index in range(len(self._anchors))]
         self._fresh = [0] * len(self._fresh)
 
@@ -83,7 +78,6 @@ class Swapping(Merger):
 
     @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues; the exchanges under way hold the blocks."""
         self._anchors = [
             self._buckets.copied(i, shared["anchors"][str(i)]) for i in range(len(self._anchors))
         ]

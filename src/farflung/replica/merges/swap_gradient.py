@@ -32,7 +32,6 @@ class SwappingGradients(Merger):
     @property
     @override
     def nbytes(self) -> int:
-        """Of the blocks that fill."""
         return sum(total.nbytes for total in self._sums.values())
 
     @staticmethod
@@ -44,7 +43,6 @@ class SwappingGradients(Merger):
 
     @override
     def filled(self, index: int) -> None:
-        """Adds to the block."""
         own = self._buckets.flat(index)
         self._buckets.load(
             index, own
@@ -53,7 +51,6 @@ class SwappingGradients(Merger):
 
     @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The block."""
         del transfer, step
         own = self._sums.pop(index)
         return own.clone(), {"own": own}
@@ -73,23 +70,19 @@ class SwappingGradients(Merger):
 
     @override
     def apart(self, *, pending: bool) -> bool:
-        """Whatever is pending."""
         del pending
         return True
 
     @override
     def restart(self) -> None:
-        """Forgets the blocks that fill."""
         self._sums = {}
 
     @override
     def state_dict(self) -> tuple[State, State]:
-        """The blocks that fill."""
         return {}, {"sums": {str(index): total for index, total in self._sums.items()}}
 
     @override
     def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues."""
         del shared, flights
         self._sums = {
             int(index): self._buckets.copied(int(index), total) for index, total in own["sums"].items()

@@ -13,7 +13,7 @@ import math
 
 from farflung.errors import ConfigError
 
-__all__ = ["delayed_s", "fedavg_s", "least_delay", "scalability", "synchronous_s"]
+__all__ = ["delayed_s", "fedavg_s", "scalability", "synchronous_s"]
 
 
 def synchronous_s(compute_s: float, latency_s: float, busy_s: float = 0.0) -> float:
@@ -43,17 +43,6 @@ def delayed_s(
     steps = math.ceil((delay + 1) / period) * period
     waiting = ((steps - delay) * compute_s + latency_s + busy_s) / steps
     return max(compute_s, busy_s / period, waiting)
-
-
-def least_delay(compute_s: float, latency_s: float, busy_s: float = 0.0) -> int:
-    r"""The shortest delay that hides an exchange: :math:`\lceil (L + b) / t_c \rceil`.
-
-    >>> least_delay(0.3, 0.635)
-    3
-    """
-    if not compute_s > 0:
-        raise ConfigError(f"compute_s {compute_s}: must be above 0")
-    return math.ceil((latency_s + busy_s) / compute_s)
 
 
 def scalability(alone_s: float, together_s: float) -> float:

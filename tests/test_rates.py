@@ -191,7 +191,7 @@ def test_predictions_follow_the_rate_of_their_step() -> None:
 
 @dataclass(frozen=True)
 class Sawtooth:
-    """Somebody's own."""
+    """A schedule that is no part of farflung."""
 
     by: Literal["steps", "samples"] = "steps"
 
@@ -205,5 +205,5 @@ def test_a_schedule_of_ones_own() -> None:
     assert told(going) == pytest.approx([0.05, 0.0375, 0.025, 0.05])
     assert (
         json.loads(json.dumps(going.training.to_json()))["learning_rate_schedule"]
-        == "tests.rates.test_rates:Sawtooth"
+        == "tests.test_rates:Sawtooth"
     )

@@ -5,7 +5,7 @@ byte, :math:`\gamma` seconds to add a byte, S seconds to synchronize for a colle
 seconds of computation and update of an iteration, C those of its communication.
 
 References: Li et al. 2018 for the terms; the ring's time with :math:`\alpha, \beta, \gamma` is Thakur et al. 2005.
-The period for links and processors that are limited, the server and the layers are derived here: the paper's own
+The period for links and processors that are limited and the server are derived here: the paper's own
 forms were not at hand.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from farflung.errors import ConfigError
 
-__all__ = ["Cluster", "layers_s", "period_s", "ring_s", "server_s"]
+__all__ = ["Cluster", "period_s", "ring_s", "server_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +97,3 @@ def period_s(compute_s: float, communication_s: float, width: int = 1, *, limite
         raise ConfigError(f"width {width}: must be 1 or more")
     shared = (compute_s + communication_s) / width
     return max(compute_s, communication_s, shared) if limited else shared
-
-
-def layers_s(
-    cluster: Cluster,
-    nbytes: float,
-    pieces: int,
-    *,
-    forward_s: float,
-    backward_s: float,
-    update_s: float = 0.0,
-) -> float:
-    r"""A synchronous iteration whose gradient leaves in L pieces of one size while backward goes on.
-
-    .. math::
-        l_{up} + l_{for} + \max\Big( l_{back} + c,\ \tfrac{l_{back}}{L} + L c \Big),
-        \qquad c = 2 (p - 1) \alpha + S + \tfrac{1}{L} (\text{the terms in } n)
-
-    Bytes are as many as in one piece, but latency and S are paid L times.
-
-    Raises:
-      ConfigError: no pieces.
-    """
-    if pieces < 1:
-        raise ConfigError(f"pieces {pieces}: must be 1 or more")
-    each = ring_s(cluster, nbytes / pieces)
-    return update_s + forward_s + max(backward_s + each, backward_s / pieces + pieces * each)

@@ -1,0 +1,287 @@
+"""Coded training in scikit-learn's conventions."""
+
+from __future__ import annotations
+
+from farflung.extras import need
+
+need("farflung.coded.estimators", "sklearn", extra="sklearn")
+
+import warnings
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.extmath import safe_sparse_dot
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.coded.held import HeldProducts
+from farflung.coded.local import fit_locally, local_settings
+from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
+from farflung.coded.problem import Problem
+from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
+from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
+
+__all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
+
+
+_ROWS = 4096
+"""Rows of a sparse matrix that are made dense at a time."""
+
+
+class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A linear classifier, whose objective is its subclass's."""
+
+    _solvers: ClassVar[tuple[str, ...]] = ("gd", "lbfgs")
+
+    def __init__(
+        self,
+        *,
+        C: float = 1.0,
+        fit_intercept: bool = True,
+        solver: str | None = None,
+        tol: float | None = None,
+        max_iter: int = 1000,
+        learning_rate: float | None = None,
+        devices: int = 4,
+        partitions: int | None = None,
+        code: str = "rlnc",
+        seed: int = 0,
+    ) -> None:
+        self.C = C
+        self.fit_intercept = fit_intercept
+        self.solver = solver
+        self.tol = tol
+        self.max_iter = max_iter
+        self.learning_rate = learning_rate
+        self.devices = devices
+        self.partitions = partitions
+        self.code = code
+        self.seed = seed
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Learns from samples.
+
+        Args:
+          X: (samples, features), dense or sparse.
+          y: (samples,), labels of two or more classes.
+
+        Raises:
+          BadLabels: fewer classes.
+          BadParameter: a parameter out of its range.
+        """
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, order="C")
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise BadLabels(
+                f"{type(self).__name__} needs samples of at least 2 classes in the data, but the data contains only "
+                f"one class: {self.classes_[0]!r}"
+            )
+        try:
+            found = self._minimum(_dense(X), torch.from_numpy(codes))
+        except ConfigError as error:
+            raise BadParameter(str(error)) from None
+        if not found.converged:
+            warnings.warn(
+                f"{type(self).__name__} did not converge in {found.iterations} iterations (gap {found.gap:.1e}): raise "
+                "max_iter, or scale the features",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        self.n_iter_, self.objective_ = found.iterations, found.objective
+        return self
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+        """The margins: (samples,) for two classes, where above 0 is the second; else (samples, classes)."""
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
+        margins: NDArray[np.float64] = safe_sparse_dot(X, self.coef_.T, dense_output=True) + self.intercept_
+        return margins[:, 0] if margins.shape[1] == 1 else margins
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """The likeliest class of each sample."""
+        margins = self.decision_function(X)
+        codes = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
+        classes: NDArray[Any] = self.classes_[codes]
+        return classes
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
+        """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
+        objective, targets = self._objective(codes)
+        found = fit_locally(
+            matrix,
+            codes.to(torch.float64),
+            local_settings(self.devices, self.partitions, len(matrix), code=self.code, seed=self.seed),
+            objective,
+            self._solver(),
+            lambda labels: self._objective(labels.to(torch.int64))[1],
+            max_iterations=self.max_iter,
+        ).iterate
+        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets).split(found.weights)
+        self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
+        return found
+
+    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
+        """What is minimised, and its targets, by the number of each sample's class."""
+        raise NotImplementedError
+
+    def _solver(self, usual: str = "lbfgs") -> Solver[Any]:
+        """Makes the minimiser of the objective."""
+        name = self.solver or usual
+        if name not in self._solvers:
+            raise UnknownName(f"solver of {type(self).__name__}", name, self._solvers)
+        options = {"tol": self.tol, "learning_rate": self.learning_rate if name == "gd" else None}
+        return SOLVERS[name](**{key: value for key, value in options.items() if value is not None})
+
+
+def signs(codes: Tensor) -> Tensor:
+    """Targets of -1.0 and 1.0: one output for two classes, otherwise one for each class against the rest."""
+    classes = int(codes.max()) + 1
+    wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
+    return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
+
+
+def _dense(X: Any) -> Tensor:
+    """As a dense tensor; a sparse matrix block by block."""
+    if isinstance(X, np.ndarray):
+        return torch.from_numpy(np.require(X, requirements="W"))
+    matrix = torch.empty(X.shape, dtype=torch.float64)
+    for start in range(0, len(matrix), _ROWS):
+        X[start : start + _ROWS].toarray(out=matrix[start : start + _ROWS].numpy())
+    return matrix
+
+
+class CodedLogisticRegression(CodedClassifier):
+    """Logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression``: binary, or multinomial.
+
+    Args:
+      C: weight of the losses, above 0: the larger, the weaker is the penalty.
+      fit_intercept: whether there is an intercept; it is not penalised.
+      solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
+        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
+      max_iter: the most iterates; each is a product with the samples and one with their transpose.
+      learning_rate: of ``"gd"``; by default from the samples.
+      devices: how many hold the samples.
+      partitions: how many parts the samples are cut into; by default from the number of devices.
+      code: of the devices beyond the partitions.
+      seed: of the code.
+
+    Attributes:
+      classes_: the labels, in order.
+      coef_: (1, features) for two classes, else (classes, features).
+      intercept_: (1,) or (classes,).
+      n_features_in_: columns of the samples.
+      n_iter_: iterates that were taken.
+      objective_: what is minimised, at the end.
+    """
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """The probability of each class, (samples, classes)."""
+        return np.exp(self.predict_log_proba(X))
+
+    def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """The logarithm of each class's probability, (samples, classes)."""
+        margins = torch.from_numpy(self.decision_function(X))
+        if margins.dim() == 1:
+            margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
+        return margins.log_softmax(dim=1).numpy()
+
+    @override
+    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
+        options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
+        classes = len(self.classes_)
+        if classes == 2:
+            return Logistic(**options), signs(codes)
+        return Multinomial(classes=classes, **options), codes
+
+
+class CodedLinearSVC(CodedClassifier):
+    """A linear support vector machine, as scikit-learn's ``LinearSVC``; more than two classes are one against the rest.
+
+    The products of all classes travel in the same rounds.
+
+    Args:
+      loss: ``"squared_hinge"`` or ``"hinge"``.
+      C: weight of the losses, above 0: the larger, the weaker is the penalty.
+      fit_intercept: whether there is an intercept; it is penalised as the weight of a constant feature.
+      intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
+      solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"`` for either; by default the one
+        for the loss. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10, and 1e-4 for
+        ``"bundle"``, whose gap is a proof. It is another measure than scikit-learn's ``tol``: above the default the
+        coefficients are less exact.
+      max_iter: the most iterates; each is a product with the samples and one with their transpose.
+      learning_rate: of ``"gd"``; by default from the samples.
+      devices: how many hold the samples.
+      partitions: how many parts the samples are cut into; by default from the number of devices.
+      code: of the devices beyond the partitions.
+      seed: of the code.
+
+    Attributes:
+      classes_: the labels, in order.
+      coef_: (1, features) for two classes, else (classes, features).
+      intercept_: (1,) or (classes,).
+      n_features_in_: columns of the samples.
+      n_iter_: iterates that were taken; of the class that took most.
+      objective_: what is minimised, at the end; the sum over the classes.
+    """
+
+    _solvers: ClassVar[tuple[str, ...]] = ("bundle", "gd", "lbfgs")
+
+    def __init__(
+        self,
+        *,
+        loss: str = "squared_hinge",
+        C: float = 1.0,
+        fit_intercept: bool = True,
+        intercept_scaling: float = 1.0,
+        solver: str | None = None,
+        tol: float | None = None,
+        max_iter: int = 1000,
+        learning_rate: float | None = None,
+        devices: int = 4,
+        partitions: int | None = None,
+        code: str = "rlnc",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            C=C,
+            fit_intercept=fit_intercept,
+            solver=solver,
+            tol=tol,
+            max_iter=max_iter,
+            learning_rate=learning_rate,
+            devices=devices,
+            partitions=partitions,
+            code=code,
+            seed=seed,
+        )
+        self.loss = loss
+        self.intercept_scaling = intercept_scaling
+
+    @override
+    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
+        losses: dict[str, type[Hinge | SquaredHinge]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
+        if self.loss not in losses:
+            raise UnknownName("loss", self.loss, losses)
+        objective = losses[self.loss](
+            C=self.C, fit_intercept=self.fit_intercept, intercept_scaling=self.intercept_scaling
+        )
+        return objective, signs(codes)
+
+    @override
+    def _solver(self, usual: str = "lbfgs") -> Solver[Any]:
+        one = super()._solver("bundle" if self.loss == "hinge" else usual)
+        return one if len(self.classes_) == 2 else OneVsRest(one)
