@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from farflung.cli.counting import Counting
+from farflung.cli.progress import ComparisonProgress
 from farflung.telemetry import Event
 
 
@@ -32,7 +32,7 @@ def said(console: Console) -> str:
 def counted(console: Console, *, quiet: bool = False) -> str:
     """Three runs of ten steps, of which the first is there already; a step takes two seconds."""
     clock = Clock()
-    with Counting(30, 3, quiet=quiet, console=console, clock=clock) as count:
+    with ComparisonProgress(30, 3, quiet=quiet, console=console, clock=clock) as count:
         count.begin("ring, seed 0", 10)
         count.end()
         for name in ("ring, seed 1", "ring, seed 2"):

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming, write_json

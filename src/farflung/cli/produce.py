@@ -13,8 +13,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from farflung.cli.progress import stderr_console
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_table, stderr_console
 from farflung.data import (
     FileOutlet,
     KafkaOutlet,
@@ -45,7 +44,7 @@ class Produce:
     """
 
     workload: str = "fashion-mnist/cnn"
-    """Whose training samples; farflung workloads lists them."""
+    """Whose training samples; see farflung list workloads."""
     data: str = "auto"
     """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
     workers: int = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Annotated
 
 import torch
 import tyro
-from rich.console import Console
 from rich.text import Text
 
+from farflung.cli.output import stdout_console
 from farflung.comm import collective_named
 from farflung.config import Training
 from farflung.data import IID
@@ -45,7 +44,7 @@ class Schedule:
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """The name of a recipe; see farflung recipes."""
+    """The name of a recipe; see farflung list recipes."""
     schedule: str | None = None
     """Instead of the recipe's, e.g. "delayed(delay=3, period=2)"."""
     codec: str | None = None
@@ -73,14 +72,14 @@ class Schedule:
         """Carries it out; returns the exit code."""
         self._check()
         chosen = recipe(self.recipe).but(schedule=self.schedule, codec=self.codec, collective=self.collective)
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+        console = stdout_console()
         lines, events = grid(chosen, self.steps, self.compute), self._simulate(chosen)
         for line in lines:
             console.print(Text(line), soft_wrap=True)
         where = self.network or f"{self.latency:g} s, {self.bandwidth:g} bit/s"
         title = f"{chosen.name}: {chosen.schedule} on {self.workers} replicas, {where}"
         gantt_picture(dict(enumerate(events)), self.out, title=title, simulated=True)
-        console.print(f"picture  {self.out} (simulated)", soft_wrap=True, highlight=False)
+        console.print(f"picture  {self.out} (simulated)", soft_wrap=True, markup=False)
         return 0
 
     def _check(self) -> None:

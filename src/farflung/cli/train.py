@@ -45,13 +45,13 @@ class Train(RunOptions):
     reaches that store can take part."""
 
     network: str | None = None
-    """Pace the messages as this network would: a name (farflung networks lists them) or a TOML file. The workers are on
+    """Pace the messages as this network would: a name (see farflung list networks) or a TOML file. The workers are on
     one machine, and need no root; farflung lab has real sockets on shaped links. Of the command line alone."""
     device: str = "cpu"
     """Train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of them
     share. Of the command line alone."""
     pace: str | None = None
-    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file. Replicas idle until its
+    """Compute no faster than this device: a name (see farflung list devices) or a TOML file. Replicas idle until its
     time has passed; steps for which this machine is too slow are counted."""
     data_stays: bool | None = None
     """Refuse to train by a recipe that sends samples to other replicas, or has them computed there."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PLAIN_WIDTH", "as_text"]
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 200
 """Columns of a table that does not go to a terminal."""
 
 

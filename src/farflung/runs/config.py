@@ -52,7 +52,7 @@ class RunConfig:
     """Everything that decides a run, resolved: no value is left to a default.
 
     Args:
-      workload: what to train: a name (``farflung workloads`` lists them) or ``module:name``; fashion-mnist/cnn when not
+      workload: what to train: a name (see ``farflung list workloads``) or ``module:name``; fashion-mnist/cnn when not
         given.
       recipe: how to train together; synchronous when not given.
       training: for how long and with what settings.
@@ -330,9 +330,9 @@ class SimulatedConfig(RunConfig):
 
     Args:
       workers: replicas; as many as the network has nodes when not given, or 4.
-      network: what lies between the replicas: a name (``farflung networks`` lists them) or a TOML file; lan-1g when not
+      network: what lies between the replicas: a name (see ``farflung list networks``) or a TOML file; lan-1g when not
         given.
-      device: what each replica computes on: a name (``farflung networks`` lists them) or a TOML file; cpu-core when not
+      device: what each replica computes on: a name (see ``farflung list devices``) or a TOML file; cpu-core when not
         given.
       faults: a TOML file that says what goes wrong.
       count_evaluation: let evaluations and checkpoints take time on the simulated clock; they take none when not given.

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-from rich.console import Console
-
-from farflung.cli.coded.progress import Watch
-from farflung.cli.coded.reach import ReachOptions
-from farflung.cli.coded.summary import summary_lines
+from farflung.cli.coded.common import CodedProgress, ReachOptions, summary_lines
 from farflung.cli.main import spoken
 from farflung.cli.options import given, with_options
-from farflung.cli.progress import stderr_console
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_files, print_table, stderr_console
 from farflung.coded.folder import Folder
 from farflung.coded.learner import Learner
 from farflung.coded.meeting import Address
@@ -63,10 +55,6 @@ class Coordinate(ReachOptions):
     test: str | None = None
     """Tries the model on these samples at the end, which this process reads: a9a or covtype, for their test sets, or
     FILE.npz."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -80,10 +68,10 @@ class Coordinate(ReachOptions):
             test=None if self.test is None else read_samples(self.test, test=True),
         )
         address, reach = Address.of(self.at), self.reach
-        with stopping() as stop, Watch(run, quiet=self.quiet or self.json) as watch:
+        with stopping() as stop, CodedProgress(run, quiet=self.quiet or self.json) as progress:
 
             def told(event: Event) -> None:
-                watch(event)
+                progress(event)
                 stop(event)
 
             outcome = run.coordinate(
@@ -100,9 +88,7 @@ class Coordinate(ReachOptions):
             print(json.dumps({**outcome.summary, "folder": str(run.folder.path)}))
         else:
             print_table(("what", "how much"), summary_lines(outcome.summary))
-            console = Console(file=sys.stdout)
-            console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
-            console.print(f"model      {run.folder.model}", soft_wrap=True, highlight=False)
+            print_files(picture=picture, model=run.folder.model)
         return 130 if outcome.summary["interrupted"] else 0
 
     def _settings(self) -> Settings:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
-from rich.console import Console
 from torch import Tensor
 
+from farflung.cli.coded.common import CodedProgress, encoding_words
 from farflung.cli.coded.coordinator import stopping
 from farflung.cli.coded.crowd import Crowd
-from farflung.cli.coded.progress import Watch
-from farflung.cli.coded.summary import encoding_words
 from farflung.cli.main import spoken
-from farflung.cli.tables import print_table
+from farflung.cli.output import OutputOptions, print_files, print_table
 from farflung.coded.folder import Folder
 from farflung.coded.held import HeldProducts
 from farflung.coded.learner import Learner
@@ -53,7 +49,7 @@ _MAX_ITERATIONS = 500
 
 @spoken
 @dataclass(frozen=True)
-class Demo:
+class Demo(OutputOptions):
     """Train on devices of this machine, kill some of them on the way, and compare with training without a code.
 
     The data are a9a where it is at hand, and otherwise drawn from the seed.
@@ -79,10 +75,6 @@ class Demo:
     """Of synthetic data, of the code, and of who is killed."""
     folder: Path | None = None
     """Keeps the run; a new one under runs/ when not given."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the figures as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -112,7 +104,7 @@ class Demo:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
             crowd = stack.enter_context(Crowd(scratch, _PATIENCE_S))
             stop = stack.enter_context(stopping())
-            watch = stack.enter_context(Watch(run, quiet=self.quiet or self.json))
+            progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
 
             def met(at: Address) -> None:
                 crowd.begin(at, samples, labels, self.partitions)
@@ -120,7 +112,7 @@ class Demo:
                     crowd.add()
 
             def told(event: Event) -> None:
-                watch(event)
+                progress(event)
                 stop(event)
                 if event["event"] == "iterate":
                     self._happens(int(str(event["iterations"])), victims, crowd)
@@ -179,7 +171,7 @@ class Demo:
                 ("duration", duration_words(summary["duration_s"])),
             ],
         )
-        Console(file=sys.stdout).print(f"picture    {folder.picture}", soft_wrap=True, highlight=False)
+        print_files(picture=folder.picture)
 
 
 def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from rich.filesize import decimal
 
-from farflung.cli.coded.reach import ReachOptions
+from farflung.cli.coded.common import ReachOptions
 from farflung.cli.main import spoken
-from farflung.cli.progress import stderr_console
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_table, stderr_console
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
@@ -55,11 +53,7 @@ class Attend(ReachOptions):
     patience: float = 600.0
     """Seconds to wait for a coordinator that is not there or silent."""
     pace: str | None = None
-    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
+    """Compute no faster than this device: a name (see farflung list devices) or a TOML file."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
