@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from farflung.cli.output import stderr_console
 from farflung.report import score_words
+from farflung.report.reading import number
 from farflung.telemetry import Event
-from farflung.types import Json
 
 __all__ = ["Bar", "ComparisonProgress", "Progress", "clock_text"]
 
@@ -178,18 +178,18 @@ class Progress(Bar):
         """Takes in one event; those of other ranks than 0 only say that their replica has begun."""
         with suppress(Exception):
             if event["event"] == "hello":
-                self._up.add(int(_number(event["rank"])))
+                self._up.add(int(number(event, "rank")))
                 if not self.total:
                     self.state = f"starting: {len(self._up)} up, they meet"
             if event["event"] == "begin":
-                self._replicas.add(int(_number(event["rank"])))
+                self._replicas.add(int(number(event, "rank")))
             if event["rank"] == 0:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
         if kind == "begin":
-            first, steps, t = (_number(event[name]) for name in ("step", "steps", "t"))
+            first, steps, t = (number(event, name) for name in ("step", "steps", "t"))
             self._first, self._begin_t, self._t = int(first), t, t
             self.start("simulating" if self._simulated else "training", steps, first)
             self._recent.clear()
@@ -198,29 +198,29 @@ class Progress(Bar):
         elif kind == "step":
             self._step(event)
         elif kind == "evaluation":
-            self._t, loss = _number(event["t"]), _number(event["loss"])
-            self._score = _number(event["accuracy"])
+            self._t, loss = number(event, "t"), number(event, "loss")
+            self._score = number(event, "accuracy")
             self._tell(event, f"test {' '.join(score_words(self._score))}, test loss {loss:.4g}")
         elif kind == "checkpoint":
-            self._t = _number(event["t"])
+            self._t = number(event, "t")
             self._tell(event, f"checkpoint {event['path']}")
         elif kind == "end":
             self.finish("stopped" if event.get("stopped") else "done")
 
     def _step(self, event: Event) -> None:
-        self._t = _number(event["t"])
-        self.advance(int(_number(event["step"])) + 1)
+        self._t = number(event, "t")
+        self.advance(int(number(event, "step")) + 1)
         if event["mean_loss"] is not None:
-            self._loss = _number(event["mean_loss"])
-        self._sent = int(_number(event["bytes_sent"]))
-        self._recent.append((int(_number(event["samples"])), _number(event["duration_s"])))
+            self._loss = number(event, "mean_loss")
+        self._sent = int(number(event, "bytes_sent"))
+        self._recent.append((int(number(event, "samples")), number(event, "duration_s")))
         seconds = sum(duration for _, duration in self._recent) - self._recent[0][1]
         if seconds > 0:
             self._rate = f"{(self._recent[-1][0] - self._recent[0][0]) / seconds:,.0f} samples/s"
 
     def _tell(self, event: Event, words: str) -> None:
         """Prints a line; what is repeated at the end of a run is told once."""
-        what = (str(event["event"]), int(_number(event["step"])))
+        what = (str(event["event"]), int(number(event, "step")))
         if what not in self._told:
             self._told.add(what)
             after = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
@@ -296,9 +296,3 @@ class _Live(Live):
 def clock_text(seconds: float) -> str:
     """Describes a duration as hours, minutes and seconds."""
     return str(timedelta(seconds=int(max(0.0, seconds))))
-
-
-def _number(value: Json) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"not a number: {value!r}")
-    return value

@@ -11,8 +11,8 @@ import numpy as np
 
 from farflung.comm import KINDS
 from farflung.errors import DataError
-from farflung.extras import need
 from farflung.report.pictures import INK, NAMED_RANKS, picture
+from farflung.report.tables import new_table
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -80,11 +80,7 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    need("a table", "rich", extra="report")
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title) if title else None, title_justify="left", show_footer=True)
+    table = new_table(title, show_footer=True)
     by_pair = {kind: _by_pair(senders) for kind, senders in sent.items()}
     table.add_column("from → to", "all", no_wrap=True)
     for kind, pairs in by_pair.items():

@@ -16,7 +16,7 @@ from farflung.cli.progress import Bar, clock_text
 from farflung.coded.meeting import Reach
 from farflung.coded.run import CodedRun
 from farflung.comm.keys import load_keys
-from farflung.report.summary import duration_words
+from farflung.report.tables import duration_words
 from farflung.telemetry import Event
 
 __all__ = ["CodedProgress", "ReachOptions", "encoding_words", "summary_lines"]

@@ -31,7 +31,7 @@ from farflung.comm.interface import LOOPBACK
 from farflung.data import entries
 from farflung.errors import ConfigError
 from farflung.report import coded_picture
-from farflung.report.summary import duration_words
+from farflung.report.tables import duration_words
 from farflung.runs import run_folder
 from farflung.runs.simulation import one_thread
 from farflung.seeding import derive, generator
