@@ -123,9 +123,7 @@ def _draw_scores(axes: Axes, quantiles: list[Steps]) -> None:
 def _draw_groups(axes: Axes, sizes: Steps, numbers: Steps) -> None:
     axes.set(title="Groups", ylabel="samples in the newest")
     _line(axes, sizes, BLUE, "samples in the newest")
-    beside = _beside(axes, "groups")
-    _line(beside, numbers, VERMILLION, "groups")
-    _legend(axes, beside)
+    _line_beside(axes, "groups", numbers, VERMILLION, "groups")
 
 
 def _draw_ranks(axes: Axes, shares: list[Steps], ages: Steps) -> None:
@@ -137,22 +135,16 @@ def _draw_ranks(axes: Axes, shares: list[Steps], ages: Steps) -> None:
         percent = {step: [100 * share for share in each] for step, each in values.items()}
         _line(axes, percent, colour, f"moved by less than {within} %")
     axes.set_ylim(0, 104)
-    beside = _beside(axes, "age of the scores before, in steps")
-    _line(beside, ages, GREY, "age of the scores before")
-    _legend(axes, beside)
+    _line_beside(axes, "age of the scores before, in steps", ages, GREY, "age of the scores before")
 
 
-def _beside(axes: Axes, label: str) -> Axes:
-    """An axis of its own on the right."""
-    beside: Axes = axes.twinx()
-    beside.set_ylabel(label)
+def _line_beside(axes: Axes, ylabel: str, values: Steps, colour: str, label: str) -> None:
+    """Draws a line on an axis of its own on the right, and one legend; values on both axes begin at 0."""
+    beside = axes.twinx()
+    beside.set_ylabel(ylabel)
     beside.grid(visible=False)
-    return beside
-
-
-def _legend(*axes: Axes) -> None:
-    """One for all of them, on the last, which lies above the others; their values begin at 0."""
-    lines = [line for each in axes for line in each.lines]
-    for each in axes:
-        each.set_ylim(bottom=0)
-    axes[-1].legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
+    _line(beside, values, colour, label)
+    axes.set_ylim(bottom=0)
+    beside.set_ylim(bottom=0)
+    lines = [*axes.lines, *beside.lines]
+    beside.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")

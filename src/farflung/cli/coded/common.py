@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from farflung.coded.meeting import Reach
 from farflung.coded.run import CodedRun
 from farflung.comm.keys import load_keys
 from farflung.report.tables import duration_words
+from farflung.runs.stopping import on_stop
 from farflung.telemetry import Event
 
-__all__ = ["CodedProgress", "ReachOptions", "encoding_words", "summary_lines"]
+__all__ = ["CodedProgress", "ReachOptions", "encoding_words", "stopping", "summary_lines"]
 
 _WORDS = {
     "came": "rank {rank} has come{with_partition}",
@@ -47,10 +49,10 @@ class ReachOptions(OutputOptions):
     """The port to listen at, or a range such as 7000-7100, for firewalls; when not given, any that is free."""
     advertise: str | None = None
     """HOST or HOST:PORT by which the others reach this process, where that is another address than the one it listens
-    at. none where nobody can connect to it."""
+    at. none where no process can connect to it."""
     keys: Path | None = None
     """The folder made by farflung keys, with this machine's secret key and the public keys of all; when not given, keys
-    are made for the run, and whoever reaches the coordinator can take part."""
+    are made for the run, and each device that reaches the coordinator can take part."""
 
     @property
     def reach(self) -> Reach:
@@ -83,7 +85,7 @@ class CodedProgress(Bar):
         self._ordered: set[int] = set()
         self._built: set[int] = set()
         self._first_gap: float | None = None
-        self._trains = False
+        self.trains = False
 
     def __call__(self, event: Event) -> None:
         """Takes in one event."""
@@ -105,16 +107,16 @@ class CodedProgress(Bar):
         elif kind in ("ordered", "built"):
             (self._ordered if kind == "ordered" else self._built).add(event["block"])
         elif kind == "encoded":
-            self._trains = True
+            self.trains = True
             self.start("training", 100)
         if kind == "iterate":
             self._iterate(event)
-        elif not self._trains and self._ordered:
+        elif not self.trains and self._ordered:
             if self.state != "encoding":
                 self.start("encoding", 0)
             self.total, self.about = len(self._ordered), "blocks"
             self.advance(len(self._built & self._ordered))
-        elif not self._trains:
+        elif not self.trains:
             self.about = (
                 f"{sum(map(bool, self._partitions.values()))} of {self._settings.partitions} partitions"
             )
@@ -132,6 +134,20 @@ class CodedProgress(Bar):
             f"{len(self._partitions)} devices"
         )
         self.advance(100 * min(1.0, done))
+
+
+@contextmanager
+def stopping(progress: CodedProgress) -> Iterator[Callable[[], bool]]:
+    """Gives whether to stop: the first signal asks for it; a second one, and one before training, interrupts."""
+    asked = threading.Event()
+
+    def ask() -> None:
+        if asked.is_set() or not progress.trains:
+            raise KeyboardInterrupt
+        asked.set()
+
+    with on_stop(ask):
+        yield asked.is_set
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflung.cli.coded.common import CodedProgress, ReachOptions, summary_lines
+from farflung.cli.coded.common import CodedProgress, ReachOptions, stopping, summary_lines
 from farflung.cli.main import spoken
 from farflung.cli.options import given, with_options
 from farflung.cli.output import print_files, print_table, stderr_console
@@ -22,12 +19,10 @@ from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from farflung.report import coded_picture
 from farflung.runs import run_folder, settings_of
-from farflung.runs.stopping import on_stop
-from farflung.telemetry import Event
 
-__all__ = ["CODED_SETTINGS", "Coordinate", "stopping"]
+__all__ = ["Coordinate"]
 
-CODED_SETTINGS = {
+_SETTINGS = {
     name.removesuffix("_s"): one
     if one.default is None
     else replace(one, about=f"{one.about.rstrip('.')}; {one.default} when not given")
@@ -39,7 +34,7 @@ CODED_SETTINGS = {
 
 @spoken
 @dataclass(frozen=True)
-@with_options(CODED_SETTINGS)
+@with_options(_SETTINGS)
 class Coordinate(ReachOptions):
     """Coordinate a run: wait for devices, have their data encoded, and train.
 
@@ -68,18 +63,13 @@ class Coordinate(ReachOptions):
             test=None if self.test is None else read_samples(self.test, test=True),
         )
         address, reach = Address.of(self.at), self.reach
-        with stopping() as stop, CodedProgress(run, quiet=self.quiet or self.json) as progress:
-
-            def told(event: Event) -> None:
-                progress(event)
-                stop(event)
-
+        with CodedProgress(run, quiet=self.quiet or self.json) as progress, stopping(progress) as stop_asked:
             outcome = run.coordinate(
                 address,
                 reach,
                 met=lambda at: None if self.quiet else self._say_where(at),
-                told=told,
-                stop_asked=stop.asked,
+                told=progress,
+                stop_asked=stop_asked,
             )
         picture = run.folder.picture
         title = f"Coded training of {len(outcome.summary['partitions'])} partitions"  # type: ignore[arg-type]
@@ -108,33 +98,3 @@ class Coordinate(ReachOptions):
         stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
         )
-
-
-class Stop:
-    """Whether somebody has asked to stop, and whether there is an iterate under way to be waited for."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._encoded = False
-
-    def __call__(self, event: Event) -> None:
-        """Hears of the run."""
-        self._encoded |= event["event"] == "encoded"
-
-    def asked(self) -> bool:
-        """Whether to stop."""
-        return self._asked.is_set()
-
-    def ask(self) -> None:
-        """The second time, and before training, at once."""
-        if self._asked.is_set() or not self._encoded:
-            raise KeyboardInterrupt
-        self._asked.set()
-
-
-@contextmanager
-def stopping() -> Iterator[Stop]:
-    """Inside, the first signal to stop asks, where there is an iterate to be waited for; else it interrupts."""
-    stop = Stop()
-    with on_stop(stop.ask):
-        yield stop

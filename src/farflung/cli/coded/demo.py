@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.cli.coded.common import CodedProgress, encoding_words
-from farflung.cli.coded.coordinator import stopping
+from farflung.cli.coded.common import CodedProgress, encoding_words, stopping
 from farflung.cli.coded.crowd import Crowd
 from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
@@ -103,8 +102,8 @@ class Demo(OutputOptions):
             stack.enter_context(one_thread())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
             crowd = stack.enter_context(Crowd(scratch, _PATIENCE_S))
-            stop = stack.enter_context(stopping())
             progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
+            stop_asked = stack.enter_context(stopping(progress))
 
             def met(at: Address) -> None:
                 crowd.begin(at, samples, labels, self.partitions)
@@ -113,12 +112,11 @@ class Demo(OutputOptions):
 
             def told(event: Event) -> None:
                 progress(event)
-                stop(event)
                 if event["event"] == "iterate":
                     self._happens(int(str(event["iterations"])), victims, crowd)
 
             outcome = run.coordinate(
-                Address(LOOPBACK, 0), Reach(LOOPBACK), met=met, told=told, stop_asked=stop.asked
+                Address(LOOPBACK, 0), Reach(LOOPBACK), met=met, told=told, stop_asked=stop_asked
             )
             alone = _alone(learner, samples, labels)
         events = folder.told()

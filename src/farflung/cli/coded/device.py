@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.filesize import decimal
@@ -25,7 +26,6 @@ from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import ConfigError
 from farflung.runs.stopping import on_stop
 from farflung.runtime import WallRuntime
-from farflung.types import Json
 
 __all__ = ["Attend"]
 
@@ -105,8 +105,13 @@ class Attend(ReachOptions):
         if self.json:
             print(json.dumps({**summary, "held_nbytes": holding.nbytes}))
             return
-        lines = [("rank", ", ".join(map(str, seat.ranks))), ("rounds answered", f"{summary['rounds']:,}")]
-        lines += [(f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(seat.sent.items())]
+        lines = [
+            ("rank", ", ".join(map(str, summary["ranks"]))),
+            ("rounds answered", f"{summary['rounds']:,}"),
+        ]
+        lines += [
+            (f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(summary["bytes_sent"].items())
+        ]
         print_table(("what", "how much"), [*lines, ("held", decimal(holding.nbytes))])
 
 
@@ -138,22 +143,12 @@ class _Seat:
         self._met[-1].leave()
         self._tell("leaves when others hold what it alone has; again: at once")
 
-    @property
-    def ranks(self) -> list[int]:
-        """That it had."""
-        return [device.rank for device in self._met]
-
-    @property
-    def sent(self) -> Counter[str]:
-        """Payload bytes, by kind of message."""
-        return sum((Counter(device.sent) for device in self._met), Counter())
-
-    def summary(self) -> dict[str, Json]:
-        """What it has done."""
+    def summary(self) -> dict[str, Any]:
+        """Gives what it has done; bytes by kind of message."""
         return {
-            "ranks": list(self.ranks),
+            "ranks": [device.rank for device in self._met],
             "rounds": sum(device.rounds for device in self._met),
             "refused": sum(device.refused for device in self._met),
-            "bytes_sent": dict(self.sent),
+            "bytes_sent": sum((Counter(device.sent) for device in self._met), Counter()),
             "left": self._asked,
         }
