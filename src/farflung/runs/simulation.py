@@ -111,6 +111,7 @@ def simulate_prepared(
     *,
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
+    trace: bool = False,
     said: set[str] | None = None,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
@@ -120,6 +121,7 @@ def simulate_prepared(
       show: gets the events of all replicas.
       stop_asked: whether somebody asked to stop; then all stop after the same step.
       checkpointed: whether checkpoints are kept.
+      trace: whether to tell of every exchange.
       said: the methods without rates of which somebody was told; grows.
 
     Raises:
@@ -127,13 +129,18 @@ def simulate_prepared(
       RunLost: a replica was lost.
     """
     with run.begun():
-        ended = _simulated(run, show, stop_asked, checkpointed)
+        ended = _simulated(run, show, stop_asked, checkpointed=checkpointed, trace=trace)
     say_uncharged(ended, set() if said is None else said)
     return ended
 
 
 def _simulated(
-    run: Prepared[SimulatedConfig], show: Sink, stop_asked: Callable[[], bool], checkpointed: bool
+    run: Prepared[SimulatedConfig],
+    show: Sink,
+    stop_asked: Callable[[], bool],
+    *,
+    checkpointed: bool,
+    trace: bool,
 ) -> Run:
     config, files = run.config, run.files
     decisions = files.decision_log()
@@ -155,6 +162,7 @@ def _simulated(
                 shares=shares,
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
+                trace=trace,
                 kind=partial(RecordedReplica, recorder=recorder),
             )
             replicas.append(replica)
