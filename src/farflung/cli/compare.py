@@ -6,9 +6,8 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from farflung.cli.options import with_settings
+from farflung.cli.options import given, with_settings
 from farflung.cli.output import OutputOptions, print_files, stdout_console
 from farflung.cli.progress import ComparisonProgress
 from farflung.recipes import FAMILIES
@@ -50,10 +49,7 @@ class Compare(OutputOptions):
         """Carries it out; returns the exit code."""
         from farflung.runs import contest
 
-        names = set(SimulatedConfig.settings()) - {"evaluate_every"}
-        said: dict[str, Any] = {
-            name: value for name in names if (value := getattr(self, name, None)) is not None
-        }
+        said = given(self, set(SimulatedConfig.settings()) - {"evaluate_every"})
         asked = contest(
             self.recipes,
             self.networks,

@@ -57,19 +57,18 @@ class RunOptions:
         """Carries it out; returns the exit code."""
         from farflung.runs import Filed
 
-        if self.config is None:
-            return self._start({})
-        known = option_types(type(self), without=("config", "resume"))
-        said = read_settings(self.config, known, ignored=self.elsewhere)
-        of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
-        others = {name: value for name, value in said.items() if name not in of_the_run}
-        missing = {name: value for name, value in others.items() if getattr(self, name) is None}
-        return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
-
-    def _start(self, filed: Mapping[str, Json]) -> int:
-        if self.tensorboard:
+        command, filed = self, dict[str, Json]()
+        if self.config is not None:
+            known = option_types(type(self), without=("config", "resume"))
+            read = read_settings(self.config, known, ignored=self.elsewhere)
+            settings = self.kind.settings()
+            of_the_run = {name: value for name, value in read.items() if name in settings}
+            filed = Filed(self.config, of_the_run)  # type: ignore[arg-type]
+            missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
+            command = replace(self, **missing)  # type: ignore[arg-type]
+        if command.tensorboard:
             need("--tensorboard", "tensorboard", extra="tensorboard")
-        return self.start(filed)
+        return command.start(filed)
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""

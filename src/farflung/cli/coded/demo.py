@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from farflung.cli.coded.common import CodedProgress, encoding_words, stopping
-from farflung.cli.coded.crowd import Crowd
 from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
+from farflung.coded.attendance import take_part
+from farflung.coded.blocks import Holding
 from farflung.coded.folder import Folder
 from farflung.coded.held import HeldProducts
 from farflung.coded.learner import Learner
+from farflung.coded.local import partitioned
 from farflung.coded.meeting import Address, Reach
 from farflung.coded.parts import read_samples
 from farflung.coded.problem import Problem
@@ -28,7 +35,7 @@ from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import LOOPBACK
 from farflung.data import entries
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, FarflungError
 from farflung.report import coded_picture
 from farflung.report.tables import duration_words
 from farflung.runs import run_folder
@@ -101,19 +108,29 @@ class Demo(OutputOptions):
         with ExitStack() as stack:
             stack.enter_context(one_thread())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
-            crowd = stack.enter_context(Crowd(scratch, _PATIENCE_S))
+            start, processes = stack.enter_context(_processes())
             progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
             stop_asked = stack.enter_context(stopping(progress))
+            addresses: list[Address] = []
 
             def met(at: Address) -> None:
-                crowd.begin(at, samples, labels, self.partitions)
+                addresses.append(at)
+                for number, rows in enumerate(partitioned(len(samples), self.partitions), start=1):
+                    path = scratch / f"part {number}.npz"
+                    np.savez(path, x=samples[rows].numpy(), y=labels[rows].numpy())
+                    start(at, path)
                 for _ in range(self.room):
-                    crowd.add()
+                    start(at)
 
             def told(event: Event) -> None:
                 progress(event)
-                if event["event"] == "iterate":
-                    self._happens(int(str(event["iterations"])), victims, crowd)
+                turn, rest = divmod(int(str(event.get("iterations", 0))), _EVERY)
+                if event["event"] != "iterate" or rest or not turn:
+                    return
+                if turn % 2 and turn // 2 < self.kill:
+                    processes[victims[turn // 2]].kill()
+                elif not turn % 2 and turn // 2 <= self.join:
+                    start(addresses[0])
 
             outcome = run.coordinate(
                 Address(LOOPBACK, 0), Reach(LOOPBACK), met=met, told=told, stop_asked=stop_asked
@@ -134,16 +151,6 @@ class Demo(OutputOptions):
             return "a9a", *read_samples("a9a"), read_samples("a9a", test=True)
         found = [_drawn(4000, self.seed, part) for part in ("train", "test")]
         return "synthetic data", *found[0], found[1]
-
-    def _happens(self, iterations: int, victims: list[int], crowd: Crowd) -> None:
-        """What is to happen at an iterate: those that come do so between those that are killed."""
-        turn, rest = divmod(iterations, _EVERY)
-        if rest or not turn:
-            return
-        if turn % 2 and turn // 2 < self.kill:
-            crowd.kill(victims[turn // 2])
-        elif not turn % 2 and turn // 2 <= self.join:
-            crowd.add()
 
     def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
         away = abs(summary["objective"] / summary["uncoded_objective"] - 1)
@@ -170,6 +177,41 @@ class Demo(OutputOptions):
             ],
         )
         print_files(picture=folder.picture)
+
+
+@contextmanager
+def _processes() -> Iterator[tuple[Callable[..., None], list[ForkServerProcess]]]:
+    """Gives a function that starts a device of an address and a file, and the processes of all devices.
+
+    They are forks of a process that has imported what they need; those that are left end with the context.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes: list[ForkServerProcess] = []
+
+    def start(address: Address, path: Path | None = None) -> None:
+        process = context.Process(target=_attend, args=(str(address), path), daemon=True)
+        process.start()
+        processes.append(process)
+
+    wait_s = 0.0
+    try:
+        yield start, processes
+        wait_s = _PATIENCE_S
+    finally:
+        for process in processes:
+            process.join(wait_s)
+            process.kill()
+            process.join()
+
+
+def _attend(address: str, path: Path | None) -> None:
+    torch.set_num_threads(1)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 2)  # what a device says that is killed half-way
+    holding = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
+    with suppress(FarflungError, KeyboardInterrupt):
+        take_part(Address.of(address), holding, Reach(LOOPBACK), patience_s=_PATIENCE_S)
 
 
 def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:
