@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import farflung
-from farflung.data import aid
+from farflung.data import Share, aid
 from farflung.data.source import Location
 from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import MissingExtra
@@ -86,7 +86,7 @@ def say_what_is_missing(events: list[Event]) -> None:
             "a picture needs matplotlib: [report]",
         ),
         (lambda: summary_table({}), "a table needs rich: [report]"),
-        (lambda: partition_table([], ""), "a table needs rich: [report]"),
+        (lambda: partition_table([Share(1, (1,))], ""), "a table needs rich: [report]"),
         (lambda: comparison_table([], 0.5), "a table needs rich: [report]"),
         (lambda: Lab(network_profile("lan-1g"), 2), "the lab needs pyroute2: [lab]"),
         (

@@ -93,7 +93,8 @@ import contextlib, io, sys
 import farflung
 from farflung.__main__ import main
 
-for said in ("--version", "--help", "train --help", "simulate --help", "compare --help", "networks", "data list"):
+helps = ("--version", "--help", "train --help", "simulate --help", "compare --help")
+for said in (*helps, "list networks", "list devices", "list data"):
     sys.argv[1:] = said.split()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
         main()
@@ -110,7 +111,7 @@ def test_what_needs_no_torch_imports_none() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
-    assert len(found) == 7
+    assert len(found) == 8
     assert [line for line in found if line.endswith(("matplotlib", "numpy", "torch"))] == []
 
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-
 from benchmarks.adacomm.race import smooth
 from benchmarks.adacomm.watched import Point
+from farflung.report.pictures import picture
 
 __all__ = ["draw"]
 
@@ -27,19 +22,16 @@ def draw(path: Path, curves: Mapping[str, Sequence[Point]], target: float) -> No
       curves: by method.
       target: the loss that times are taken at.
     """
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4), layout="constrained", width_ratios=(3, 2), sharex=True
-    )
-    for (name, points), colour in zip(curves.items(), COLOURS, strict=True):
-        seconds = [point.seconds / 1000 for point in points]
-        left.plot(seconds, smooth(points), label=name, color=colour)
-        right.plot(seconds, [point.block for point in points], color=colour, drawstyle="steps-post")
-    left.axhline(target, color="#888888", linewidth=0.8, linestyle=":")
-    left.set(xlabel="virtual time, 1,000 s", ylabel="training loss", yscale="log")
-    left.legend(frameon=False)
-    right.set(xlabel="virtual time, 1,000 s", ylabel="steps between two exchanges", yscale="log")
-    for axes, format_ in ((left, "{x:.1f}"), (right, "{x:g}")):
-        axes.yaxis.set_major_formatter(format_)
-        axes.yaxis.set_minor_formatter(format_ if axes is left else "")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, (10, 4)) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2), sharex=True)
+        for (name, points), colour in zip(curves.items(), COLOURS, strict=True):
+            seconds = [point.seconds / 1000 for point in points]
+            left.plot(seconds, smooth(points), label=name, color=colour)
+            right.plot(seconds, [point.block for point in points], color=colour, drawstyle="steps-post")
+        left.axhline(target, color="#888888", linewidth=0.8, linestyle=":")
+        left.set(xlabel="virtual time, 1,000 s", ylabel="training loss", yscale="log")
+        left.legend()
+        right.set(xlabel="virtual time, 1,000 s", ylabel="steps between two exchanges", yscale="log")
+        for axes, format_ in ((left, "{x:.1f}"), (right, "{x:g}")):
+            axes.yaxis.set_major_formatter(format_)
+            axes.yaxis.set_minor_formatter(format_ if axes is left else "")

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from farflung.report.pictures import picture
 
 __all__ = ["draw"]
 
@@ -32,23 +28,22 @@ def draw(
       by_steps: trainings with ``lost`` by method, by their number of steps.
       others: trainings by name.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    for name, look in LOOKS.items():
-        found = {steps: one["lost"][name] for steps, one in by_steps.items() if name in one["lost"]}
-        left.plot(list(found), list(found.values()), marker="o", label=name, **look)
-    left.set(xscale="log", xlabel="steps", ylabel="points lost to synchronous SGD")
-    left.set_xticks(list(by_steps), [f"{steps:,}" for steps in by_steps], minor=False)
-    left.minorticks_off()
-    left.set_title("Fashion-MNIST, momentum 0.9", loc="left")
-    left.legend(frameon=False)
-    for place, one in enumerate(others.values()):
-        for shift, name in ((-0.15, "delay 20"), (0.15, "delay 20, swap")):
-            right.bar(place + shift, one["lost"][name], width=0.28, color=LOOKS[name]["color"])
-    right.set_xticks(
-        range(len(others)), [f"{name}\n{one['trial']['steps']:,} steps" for name, one in others.items()]
-    )
-    right.set_title("In other trainings, delay 20", loc="left")
-    for axes in (left, right):
-        axes.axhline(0, color="#888888", linewidth=0.8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, (10, 4)) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        for name, look in LOOKS.items():
+            found = {steps: one["lost"][name] for steps, one in by_steps.items() if name in one["lost"]}
+            left.plot(list(found), list(found.values()), marker="o", label=name, **look)
+        left.set(xscale="log", xlabel="steps", ylabel="points lost to synchronous SGD")
+        left.set_xticks(list(by_steps), [f"{steps:,}" for steps in by_steps], minor=False)
+        left.minorticks_off()
+        left.set_title("Fashion-MNIST, momentum 0.9")
+        left.legend()
+        for place, one in enumerate(others.values()):
+            for shift, name in ((-0.15, "delay 20"), (0.15, "delay 20, swap")):
+                right.bar(place + shift, one["lost"][name], width=0.28, color=LOOKS[name]["color"])
+        right.set_xticks(
+            range(len(others)), [f"{name}\n{one['trial']['steps']:,} steps" for name, one in others.items()]
+        )
+        right.set_title("In other trainings, delay 20")
+        for axes in (left, right):
+            axes.axhline(0, color="#888888", linewidth=0.8)

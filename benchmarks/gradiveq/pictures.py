@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
+
+from farflung.report.pictures import picture
 
 __all__ = ["draw"]
 
@@ -33,32 +31,30 @@ def draw(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def _spectra(path: Path, spectra: Sequence[Sequence[float]]) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = plt.get_cmap("viridis")
-    for number, shares in enumerate(spectra):
-        axes.plot(
-            range(1, len(shares) + 1),
-            shares,
-            color=colours(number / max(1, len(spectra) - 1)),
-            linewidth=1,
-            label={0: "first layer", len(spectra) - 1: "last layer"}.get(number),
-        )
-    axes.axhline(0.99, color="#888888", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="principal components", ylabel="share of variance explained", ylim=(0, 1.01))
-    axes.set_title("A layer's first slice over a window of 100 steps", loc="left")
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    colours = colormaps["viridis"]
+    with picture(path, (7, 4.2)) as figure:
+        axes = figure.subplots()
+        for number, shares in enumerate(spectra):
+            axes.plot(
+                range(1, len(shares) + 1),
+                shares,
+                color=colours(number / max(1, len(spectra) - 1)),
+                linewidth=1,
+                label={0: "first layer", len(spectra) - 1: "last layer"}.get(number),
+            )
+        axes.axhline(0.99, color="#888888", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="principal components", ylabel="share of variance explained", ylim=(0, 1.01))
+        axes.set_title("A layer's first slice over a window of 100 steps")
+        axes.legend(loc="lower right")
 
 
 def _choices(path: Path, choices: Sequence[Mapping[str, Any]]) -> None:
-    figure, places = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharex=True, sharey=True)
-    for axes, setting in zip(places, USUAL, strict=True):
-        along = [one for one in choices if _differs_in(one["choice"], setting)]
-        _losses(axes, setting, sorted(along, key=lambda one: one["ratio"]))
-    places[0].set_ylabel("left out, relative to the gradient")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, (11, 3.8)) as figure:
+        places = figure.subplots(1, 3, sharex=True, sharey=True)
+        for axes, setting in zip(places, USUAL, strict=True):
+            along = [one for one in choices if _differs_in(one["choice"], setting)]
+            _losses(axes, setting, sorted(along, key=lambda one: one["ratio"]))
+        places[0].set_ylabel("left out, relative to the gradient")
 
 
 def _differs_in(choice: Mapping[str, Any], setting: str) -> bool:
@@ -79,7 +75,7 @@ def _losses(axes: Axes, setting: str, along: Sequence[Mapping[str, Any]]) -> Non
     axes.set(xlabel="numbers over coefficients", xscale="log", xlim=(15, 300), ylim=(0, 1.05))
     axes.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title(f"by {NAMES[setting]}", loc="left")
+    axes.set_title(f"by {NAMES[setting]}")
 
 
 def _close(along: Sequence[Mapping[str, Any]]) -> bool:

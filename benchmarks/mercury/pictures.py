@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-
 from benchmarks.mercury.curves import Panel, smooth
+from farflung.report.pictures import picture
 
 __all__ = ["draw"]
 
@@ -30,19 +25,19 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
       path: of the picture.
       panels: side by side.
     """
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.7 * len(panels), 4), layout="constrained", squeeze=False
-    )
-    for axis, panel in zip(axes[0], panels, strict=True):
-        unit, label, scale = ALONG[panel.along]
-        for (name, points), colour in zip(panel.curves.items(), COLOURS, strict=False):
-            accuracies = smooth([point.accuracy for point in points])
-            axis.plot(
-                [getattr(point, panel.along) / unit for point in points], accuracies, label=name, color=colour
-            )
-        axis.axhline(panel.target.value, color="#888888", linewidth=0.8, linestyle=":")
-        axis.set(title=panel.title, xlabel=label, xscale=scale)
-        axis.legend(frameon=False, loc="lower right")
-    axes[0][0].set_ylabel("test accuracy, %")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, (4.7 * len(panels), 4)) as figure:
+        axes = figure.subplots(1, len(panels), squeeze=False)
+        for axis, panel in zip(axes[0], panels, strict=True):
+            unit, label, scale = ALONG[panel.along]
+            for (name, points), colour in zip(panel.curves.items(), COLOURS, strict=False):
+                accuracies = smooth([point.accuracy for point in points])
+                axis.plot(
+                    [getattr(point, panel.along) / unit for point in points],
+                    accuracies,
+                    label=name,
+                    color=colour,
+                )
+            axis.axhline(panel.target.value, color="#888888", linewidth=0.8, linestyle=":")
+            axis.set(title=panel.title, xlabel=label, xscale=scale)
+            axis.legend(loc="lower right")
+        axes[0][0].set_ylabel("test accuracy, %")

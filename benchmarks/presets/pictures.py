@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.presets.courses import Course
 from benchmarks.presets.methods import NETWORKS
+from farflung.report.pictures import picture
 
 __all__ = ["LOOKS", "draw"]
 
@@ -47,21 +43,22 @@ def draw(folder: Path, courses: Sequence[Course], target: float) -> None:
       courses: of all presets; one that has a training for each network is drawn for each.
       target: a loss to mark.
     """
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for course in courses:
-        _line(axes, course, [point.sent / 1e6 for point in course.points])
-    axes.set(xlabel="MB sent by all replicas", ylabel="validation loss")
-    _finish(figure, [axes], target, folder / "presets_bytes.png")
-
-    figure, places = plt.subplots(1, len(NETWORKS), figsize=(14, 5), layout="constrained", sharey=True)
-    for axes, network in zip(places, NETWORKS, strict=True):
+    with picture(folder / "presets_bytes.png", (9, 5)) as figure:
+        axes = figure.subplots()
         for course in courses:
-            if network in course.networks:
-                _line(axes, course, [point.seconds[network] / 60 for point in course.points])
-        axes.set(xlabel="simulated minutes")
-        axes.set_title(network, loc="left")
-    places[0].set_ylabel("validation loss")
-    _finish(figure, list(places), target, folder / "presets_time.png")
+            _line(axes, course, [point.sent / 1e6 for point in course.points])
+        axes.set(xlabel="MB sent by all replicas", ylabel="validation loss")
+        _finish(figure, [axes], target)
+    with picture(folder / "presets_time.png", (14, 5)) as figure:
+        places = figure.subplots(1, len(NETWORKS), sharey=True)
+        for axes, network in zip(places, NETWORKS, strict=True):
+            for course in courses:
+                if network in course.networks:
+                    _line(axes, course, [point.seconds[network] / 60 for point in course.points])
+            axes.set(xlabel="simulated minutes")
+            axes.set_title(network)
+        places[0].set_ylabel("validation loss")
+        _finish(figure, list(places), target)
 
 
 def _line(axes: Axes, course: Course, along: Sequence[float]) -> None:
@@ -75,12 +72,10 @@ def _line(axes: Axes, course: Course, along: Sequence[float]) -> None:
     )
 
 
-def _finish(figure: Figure, places: Sequence[Axes], target: float, path: Path) -> None:
+def _finish(figure: Figure, places: Sequence[Axes], target: float) -> None:
     for axes in places:
         axes.axhline(target, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         axes.set(xscale="log", ylim=(target - 0.15, HIGHEST))
     lines, names = places[0].get_legend_handles_labels()
     once = dict(zip(names, lines, strict=True))
-    figure.legend(list(once.values()), list(once), frameon=False, loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.legend(list(once.values()), list(once), loc="outside right upper")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,9 @@ def test_a_profile_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(QUICK) == 0
-    assert "\n[[layer]]  # 1\nnumel = 200960\n" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "\n[[layer]]  # 1\nnumel = 200960\n" in out
+    assert re.fullmatch(r"measures \d+ things, one after the other\n", err)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What there is: recipes, workloads, data sets; the same for people and for machines."""
+"""``farflung list``: recipes, workloads, data sets; the same as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from farflung.cli.main import main
+from farflung.cli.main import MOVED, main
 from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
@@ -29,14 +29,18 @@ def nothing_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def listed(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[dict[str, Any], str]:
+def listed(capsys: pytest.CaptureFixture[str], what: str) -> tuple[dict[str, Any], str]:
     """The rows by name, and the table, without the lines around its cells."""
-    assert main([*command, "--json"]) == 0
+    assert main(["list", what, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert main(command) == 0
+    assert main(["list", what]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    return rows, " ".join(out.replace("│", " ").split())
+    return rows, plain(out)
+
+
+def plain(table: str) -> str:
+    return " ".join(table.replace("│", " ").split())
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,16 +65,28 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 def test_networks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     rows, table = listed(capsys, "networks")
-    assert list(rows) == [*NETWORKS, *DEVICES]
-    assert rows["10gbe-4"] == {
-        "name": "10gbe-4", "what": "network", "nodes": 4, "source": NETWORKS["10gbe-4"]().source,
-    }  # fmt: skip
-    assert rows["v100"]["what"] == "device"
-    assert all(row["source"] for row in rows.values())
-    assert "wifi-10mbps network any 10 Mbit/s wifi-50mbps" in table
-    assert "Zeng et al. 2021" not in table
-    assert main(["networks", "--sources"]) == 0
+    assert list(rows) == list(NETWORKS)
+    assert rows["10gbe-4"] == {"name": "10gbe-4", "nodes": 4, "source": NETWORKS["10gbe-4"]().source}
+    assert "wifi-10mbps any 10 Mbit/s wifi-50mbps" in table
+    devices, table = listed(capsys, "devices")
+    assert list(devices) == list(DEVICES)
+    assert "v100 SXM2, as in p3.16xlarge" in table
+    assert all(row["source"] for row in (*rows.values(), *devices.values()))
+
+
+def test_one_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "networks"]) == 0
+    assert "Zeng et al. 2021" not in capsys.readouterr().out
+    assert main(["list", "networks", "wifi-10mbps"]) == 0
     assert "Zeng et al. 2021" in capsys.readouterr().out
+    assert main(["list", "codecs", "topk"]) == 0
+    table = plain(capsys.readouterr().out)
+    assert "name topk what Keeps the density fraction of entries" in table
+    assert "density: fraction of entries sent" in table
+    assert "options density=0.01" in table
+    assert main(["list", "workloads", "synthetic/quadratic", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["where"] == "made up"
 
 
 def test_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +179,7 @@ def test_data_sets(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) ->
     (nothing_at_hand / "tinyshakespeare" / "input.txt").touch()
     (nothing_at_hand / "svhn").mkdir()
     (nothing_at_hand / "svhn" / "test_32x32.mat").touch()
-    rows, table = listed(capsys, "data", "list")
+    rows, table = listed(capsys, "data")
     assert list(rows) == sorted(CATALOG)
     assert rows["fashion-mnist"]["kind"] == "packaged"
     assert rows["fashion-mnist"]["licence"] == "MIT, Zalando SE"
@@ -177,9 +193,26 @@ def test_data_sets(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) ->
     assert "packaged subset 30.9 MB MIT, Zalando SE fetch it with" in table
 
 
-@pytest.mark.parametrize("command", [["data"], ["data", "lsit"], ["recipes", "--all"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["list"],
+        ["list", "recipe"],
+        ["list", "recipes", "--all"],
+        ["list", "recipes", "rong"],
+        ["data"],
+        *(old.split() for old in MOVED),
+        ["networks", "--sources"],
+    ],
+    ids=" ".join,
+)
 def test_what_there_is_not(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert main(command) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
+
+
+def test_old_names_say_what_stands_in_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--json"]) == 2
+    assert capsys.readouterr().err == "farflung: farflung recipes is now farflung list recipes\n"

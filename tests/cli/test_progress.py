@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from farflung.cli.progress import Progress
+from farflung.cli.progress import Bar, ComparisonProgress, Progress
 from farflung.telemetry import Event
 
 
@@ -389,3 +389,49 @@ def test_an_interrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to, "print", interrupted)
     with pytest.raises(KeyboardInterrupt):
         progress(evaluation(1))
+
+
+# --- several runs, and other work -------------------------------------------------------------------------------
+
+
+def counted(to: Console, *, quiet: bool = False) -> str:
+    """Three runs of ten steps, of which the first is there already; a step takes two seconds."""
+    clock = Clock()
+    with ComparisonProgress(30, 3, quiet=quiet, console=to, clock=clock) as count:
+        count.begin("ring, seed 0", 10)
+        count.end()
+        for name in ("ring, seed 1", "ring, seed 2"):
+            count.begin(name, 10)
+            for _ in range(10):
+                clock.now += 2.0
+                count(step(0))
+                count(step(0, rank=1))
+                count(evaluation(1))
+            count.end()
+    return written(to)
+
+
+def test_a_line_for_each_run_where_there_is_no_terminal() -> None:
+    assert counted(Console(file=StringIO(), width=20)).splitlines() == [
+        "run 1 of 3: ring, seed 0",
+        "run 2 of 3: ring, seed 1; about 0:00:20 left",
+        "run 3 of 3: ring, seed 2",
+    ]
+
+
+def test_a_bar_in_a_terminal_and_nothing_when_quiet() -> None:
+    drawn = counted(Console(file=StringIO(), width=100, force_terminal=True, force_interactive=True))
+    assert "3 of 3" in drawn
+    assert "run 1 of 3" not in drawn
+    assert counted(Console(file=StringIO()), quiet=True) == ""
+
+
+def test_without_a_thread_a_bar_is_drawn_at_each_change() -> None:
+    to = console(terminal=True)
+    threads = threading.active_count()
+    with Bar("measuring", 2, thread=False, console=to, clock=Clock()) as bar:
+        assert threading.active_count() == threads
+        bar.about = "messages"
+        bar.advance(1)
+        assert "messages" in written(to)
+        assert "1/2" in written(to)

@@ -252,8 +252,8 @@ def test_nothing_to_draw_is_said(events: dict[int, list[Event]], tmp_path: Path)
         (1, "compute_s", None, r"rank 7: no number compute_s in an event \(step\)"),
         (1, "t", True, r"rank 7: no number t in an event \(step\)"),
         (2, "accuracy", "high", r"rank 7: no number accuracy in an event \(evaluation\)"),
-        (3, "time_s", [], r"rank 7: no time_s in an event \(end\)"),
-        (3, "time_s", {}, r"rank 7: no number compute in an event \(time split\)"),
+        (3, "time_s", [], "rank 7: its end has no time_s"),
+        (3, "time_s", {}, "rank 7: its end has no number compute"),
     ],
 )
 def test_damaged_events_are_named(index: int, field: str, value: Any, said: str, tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ import json
 import os
 import platform
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
-from rich.console import Console
 
-from farflung.cli.pieces import Pieces
+from farflung.cli.output import stderr_console
+from farflung.cli.progress import Bar
 from farflung.config import Training
 from farflung.devices import CodingRates, device_toml
 from farflung.errors import ConfigError
@@ -35,7 +36,7 @@ class Calibrate:
     """
 
     workload: str = "fashion-mnist/cnn"
-    """What to measure; farflung workloads lists them."""
+    """What to measure; see farflung list workloads."""
     data: str | None = None
     """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
     batch_size: int | None = None
@@ -75,7 +76,14 @@ class Calibrate:
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            with Pieces(len(coding) + 2) as pieces:
+            with Bar("measuring", len(coding) + 2, thread=False) as bar:
+                bar.line(f"measures {bar.total} things, one after the other")
+                done = count()
+
+                def begins(what: str) -> None:
+                    bar.about = what
+                    bar.advance(next(done))
+
                 found = calibrate(
                     work,
                     training,
@@ -83,14 +91,14 @@ class Calibrate:
                     name=self.name or platform.node() or "device",
                     coding=coding,
                     sharing=sharing,
-                    begins=pieces.begin,
+                    begins=begins,
                 )
         finally:
             torch.set_num_threads(before)
         text = device_toml(found.device, found.names, self._notes(found))
         if self.out is not None:
             write_text(self.out, text)
-            Console(stderr=True).print(f"profile  {self.out}", soft_wrap=True, highlight=False)
+            stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
         if self.json:
             print(json.dumps(self._json(found)))
         elif self.out is None:

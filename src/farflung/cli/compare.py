@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-import tyro
-from rich.console import Console
-
-from farflung.cli.counting import Counting
-from farflung.cli.options import with_settings
+from farflung.cli.options import given, with_settings
+from farflung.cli.output import OutputOptions, print_files, stdout_console
+from farflung.cli.progress import ComparisonProgress
 from farflung.recipes import FAMILIES
-from farflung.report import PLAIN_WIDTH, score_words
+from farflung.report import score_words
 from farflung.runs import COMPARED, DEVICE, SimulatedConfig, asked_to_stop
 from farflung.types import Json
 
@@ -27,7 +23,7 @@ __all__ = ["Compare"]
     SimulatedConfig,
     without=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
-class Compare:
+class Compare(OutputOptions):
     """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and where the time goes.
 
     Each recipe trains once for each seed, with real arithmetic; what it takes on the other networks is timed from that
@@ -48,19 +44,12 @@ class Compare:
     """Steps between evaluations; a twentieth of the steps when not given."""
     out: Path | None = None
     """The folder of all runs, the table and the picture; a new one under runs/ when not given."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the rows as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
         from farflung.runs import contest
 
-        names = set(SimulatedConfig.settings()) - {"evaluate_every"}
-        said: dict[str, Any] = {
-            name: value for name in names if (value := getattr(self, name, None)) is not None
-        }
+        said = given(self, set(SimulatedConfig.settings()) - {"evaluate_every"})
         asked = contest(
             self.recipes,
             self.networks,
@@ -70,10 +59,10 @@ class Compare:
         )
         out = self.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
         with (
-            Counting(asked.steps, len(asked.rows), quiet=self.quiet or self.json) as count,
+            ComparisonProgress(asked.steps, len(asked.rows), quiet=self.quiet or self.json) as progress,
             asked_to_stop() as stop,
         ):
-            comparison = asked.run(out, self.target, count, stop.is_set)
+            comparison = asked.run(out, self.target, progress, stop.is_set)
         if comparison is None:
             return 130
         rows, target = comparison.rows, comparison.target
@@ -86,10 +75,9 @@ class Compare:
             }
             print(json.dumps({**found, "rows": [row.to_json() for row in rows], "folder": str(out)}))
             return 0
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        console = stdout_console()
         console.print(comparison.table())
         if any(row.time_to_target_s is None for row in rows):
             console.print(f"not every run reached {' '.join(score_words(target))}; --target sets another")
-        console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
-        console.print(f"runs       {out / 'runs'}", soft_wrap=True, highlight=False)
+        print_files(picture=picture, runs=out / "runs")
         return 0

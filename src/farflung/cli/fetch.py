@@ -3,70 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as Speed
+from rich.filesize import decimal
 
+from farflung.cli.progress import Bar
 from farflung.data import cache_folder, fetch, source_named
 from farflung.errors import DataError
 
-__all__ = ["Fetch"]
+__all__ = ["Data"]
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Fetch one data set into the cache.
+class Data:
+    """Fetch one data set into the cache: farflung data fetch NAME.
 
     Files are verified against known checksums before they get their name; an interrupted download goes on where it
     stopped when the command is given again.
     """
 
+    what: tyro.conf.Positional[Literal["fetch"]]
+    """What to do."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Which; farflung data list names them."""
+    """Which data set; see farflung list data."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
         source = source_named(self.name)
+        bar = Bar("connecting", quiet=self.quiet, unit=lambda nbytes: decimal(int(nbytes)))
+
+        def told(name: str, have: int, expected: int | None) -> None:
+            if bar.state != name:
+                bar.start(name, 0.0, have)
+                bar.line(f"fetching {name}")
+            bar.total = expected or 0
+            bar.advance(have)
+
         try:
-            with _Bars(quiet=self.quiet) as bars:
-                folder = fetch(source, progress=bars)
+            with bar:
+                folder = fetch(source, progress=told)
         except OSError as error:
             raise DataError(f"{self.name}: cannot write to {cache_folder()} ({error.strerror})") from None
         print(folder)
         return 0
-
-
-class _Bars:
-    """A bar for each file in a terminal, a line for each elsewhere."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            Speed(),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, name: str, have: int, expected: int | None) -> None:
-        """Takes in how far a file is."""
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name)
-            if not self._console.is_terminal:
-                self._console.print(f"fetching {name}", soft_wrap=True)
-        self._bars.update(self._tasks[name], completed=have, total=expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -16,14 +15,15 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming, write_json
-from farflung.lab import JobResult, Lab, Measured, abilities, check_plan, run_job, why_not
+from farflung.lab import Lab, Measured, abilities, check_plan, run_job, why_not
 from farflung.network import network_profile
 from farflung.runs import EVENTS, listener
 from farflung.runs.joining import NETWORK
+from farflung.runs.stopping import on_stop
 from farflung.types import Json
 
 __all__ = ["RunInLab"]
@@ -98,7 +98,12 @@ class RunInLab:
                 lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
             )
         if self.report is not None:
-            self._report(self.report, control, measured, result)
+            self.report.parent.mkdir(parents=True, exist_ok=True)
+            pairs: list[Json] = [asdict(pair) for pair in measured]
+            write_json(
+                self.report,
+                {"network": self.network, "congestion_control": control, "pairs": pairs, **asdict(result)},
+            )
         for rank, code in enumerate(result.exit_codes):
             if code:
                 self._say(f"rank {rank} ended with exit code {code}")
@@ -145,14 +150,6 @@ class RunInLab:
         )
         return 0 if all(pair.fits for pair in measured) else 1
 
-    def _report(self, path: Path, control: str, measured: Sequence[Measured], result: JobResult) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pairs: list[Json] = [asdict(pair) for pair in measured]
-        write_json(
-            path,
-            {"network": self.network, "congestion_control": control, "pairs": pairs, **asdict(result)},
-        )
-
     def _say(self, what: str) -> None:
         if not self.quiet:
             print(f"farflung lab: {what}", file=sys.stderr, flush=True)
@@ -194,17 +191,5 @@ def _output(folder: Path | None, node: int) -> Iterator[int | None]:
 def _bell() -> Iterator[int]:
     """A descriptor from which a byte comes for every signal to stop."""
     ear, bell = socket.socketpair()
-    bell.setblocking(False)
-    before = {
-        number: signal.signal(number, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    woken = signal.set_wakeup_fd(bell.fileno())
-    try:
+    with ear, bell, on_stop(lambda: bell.send(b".")):
         yield ear.fileno()
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        ear.close()
-        bell.close()

@@ -38,20 +38,26 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("farflung.cli.train", "Train"),
     "simulate": ("farflung.cli.simulate", "Simulate"),
     "compare": ("farflung.cli.compare", "Compare"),
-    "retime": ("farflung.cli.retime", "Retime"),
-    "traffic": ("farflung.cli.traffic", "Traffic"),
-    "networks": ("farflung.cli.networks", "Networks"),
-    "codecs": ("farflung.cli.codecs", "Codecs"),
+    "retime": ("farflung.cli.stored", "Retime"),
+    "traffic": ("farflung.cli.stored", "Traffic"),
+    "list": ("farflung.cli.listing", "List"),
     "lab": ("farflung.cli.lab", "RunInLab"),
-    "recipes": ("farflung.cli.recipes", "Recipes"),
     "schedule": ("farflung.cli.schedule", "Schedule"),
-    "workloads": ("farflung.cli.workloads", "Workloads"),
-    "data": ("farflung.cli.data", "Data"),
+    "data": ("farflung.cli.fetch", "Data"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
     "keys": ("farflung.cli.keys", "MakeKeys"),
     "coded": ("farflung.cli.coded", "Coded"),
 }
 """Module and class of each sub-command, which is imported only where it is the one that runs."""
+MOVED = {
+    "codecs": "farflung list codecs",
+    "data list": "farflung list data",
+    "networks": "farflung list networks and farflung list devices",
+    "produce": "an example: python examples/produce.py",
+    "recipes": "farflung list recipes",
+    "workloads": "farflung list workloads",
+}
+"""Names of sub-commands in 0.1, and what stands in their place; kept until 0.3."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -161,6 +167,9 @@ def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
 
 def _parse(args: Sequence[str]) -> Command:
     words, said = with_dashes(args), io.StringIO()
+    for old in (*words[:1], " ".join(words[:2])):
+        if old in MOVED:
+            raise ConfigError(f"farflung {old} is now {MOVED[old]}")
     try:
         with contextlib.redirect_stderr(said), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(

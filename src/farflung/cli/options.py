@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
-from rich.console import Console
 
+from farflung.cli.output import print_files, stderr_console, stdout_console
 from farflung.cli.settings import option_types, read_settings
 from farflung.comm import Endpoint
 from farflung.extras import need
@@ -93,19 +92,18 @@ class RunCommand:
         """Carries it out; returns the exit code."""
         from farflung.runs import Filed
 
-        if self.config is None:
-            return self._start({})
-        known = option_types(type(self), without=("config", "resume"))
-        said = read_settings(self.config, known, ignored=self.elsewhere)
-        of_the_run = {name: value for name, value in said.items() if name in self.kind.settings()}
-        others = {name: value for name, value in said.items() if name not in of_the_run}
-        missing = {name: value for name, value in others.items() if getattr(self, name) is None}
-        return replace(self, **missing)._start(Filed(self.config, of_the_run))  # type: ignore[arg-type]
-
-    def _start(self, filed: Mapping[str, Json]) -> int:
-        if self.tensorboard:
+        command, filed = self, dict[str, Json]()
+        if self.config is not None:
+            known = option_types(type(self), without=("config", "resume"))
+            read = read_settings(self.config, known, ignored=self.elsewhere)
+            settings = self.kind.settings()
+            of_the_run = {name: value for name, value in read.items() if name in settings}
+            filed = Filed(self.config, of_the_run)  # type: ignore[arg-type]
+            missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
+            command = replace(self, **missing)  # type: ignore[arg-type]
+        if command.tensorboard:
             need("--tensorboard", "tensorboard", extra="tensorboard")
-        return self.start(filed)
+        return command.start(filed)
 
     def start(self, filed: Mapping[str, Json]) -> int:
         """Makes the run; ``filed`` are its settings from a file."""
@@ -137,7 +135,7 @@ class RunCommand:
         from farflung.report import partition_table
 
         if run.shares and not (self.quiet or self.json):
-            Console(stderr=True).print(partition_table(run.shares, run.config.split_text))
+            stderr_console().print(partition_table(run.shares, run.config.split_text))
 
 
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:
@@ -155,26 +153,22 @@ def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
     from farflung.report import buffers_picture, partition_picture, sampling_picture
 
-    picture = run.picture()
-    buffers, shares = run.files.buffers_picture, run.files.partition_picture
-    events, how = run.events, run.files.sampling_picture
-    arrive = buffers_picture(events, buffers, title=run.config.title, simulated=run.simulated)
-    scored = sampling_picture(events, how, title=run.config.title, simulated=run.simulated)
+    events, title = run.events, run.config.title
+    files: dict[str, Path | str] = {"picture": run.picture()}
+    if buffers_picture(events, run.files.buffers_picture, title=title, simulated=run.simulated):
+        files["buffers"] = run.files.buffers_picture
     if run.shares:
-        title = f"{run.config.workload}, {run.config.split_text}"
-        partition_picture(run.shares, shares, title=title)
+        files["shares"] = run.files.partition_picture
+        partition_picture(
+            run.shares, run.files.partition_picture, title=f"{run.config.workload}, {run.config.split_text}"
+        )
+    if sampling_picture(events, run.files.sampling_picture, title=title, simulated=run.simulated):
+        files["sampling"] = run.files.sampling_picture
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
-    console = Console(file=sys.stdout)
-    console.print(run.table())
-    console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
-    if arrive:
-        console.print(f"buffers    {buffers}", soft_wrap=True, highlight=False)
-    if run.shares:
-        console.print(f"shares     {shares}", soft_wrap=True, highlight=False)
-    if scored:
-        console.print(f"sampling   {how}", soft_wrap=True, highlight=False)
-    console.print(f"telemetry  {run.files.telemetry(0)}", soft_wrap=True, highlight=False)
+    stdout_console().print(run.table())
+    files["telemetry"] = run.files.telemetry(0)
     if run.files.curves.is_dir():
-        console.print(f"curves     tensorboard --logdir {run.files.curves}", soft_wrap=True, highlight=False)
+        files["curves"] = f"tensorboard --logdir {run.files.curves}"
+    print_files(**files)

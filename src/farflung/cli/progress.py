@@ -1,11 +1,10 @@
-"""How a run is doing, on stderr while it goes on."""
+"""Progress on stderr: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -19,11 +18,12 @@ from rich.table import Column, Table
 from rich.text import Text
 from typing_extensions import override
 
+from farflung.cli.output import stderr_console
 from farflung.report import score_words
+from farflung.report.reading import number
 from farflung.telemetry import Event
-from farflung.types import Json
 
-__all__ = ["Progress", "clock_text", "stderr_console"]
+__all__ = ["Bar", "ComparisonProgress", "Progress", "clock_text"]
 
 REFRESHES_PER_S = 5
 RATE_STEPS = 50
@@ -31,55 +31,49 @@ RATE_STEPS = 50
 WIDEST = 110
 
 
-class Progress:
-    """A sink that shows how far a run has come: a bar in a terminal, else a line per evaluation and checkpoint.
+class Bar:
+    """How much of some work is done, with the time left, and a line of figures below.
 
-    Times are those of whoever watches; samples per second are on the run's own clock, which a simulated run does not
-    share with the watcher. Bytes sent are those of rank 0. A terminal is written to from a thread of its own, so that
-    a slow one holds up nothing, and no trouble with it reaches whoever emits the events. Printing the object itself
-    gives the bar as it stands.
+    A terminal is written to from a thread of its own, so that a slow one holds up nothing. An error of the terminal is
+    never raised. Printing the object itself gives the bar as it stands.
 
     Args:
+      state: stands before the bar.
+      total: units of work; 0 where the number is not known.
       quiet: shows nothing at all.
-      simulated: the events come from a simulator; its time and rates are marked as simulated.
+      thread: draws on a thread; otherwise at each change, so that nothing runs beside the work.
+      unit: describes an amount of work.
       console: where to; stderr when not given.
-      clock: seconds for whoever watches.
+      clock: gives seconds.
     """
 
     def __init__(
         self,
+        state: str,
+        total: float = 0.0,
         *,
         quiet: bool = False,
-        simulated: bool = False,
+        thread: bool = True,
+        unit: Callable[[float], str] = "{:,.0f}".format,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._quiet, self._simulated, self._clock = quiet, simulated, clock
-        self._console = console if console is not None else stderr_console()
+        self.state, self.total, self.done = state, total, 0.0
+        self.about = ""
+        self._quiet, self._thread, self._unit, self._clock = quiet, thread, unit, clock
+        self._console = stderr_console() if console is None else console
         self._live: _Live | None = None
-        self._state = "starting: the simulator" if simulated else "starting: the workers"
-        self._up: set[int] = set()
-        self._began: set[int] = set()
-        self._first = self._done = self._steps = 0
-        self._begin_t = self._t = 0.0
-        self._made_at = clock()
-        self._started_at: float | None = None
-        self._ended_at: float | None = None
-        self._first_step_at = self._last_step_at = 0.0
-        self._loss: float | None = None
-        self._score: float | None = None
-        self._sent = 0
-        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
-        self._rate: float | None = None
-        self._told: set[tuple[str, int]] = set()
+        self._began = self._advanced = clock()
+        self._ended: float | None = None
+        self._paced: tuple[float, float] | None = None
 
     def __enter__(self) -> Self:
         with suppress(Exception):
-            terminal = self._console.is_interactive and self._console.is_terminal
-            if terminal and not self._quiet:
+            if self._console.is_interactive and self._console.is_terminal and not self._quiet:
                 live = _Live(
                     console=self._console,
                     get_renderable=lambda: self,
+                    auto_refresh=self._thread,
                     refresh_per_second=REFRESHES_PER_S,
                     redirect_stdout=False,  # it may be a file
                 )
@@ -95,119 +89,203 @@ class Progress:
                 self._live.stop()
             self._live = None
 
+    def start(self, state: str, total: float, done: float = 0.0) -> None:
+        """Counts other work from now on, of which ``done`` units need no time."""
+        self.state, self.total, self.done = state, total, done
+        self._began, self._paced = self._clock(), None
+
+    def advance(self, done: float) -> None:
+        """Sets the units that are done; the first call gives no pace, since the first unit warms up."""
+        self.done, self._advanced = done, self._clock()
+        if self._paced is None:
+            self._paced = done, self._advanced
+        if not self._thread and self._live is not None:
+            self._live.refresh()
+
+    def skip(self, units: float) -> None:
+        """Counts units as done that took no time."""
+        self.done += units
+        if self._paced is not None:
+            self._paced = self._paced[0] + units, self._paced[1]
+
+    def finish(self, state: str) -> None:
+        """Stops the clock."""
+        self.state, self._ended = state, self._clock()
+
+    def line(self, words: str, *, always: bool = False) -> None:
+        """Prints a line where there is no bar, or ``always``."""
+        if not self._quiet and (always or self._live is None):
+            with suppress(Exception):
+                self._console.print(Text(words), soft_wrap=True)
+
+    def left(self) -> str:
+        """Describes the time left; empty before there is a pace, and after the end."""
+        if self._paced is None or self.done <= self._paced[0] or self._ended is not None:
+            return ""
+        pace = (self._advanced - self._paced[1]) / (self.done - self._paced[0])
+        return f"{clock_text(pace * (self.total - self.done) - self._clock() + self._advanced)} left"
+
+    def figures(self) -> Iterable[str]:
+        """Gives what stands below the bar."""
+        return [self.about]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The bar and, below it, the figures."""
+        elapsed = (self._clock() if self._ended is None else self._ended) - self._began
+        count = f"{self._unit(self.done)}/{self._unit(self.total)}" if self.total else ""
+        words = "  ".join(filter(None, (count, clock_text(elapsed), self.left())))
+        head = Table.grid(Column(), Column(ratio=1), Column(), padding=(0, 1))
+        head.width = min(options.max_width, WIDEST)
+        bar = ProgressBar(total=max(1, self.total), completed=self.done, complete_style="cyan")
+        head.add_row(Text(self.state, style="bold"), bar, Text(words, no_wrap=True))
+        yield head
+        yield Text("  ".join(self.figures()), no_wrap=True, overflow="ellipsis", style="dim")
+
+
+class Progress(Bar):
+    """A sink that shows how far a run has come; elsewhere than in a terminal, evaluations and checkpoints.
+
+    Elapsed time is that of this machine; samples per second are on the run's own clock. Bytes sent are those of rank 0.
+    Further arguments are those of :class:`Bar`.
+
+    Args:
+      simulated: the events come from a simulator; its time and rates are marked as simulated.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        simulated: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        what = "simulator" if simulated else "workers"
+        super().__init__(f"starting: the {what}", quiet=quiet, console=console, clock=clock)
+        self._simulated = simulated
+        self._up: set[int] = set()
+        self._replicas: set[int] = set()
+        self._first = 0
+        self._begin_t = self._t = 0.0
+        self._loss: float | None = None
+        self._score: float | None = None
+        self._sent = 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
+        self._rate = ""
+        self._told: set[tuple[str, int]] = set()
+
     def __call__(self, event: Event) -> None:
         """Takes in one event; those of other ranks than 0 only say that their replica has begun."""
         with suppress(Exception):
             if event["event"] == "hello":
-                self._up.add(int(_number(event["rank"])))
-                if self._started_at is None:
-                    self._state = f"starting: {len(self._up)} up, they meet"
+                self._up.add(int(number(event, "rank")))
+                if not self.total:
+                    self.state = f"starting: {len(self._up)} up, they meet"
             if event["event"] == "begin":
-                self._began.add(int(_number(event["rank"])))
+                self._replicas.add(int(number(event, "rank")))
             if event["rank"] == 0:
                 self._take(event)
-
-    # --- what is known --------------------------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
         if kind == "begin":
-            self._first = self._done = int(_number(event["step"]))
-            self._steps = int(_number(event["steps"]))
-            self._begin_t = self._t = _number(event["t"])
-            self._started_at = self._clock()
+            first, steps, t = (number(event, name) for name in ("step", "steps", "t"))
+            self._first, self._begin_t, self._t = int(first), t, t
+            self.start("simulating" if self._simulated else "training", steps, first)
             self._recent.clear()
             if self._first == 0:  # after a resume the samples so far come with the first step
                 self._recent.append((0, 0.0))
-            self._state = "simulating" if self._simulated else "training"
         elif kind == "step":
             self._step(event)
         elif kind == "evaluation":
-            self._t = _number(event["t"])
-            self._score = _number(event["accuracy"])
-            loss = _number(event["loss"])
+            self._t, loss = number(event, "t"), number(event, "loss")
+            self._score = number(event, "accuracy")
             self._tell(event, f"test {' '.join(score_words(self._score))}, test loss {loss:.4g}")
         elif kind == "checkpoint":
-            self._t = _number(event["t"])
+            self._t = number(event, "t")
             self._tell(event, f"checkpoint {event['path']}")
         elif kind == "end":
-            self._state = "stopped" if event.get("stopped") else "done"
-            self._ended_at = self._clock()
+            self.finish("stopped" if event.get("stopped") else "done")
 
     def _step(self, event: Event) -> None:
-        self._done = int(_number(event["step"])) + 1
-        self._t = _number(event["t"])
-        self._last_step_at = self._clock()
-        if self._done == self._first + 1:
-            self._first_step_at = self._last_step_at
+        self._t = number(event, "t")
+        self.advance(int(number(event, "step")) + 1)
         if event["mean_loss"] is not None:
-            self._loss = _number(event["mean_loss"])
-        self._sent = int(_number(event["bytes_sent"]))
-        self._recent.append((int(_number(event["samples"])), _number(event["duration_s"])))
+            self._loss = number(event, "mean_loss")
+        self._sent = int(number(event, "bytes_sent"))
+        self._recent.append((int(number(event, "samples")), number(event, "duration_s")))
         seconds = sum(duration for _, duration in self._recent) - self._recent[0][1]
         if seconds > 0:
-            self._rate = (self._recent[-1][0] - self._recent[0][0]) / seconds
-
-    def _seconds_left(self) -> float | None:
-        """From the pace of all steps but the first, which warms up; ``None`` before there are two."""
-        paced = self._done - self._first - 1
-        if paced < 1:
-            return None
-        pace = (self._last_step_at - self._first_step_at) / paced
-        return max(0.0, pace * (self._steps - self._done) - (self._clock() - self._last_step_at))
-
-    # --- how it looks ---------------------------------------------------------------------------------------------
+            self._rate = f"{(self._recent[-1][0] - self._recent[0][0]) / seconds:,.0f} samples/s"
 
     def _tell(self, event: Event, words: str) -> None:
-        """One plain line, where there is no bar; what is repeated at the end of a run is told once."""
-        what = (str(event["event"]), int(_number(event["step"])))
-        if self._quiet or self._live is not None or what in self._told:
-            return
-        self._told.add(what)
-        after = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
-        line = f"step {what[1]:,} of {self._steps:,}, {after}: {words}"
-        self._console.print(Text(line), soft_wrap=True)
+        """Prints a line; what is repeated at the end of a run is told once."""
+        what = (str(event["event"]), int(number(event, "step")))
+        if what not in self._told:
+            self._told.add(what)
+            after = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
+            self.line(f"step {what[1]:,} of {self.total:,.0f}, {after}: {words}")
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The bar and, below it, the figures."""
-        head = Table.grid(Column(), Column(ratio=1), Column(), padding=(0, 1))
-        head.width = min(options.max_width, WIDEST)
-        bar = ProgressBar(total=max(1, self._steps), completed=self._done, complete_style="cyan")
-        head.add_row(Text(self._state, style="bold"), bar, Text(self._head(), no_wrap=True))
-        yield head
-        yield Text("  ".join(self._figures()), no_wrap=True, overflow="ellipsis", style="dim")
-
-    def _head(self) -> str:
-        if self._started_at is None:
-            return clock_text(self._clock() - self._made_at)
-        now = self._clock() if self._ended_at is None else self._ended_at
-        words = [f"{self._done:,}/{self._steps:,}", clock_text(now - self._started_at)]
-        left = self._seconds_left()
-        if self._ended_at is None and left is not None:
-            words.append(f"{clock_text(left)} left")
-        return "  ".join(words)
-
-    def _figures(self) -> list[str]:
-        figures = []
+    @override
+    def figures(self) -> Iterable[str]:
         if self._loss is not None:
-            figures.append(f"loss {self._loss:.4f}")
+            yield f"loss {self._loss:.4f}"
         if self._score is not None:
-            figures.append(f"test {' '.join(score_words(self._score))}")
+            yield f"test {' '.join(score_words(self._score))}"
         clock = f"simulated {clock_text(self._t - self._begin_t)}" if self._simulated else ""
-        rate = f"{self._rate:,.0f} samples/s" if self._rate is not None else ""
-        if clock or rate:
-            figures.append(", ".join(filter(None, (clock, rate))))
+        if clock or self._rate:
+            yield ", ".join(filter(None, (clock, self._rate)))
         if self._sent:
-            figures.append(f"sent {decimal(self._sent)}")
-        if len(self._began) > 1:
-            figures.append(f"{len(self._began)} replicas")
+            yield f"sent {decimal(self._sent)}"
+        if len(self._replicas) > 1:
+            yield f"{len(self._replicas)} replicas"
         if self._first:
-            figures.append(f"resumed at {self._first:,}")
-        return figures
+            yield f"resumed at {self._first:,}"
+
+
+class ComparisonProgress(Bar):
+    """A sink that counts the steps of several runs; elsewhere than in a terminal, a line for each run at its end.
+
+    Args:
+      steps: of all runs together.
+      runs: how many.
+      quiet: shows nothing at all.
+      console: where to; stderr when not given.
+      clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        runs: int,
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("starting", steps, quiet=quiet, console=console, clock=clock)
+        self._runs, self._number, self._through = runs, 0, 0
+
+    def begin(self, name: str, steps: int) -> None:
+        """Begins to count a run of ``steps`` steps."""
+        self._number += 1
+        self._through += steps
+        self.state, self.about = f"run {self._number} of {self._runs}", name
+
+    def __call__(self, event: Event) -> None:
+        """Takes in one event of the run."""
+        if event["event"] == "step" and event["rank"] == 0:
+            self.advance(self.done + 1)
+
+    def end(self) -> None:
+        """Counts steps that the run did not need, since it was stored already."""
+        self.skip(self._through - self.done)
+        left = self.left() if self.done < self.total else ""
+        self.line(f"{self.state}: {self.about}{f'; about {left}' if left else ''}")
 
 
 class _Live(Live):
-    """Keeps to itself that a terminal cannot be written to, and tries again: there is nobody to tell."""
+    """Ignores that a terminal cannot be written to, and tries again."""
 
     @override
     def refresh(self) -> None:
@@ -215,22 +293,6 @@ class _Live(Live):
             super().refresh()
 
 
-def stderr_console() -> Console:
-    """A console on stderr whose bar is for terminals alone, whatever the environment says of colours."""
-    terminal = False
-    with suppress(Exception):
-        terminal = sys.stderr.isatty()
-    return Console(
-        stderr=True, force_terminal=None if terminal else False, force_jupyter=False, highlight=False
-    )
-
-
 def clock_text(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Describes a duration as hours, minutes and seconds."""
     return str(timedelta(seconds=int(max(0.0, seconds))))
-
-
-def _number(value: Json) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"not a number: {value!r}")
-    return value

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
-from rich.console import Console
 from rich.text import Text
 
+from farflung.cli.output import stdout_console
 from farflung.comm import collective_named
-from farflung.config import Training
-from farflung.data import IID
+from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
-from farflung.network import Link, NetworkProfile, network_profile
+from farflung.network import Link, NetworkProfile
 from farflung.recipes import Recipe, recipe
-from farflung.replica import Replica
 from farflung.report import gantt_picture
-from farflung.runs import make_replica, settled_collective
-from farflung.runtime import VirtualWorld
-from farflung.telemetry import Event, Telemetry
+from farflung.runs import SimulatedConfig, prepared, simulate_prepared
+from farflung.telemetry import Event
 from farflung.timing import Costs, Timeline, timeline
 from farflung.types import Bucket, TensorSpec
 from farflung.workloads import Quadratic
@@ -45,7 +40,7 @@ class Schedule:
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """The name of a recipe; see farflung recipes."""
+    """The name of a recipe; see farflung list recipes."""
     schedule: str | None = None
     """Instead of the recipe's, e.g. "delayed(delay=3, period=2)"."""
     codec: str | None = None
@@ -73,14 +68,14 @@ class Schedule:
         """Carries it out; returns the exit code."""
         self._check()
         chosen = recipe(self.recipe).but(schedule=self.schedule, codec=self.codec, collective=self.collective)
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+        console = stdout_console()
         lines, events = grid(chosen, self.steps, self.compute), self._simulate(chosen)
         for line in lines:
             console.print(Text(line), soft_wrap=True)
         where = self.network or f"{self.latency:g} s, {self.bandwidth:g} bit/s"
         title = f"{chosen.name}: {chosen.schedule} on {self.workers} replicas, {where}"
-        gantt_picture(dict(enumerate(events)), self.out, title=title, simulated=True)
-        console.print(f"picture  {self.out} (simulated)", soft_wrap=True, highlight=False)
+        gantt_picture(events, self.out, title=title, simulated=True)
+        console.print(f"picture  {self.out} (simulated)", soft_wrap=True, markup=False)
         return 0
 
     def _check(self) -> None:
@@ -97,49 +92,24 @@ class Schedule:
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency:g}: must be 0 or more")
 
-    def _simulate(self, chosen: Recipe) -> list[list[Event]]:
-        """A quadratic as large as the gradient, trained in virtual time."""
-        torch.set_num_threads(1)
+    def _simulate(self, chosen: Recipe) -> dict[int, list[Event]]:
+        """Trains a quadratic as large as the gradient in virtual time; gives the events of each rank."""
         if collective_named(chosen.collective).by_backend:
             chosen = chosen.but(collective="ring")  # what the backend does has no virtual counterpart
-        network = (
-            NetworkProfile.uniform(Link(self.latency, self.bandwidth))
-            if self.network is None
-            else network_profile(self.network)
-        )
-        world = VirtualWorld(
-            self.workers, seconds_per_sample=self.compute / 3, network=network.for_nodes(self.workers)
-        )
-        training = Training(steps=self.steps, batch_size=1, learning_rate=0.01)
-        task = Quadratic(dim=max(1, round(self.mbytes * 1e6 / 4)), samples=max(4, self.workers), groups=1)
-        shares = (
-            IID().split(task.datasets()[0], self.workers, seed=training.seed)
-            if chosen.parts(training.seed).hold_shares
-            else None
-        )
-        events: list[list[Event]] = [[] for _ in range(self.workers)]
-        replicas = [
-            make_replica(
-                runtime,
-                task,
-                chosen,
-                training,
-                Telemetry(rank, events[rank].append),
-                shares=shares,
-                trace=True,
-            )
-            for rank, runtime in enumerate(world.runtimes)
-        ]
-
-        settled_collective(world.settle_collective, chosen, replicas[0])
-
-        async def train(replica: Replica) -> None:
-            for _ in range(self.steps):
-                await replica.step()
-            await replica.flush()
-
-        world.run([train(replica) for replica in replicas])
-        return events
+        link = Link(self.latency, self.bandwidth)
+        settings = {
+            "workload": Quadratic(
+                dim=max(1, round(self.mbytes * 1e6 / 4)), samples=max(4, self.workers), groups=1
+            ),
+            "recipe": chosen,
+            "network": NetworkProfile.uniform(link) if self.network is None else self.network,
+            "device": DeviceProfile(forward_s=self.compute / 3),
+            "workers": self.workers,
+            "steps": self.steps,
+            "batch_size": 1,
+        }
+        run = prepared(SimulatedConfig, settings, scratch=True)
+        return simulate_prepared(run, checkpointed=False, trace=True).events
 
 
 def grid(chosen: Recipe, steps: int, compute_s: float) -> Sequence[str]:

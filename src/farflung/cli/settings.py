@@ -49,12 +49,9 @@ def read_settings(path: Path, known: Mapping[str, type], ignored: Collection[str
         what should be there.
     """
     with reading(path, "holds no settings"):
-        return _settings(path, known, ignored)
-
-
-def _settings(path: Path, known: Mapping[str, type], ignored: Collection[str]) -> dict[str, Setting]:
+        content = _parse(path)
     settings: dict[str, Setting] = {}
-    for key, value in _parse(path).items():
+    for key, value in content.items():
         name = key.replace("-", "_")
         if name in ignored:
             continue

@@ -26,7 +26,7 @@ from farflung.types import (
     State,
 )
 
-__all__ = ["Drawing", "apart", "together"]
+__all__ = ["Drawing", "by_share", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,9 @@ class Drawing:
         if self._lending.due(step):
             rows = await self._shared(rows, step)
             self.random.install()
-        batch = together(self.source.prepare(part, train=True) for part in self.apart("ready", rows, step))
+        batch = together(
+            self.source.prepare(part, train=True) for part in self.by_shares("ready", rows, step)
+        )
         weights = self._drawn.weights
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
@@ -121,10 +123,10 @@ class Drawing:
             self._drawn = await self._draw(step)
         return len(self._drawn.ids)
 
-    def apart(self, use: str, samples: Batch, step: int) -> Iterator[Batch]:
+    def by_shares(self, use: str, samples: Batch, step: int) -> Iterator[Batch]:
         """The step's samples, by shares where it has some, under random numbers for this use of them."""
         assert self._drawn is not None
-        return apart(samples, self._drawn.shares, self.random, derive(self.seed, use, step), self.device)
+        return by_share(samples, self._drawn.shares, self.random, derive(self.seed, use, step), self.device)
 
     def own(self, samples: int) -> int:
         """Those that count for this replica, where it goes through shares of others too."""
@@ -198,7 +200,7 @@ class Drawing:
         return shared
 
 
-def apart(
+def by_share(
     samples: Batch, shares: Sequence[int], own: RandomState, seed: int, device: torch.device
 ) -> Iterator[Batch]:
     """Each share by itself, and while it is the last that was given, under a random state that is the share's.

@@ -417,7 +417,7 @@ class Replica:
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
         self.model.train()
-        parts = self._drawing.apart("forward", batch, self.step_done)
+        parts = self._drawing.by_shares("forward", batch, self.step_done)
         losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         return loss, self.vote(float(loss.detach()), len(batch))

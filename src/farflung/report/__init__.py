@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
     from farflung.report.sampling import sampling_picture
-    from farflung.report.summary import score_words, summary_table
+    from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
     from farflung.report.tensorboard import TensorBoard
-    from farflung.report.text import PLAIN_WIDTH, as_text
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
     __getattr__, __dir__ = lazy(__name__)

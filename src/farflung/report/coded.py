@@ -15,11 +15,15 @@ from farflung.report.pictures import (
     GREY,
     INK,
     LIGHT_BLUE,
-    ROUND,
     VERMILLION,
     YELLOW,
+    name_rows,
     picture,
+    say,
+    ticks,
+    time_label,
 )
+from farflung.report.reading import number
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -40,17 +44,23 @@ class _Device:
 
     Args:
       spans: from, to, and what it did.
-      end: when it went, if it did.
+      gone: whether it has left or vanished.
+      asked: whether it left as it should.
+      since: when what it does now began; when it was gone, where it is.
     """
 
     spans: list[tuple[float, float, str]] = field(default_factory=list)
-    end: float | None = None
+    gone: bool = False
     asked: bool = False
     since: float = 0.0
     state: str = "joins"
     silent: bool = False
     joined: bool = False
     making: set[int] = field(default_factory=set)
+
+    @property
+    def vanished(self) -> bool:
+        return self.gone and not self.asked
 
     def becomes(self, t: float, *, gone: bool = False) -> None:
         """Ends a span where something else begins."""
@@ -60,8 +70,7 @@ class _Device:
             if t > self.since:
                 self.spans.append((self.since, t, self.state))
             self.since, self.state = t, state
-        if gone:
-            self.end = t
+        self.gone = gone
 
 
 @dataclass(slots=True)
@@ -103,7 +112,8 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated:
         for axes in (devices, redundancy, objective):
             for begin in course.begins[1:]:
                 axes.axvline(begin, color=INK, linestyle=":", linewidth=1)
-        objective.set_xlabel("simulated time (s)" if simulated else "time (s)")
+        ticks(objective.xaxis, 8)
+        objective.set_xlabel(time_label(simulated=simulated))
         objective.set_xlim(course.start, course.start + (1.02 * (course.end - course.start) or 1.0))
 
 
@@ -120,9 +130,9 @@ def _course(events: Iterable[Event]) -> _Course:
                 device.asked = True  # nobody knows how it went
             there, before, paused = {}, course.end, None
             course.begins.append(before)
-        t = course.end = before + _number(event, "t")
+        t = course.end = before + number(event, "t")
         if kind == "iterate":
-            course.objectives.append((t, _number(event, "objective")))
+            course.objectives.append((t, number(event, "objective")))
         elif kind == "paused":
             paused = t
         elif kind == "goes_on" and paused is not None:
@@ -131,10 +141,10 @@ def _course(events: Iterable[Event]) -> _Course:
         _take(course, there, event, t)
         levels = event.get("redundancy")
         if isinstance(levels, list):
-            course.redundancy.append((t, [_level(one) for one in levels]))
+            course.redundancy.append((t, [number({"level": one}, "level", "a redundancy") for one in levels]))
     for device in there.values():
         device.becomes(course.end, gone=True)
-        device.end = None
+        device.gone = False
     if paused is not None:
         course.pauses.append((paused, course.end))
     return course
@@ -149,7 +159,7 @@ def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) ->
         return
     if "rank" not in event:
         return
-    rank = int(_number(event, "rank"))
+    rank = int(number(event, "rank"))
     if kind == "came":
         there[rank] = _Device(since=t)
         course.start = min(course.start, t)
@@ -158,9 +168,9 @@ def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) ->
         return
     device = there[rank]
     if kind == "ordered":
-        device.making.add(int(_number(event, "block")))
+        device.making.add(int(number(event, "block")))
     elif kind in ("built", "failed"):
-        device.making.discard(int(_number(event, "block")))
+        device.making.discard(int(number(event, "block")))
     elif kind in ("silent", "heard"):
         device.silent = kind == "silent"
     elif kind == "leaving":
@@ -168,19 +178,6 @@ def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) ->
     device.becomes(t, gone=kind == "gone")
     if kind == "gone":
         del there[rank]
-
-
-def _number(event: Event, name: str) -> float:
-    value = event.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"no number {name} in an event ({event.get('event')}); the events are damaged")
-    return value
-
-
-def _level(value: object) -> float:
-    if not isinstance(value, int):
-        raise DataError("a redundancy that is no number; the events are damaged")
-    return value
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------
@@ -193,24 +190,18 @@ def _draw_devices(axes: Axes, course: _Course) -> None:
     for y, (_, device) in enumerate(course.devices):
         for begin, end, state in device.spans:
             axes.barh(y, end - begin, left=begin, height=0.7, color=STATES[state])
-        if device.end is not None and not device.asked:
-            axes.plot([device.end], [y], color=VERMILLION, marker="X", markersize=8, linestyle="")
+        if device.vanished:
+            axes.plot([device.since], [y], color=VERMILLION, marker="X", markersize=8, linestyle="")
     seen = {state for _, device in course.devices for _, _, state in device.spans}
     handles: list[Patch | Line2D] = [Patch(color=STATES[one], label=one) for one in STATES if one in seen]
-    if any(device.end is not None and not device.asked for _, device in course.devices):
+    if any(device.vanished for _, device in course.devices):
         handles.append(Line2D([], [], color=VERMILLION, marker="X", linestyle="", label="vanishes"))
-    every = math.ceil(len(course.devices) / MOST_NAMED)
-    axes.set_yticks(range(0, len(course.devices), every), [str(rank) for rank, _ in course.devices[::every]])
-    axes.set_ylim(len(course.devices) - 0.4, -0.6)
-    axes.set(title="Devices", ylabel="rank")
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), fontsize=9)
+    name_rows(axes, [str(rank) for rank, _ in course.devices], most=MOST_NAMED)
+    axes.set_title("Devices")
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles))
 
 
 def _draw_redundancy(axes: Axes, course: _Course) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axes.set(title="How many devices may vanish", ylabel="devices")
     for place, (kind, (colour, line)) in enumerate(KINDS.items()):
         points = [(t, levels[place]) for t, levels in course.redundancy if len(levels) > place]
@@ -223,22 +214,19 @@ def _draw_redundancy(axes: Axes, course: _Course) -> None:
     for begin, end in course.pauses:
         axes.axvspan(begin, end, color=VERMILLION, alpha=0.15, linewidth=0)
     if course.redundancy:
-        axes.legend(title="products by", loc="best", fontsize=9)
+        axes.legend(title="products by", loc="best")
     axes.axhline(0, color=VERMILLION, linewidth=0.8)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ticks(axes.yaxis, 4, whole=True)
     axes.set_ylim(bottom=-1.2)
 
 
 def _draw_objective(axes: Axes, course: _Course) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axes.set(title="Objective above that of the last iterate", ylabel="relative difference")
     if len(course.objectives) < 2:
-        axes.text(0.5, 0.5, "fewer than two iterates", transform=axes.transAxes, ha="center", color="#777777")
+        say(axes, "fewer than two iterates")
         return
     last = course.objectives[-1][1]
     away = [(t, abs(value - last) / (abs(last) or 1.0)) for t, value in course.objectives]
     shown = [(t, far) for t, far in away if far > 0]
     axes.plot(*zip(*shown, strict=True), color=BLUE, linewidth=1.4, marker="o", markersize=3)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=ROUND))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.errors import DataError
-from farflung.extras import need
-from farflung.report.pictures import BLUE, ROUND, VERMILLION, picture
-from farflung.report.summary import PARTS_OF_TIME, SELDOM, duration_words, score_words
+from farflung.report.pictures import BLUE, VERMILLION, percent, picture, ticks
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, sessions, time_split
+from farflung.report.tables import duration_words, new_table, score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -58,20 +58,16 @@ class Course:
         Raises:
           DataError: an event is damaged, or the run was never evaluated.
         """
-        scores: list[tuple[float, int, float]] = []
-        begin = 0.0
-        try:
-            for event in events:
-                if event["event"] == "begin":
-                    begin = float(str(event["t"]))
-                elif event["event"] == "evaluation":
-                    sent = int(str(event["bytes_sent"]))
-                    scores.append((float(str(event["t"])) - begin, sent, float(str(event["accuracy"]))))
-        except (KeyError, ValueError) as error:
-            raise DataError(f"{recipe} on {network}, seed {seed}: its events are damaged ({error})") from None
+        of = f"{recipe} on {network}, seed {seed}"
+        scores = tuple(
+            (at, int(number(event, "bytes_sent", of)), number(event, "accuracy", of))
+            for session in sessions(events, of)
+            for at, event in session
+            if event["event"] == "evaluation"
+        )
         if not scores:
-            raise DataError(f"{recipe} on {network}, seed {seed}: it was never evaluated")
-        return Course(recipe, network, seed, tuple(scores), summary)
+            raise DataError(f"{of}: it was never evaluated")
+        return Course(recipe, network, seed, scores, summary)
 
     @property
     def best(self) -> float:
@@ -143,35 +139,27 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 speed_up=None if base is None or not seconds else base / seconds,
                 final_accuracy=fmean(finals),
                 final_accuracy_range=(min(finals), max(finals)),
-                bytes_sent_per_replica=fmean(_figure(course, "bytes_sent_per_replica") for course in group),
-                duration_s=fmean(_figure(course, "duration_s") for course in group),
+                bytes_sent_per_replica=_mean(group, "bytes_sent_per_replica"),
+                duration_s=_mean(group, "duration_s"),
                 time_s=_split(group),
-                coding_s=fmean(
-                    _figure(course, "coding_s") if "coding_s" in course.summary else 0.0 for course in group
-                ),
+                coding_s=_mean(group, "coding_s", coding_s=0.0),
             )
         )
     return rows
 
 
-def _figure(course: Course, name: str) -> float:
-    value = course.summary.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{course.recipe} on {course.network}: its summary has no number {name}")
-    return value
+def _mean(group: Sequence[Course], name: str, **default: Json) -> float:
+    return fmean(number({**default, **course.summary}, name, _summary_of(course)) for course in group)
+
+
+def _summary_of(course: Course) -> str:
+    return f"{course.recipe} on {course.network}: its summary"
 
 
 def _split(group: Sequence[Course]) -> dict[str, float]:
-    means = {part: fmean(_part(course, part) for course in group) for part in PARTS_OF_TIME}
+    splits = [time_split(course.summary, _summary_of(course)) for course in group]
+    means = {part: fmean(split[part] for split in splits) for part in PARTS_OF_TIME}
     return {part: mean for part, mean in means.items() if mean or part not in SELDOM}
-
-
-def _part(course: Course, part: str) -> float:
-    split = course.summary.get("time_s")
-    value = {**SELDOM, **split}.get(part) if isinstance(split, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{course.recipe} on {course.network}: its summary has no number {part} in time_s")
-    return value
 
 
 def comparison_table(rows: Sequence[Compared], target: float) -> Table:
@@ -182,14 +170,11 @@ def comparison_table(rows: Sequence[Compared], target: float) -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    need("a table", "rich", extra="report")
-    from rich.filesize import decimal
-    from rich.table import Table
-    from rich.text import Text
-
     name, words = score_words(target)
-    title = Text(f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network.")
-    table = Table(title=title, title_justify="left", min_width=min(100, len(title)))
+    title = f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network."
+    table = new_table(title, min_width=min(100, len(title)))
+    from rich.filesize import decimal
+
     table.add_column("network", no_wrap=True)
     table.add_column("recipe", style="bold")
     counted = any(row.time_s["evaluation"] for row in rows)
@@ -254,7 +239,7 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
             for column, axes in enumerate((over_time, over_bytes)):
                 ends = [course.scores[-1][column] for course in here]
                 _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
-        panels[0][0].legend(loc="lower right", fontsize=9.5)
+        panels[0][0].legend(loc="lower right")
 
 
 def _unit(nbytes: int) -> tuple[str, float]:
@@ -281,20 +266,20 @@ def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: f
 
 
 def _finish(axes: Axes, target: float, *, wide: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.axhline(target, color="#777777", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if wide:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    ticks(axes.xaxis)
+    if wide:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     low, high = axes.get_ylim()
     if low >= -0.1 and high <= 1.1 and math.isfinite(target):
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+        percent(axes.yaxis)
         axes.set_ylabel("test accuracy (%)")
     else:
         axes.set_ylabel("test score, higher is better")

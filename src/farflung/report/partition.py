@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.data import Share
-from farflung.extras import need
-from farflung.report.pictures import BLUE, NAMED_RANKS, ROUND, picture
+from farflung.report.pictures import BLUE, name_rows, picture, ticks
+from farflung.report.tables import new_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,16 +39,12 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    need("a table", "rich", extra="report")
-    from rich.table import Table
-    from rich.text import Text
-
     total = sum(share.size for share in shares)
     labels = len(shares[0].histogram)
     few = 0 < labels <= MOST_COLUMNS
     each = ", of each label" if few else ""
-    title = Text(f"{how}: {total:,} training samples on {len(shares):,} replicas{each}")
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), min_width=len(title))
+    title = f"{how}: {total:,} training samples on {len(shares):,} replicas{each}"
+    table = new_table(title, box=None, padding=(0, 1, 0, 0), min_width=len(title))
     table.add_column("replica", justify="right")
     table.add_column("samples", justify="right")
     if few:
@@ -96,10 +91,8 @@ def partition_picture(shares: Sequence[Share], path: Path, *, title: str) -> Non
 def _draw(figure: Figure, axes: Axes, shares: Sequence[Share]) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import Normalize, to_hex
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    axes.set(xlabel="training samples", ylabel="replica")
-    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("training samples")
     ranks = np.arange(len(shares))
     sizes = np.array([share.size for share in shares], dtype=float)
     labels = len(shares[0].histogram)
@@ -118,15 +111,11 @@ def _draw(figure: Figure, axes: Axes, shares: Sequence[Share]) -> None:
                 ranks, start, start + count, step="mid", color=colour, linewidth=0, label=str(label)
             )
         start = start + count
-    every = math.ceil(len(shares) / NAMED_RANKS)
-    axes.set_yticks(ranks[::every])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(shares) - 0.4, -0.6)
+    name_rows(axes, [str(rank) for rank in ranks], "replica")
     axes.set_xlim(0, float(sizes.max()) * 1.02)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND, integer=True))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ticks(axes.xaxis, whole=True)
     if 0 < labels <= NAMED_LABELS:
-        axes.legend(title="label", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+        axes.legend(title="label", loc="center left", bbox_to_anchor=(1.0, 0.5))
     elif labels:
         from matplotlib.cm import ScalarMappable
 

@@ -1,10 +1,10 @@
-"""One picture of a run: what it learned, how soon, and where the time went."""
+"""Pictures: one style and the parts that several share, and the picture of a run."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,17 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.files import write_whole, writing
-from farflung.report.summary import PARTS_OF_TIME, SELDOM, score_words
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, sessions, time_split
+from farflung.report.tables import score_words
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-__all__ = ["picture", "run_picture", "smooth"]
+__all__ = ["name_rows", "percent", "picture", "run_picture", "say", "smooth", "ticks", "time_label"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
@@ -53,6 +55,7 @@ STYLE: dict[str, object] = {
     "axes.titleweight": "bold",
     "font.size": 10.5,
     "grid.color": "#E4E4E4",
+    "legend.fontsize": 9,
     "legend.frameon": False,
     "text.color": INK,
     "xtick.color": "#555555",
@@ -61,9 +64,113 @@ STYLE: dict[str, object] = {
 DPI = 120
 ROUND = [1, 2, 2.5, 5, 10]  # what ticks may be apart
 RAW_AT_LEAST = 30  # with fewer losses than this there is nothing to smooth
-KINDS = {"begin", "step", "evaluation", "checkpoint", "end"}
 FEWEST_RANKS = 3  # room for so many bars is kept, so that a single one is not a wall
 NAMED_RANKS = 16  # with more, some bars go without their rank and all without percentages
+
+
+@contextmanager
+def picture(
+    path: Path, size: tuple[float, float], title: str = "", *, simulated: bool = False
+) -> Iterator[Figure]:
+    """Gives an empty figure in the style of all pictures, and writes it as a PNG where drawing raises no error.
+
+    Args:
+      path: the PNG; its folder is made, and it appears whole or not at all.
+      size: width and height in inches.
+      title: stands above the picture.
+      simulated: marked in the picture, and said in the file's description.
+
+    Raises:
+      MissingExtra: matplotlib is not installed.
+      StorageError: it cannot be written.
+    """
+    need("a picture", "matplotlib", extra="report")
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import ScaledTranslation
+
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        if title:
+            head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
+            figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+        if simulated:
+            mark = figure.text(
+                1, 1, "SIMULATED: times are modelled", ha="right", va="top", fontsize=10, fontweight="bold",
+                color="white", bbox={"boxstyle": "round,pad=0.4", "facecolor": PURPLE, "edgecolor": "none"},
+                transform=figure.transFigure + ScaledTranslation(-0.21, -0.125, figure.dpi_scale_trans),
+            )  # fmt: skip
+            mark.set_in_layout(False)  # the panels keep their width
+        yield figure
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        about = {"Title": title, "Description": "simulated run" if simulated else "run"}
+        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=about))
+
+
+def ticks(axis: Axis, most: int = 6, *, whole: bool = False) -> None:
+    """Sets ticks at round numbers, whole ones if asked for, with commas between thousands."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, steps=ROUND, integer=whole))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+
+
+def percent(axis: Axis) -> None:
+    """Labels ticks from 0 to 1 as percent."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+
+
+def name_rows(axes: Axes, names: Sequence[str], label: str = "rank", most: int = NAMED_RANKS) -> None:
+    """Makes the vertical axis one of rows, the first on top; with more than ``most`` some go without their name."""
+    every = math.ceil(len(names) / most)
+    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_ylabel(label)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def say(axes: Axes, words: str) -> None:
+    """Prints words in the middle of a panel that has nothing to show."""
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#777777")
+
+
+def time_label(*, simulated: bool) -> str:
+    """Names an axis of time."""
+    return "simulated time (s)" if simulated else "time (s)"
+
+
+def smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
+    """Takes the mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
+    at = np.arange(len(values))
+    reach = np.clip(at, half // 10, half)
+    start, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    means: NDArray[np.float64] = (sums[stop] - sums[start]) / (stop - start)
+    return means
+
+
+# --- the picture of a run ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What the events of one replica amount to.
+
+    Args:
+      losses: mean loss over all replicas, by step.
+      scores: seconds since the beginning and metric of each evaluation, by step.
+      seconds: by part, over all sessions.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    scores: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
 
 
 def run_picture(
@@ -89,150 +196,55 @@ def run_picture(
         raise DataError(f"no picture for {path}: the run's events hold no step and no evaluation")
     height = min(8.0, max(4.6, 3.4 + 0.09 * len(replicas)))
     with picture(path, (15, height), title, simulated=simulated) as figure:
-        _draw(figure, replicas, simulated)
-
-
-@contextmanager
-def picture(path: Path, size: tuple[float, float], title: str, *, simulated: bool) -> Iterator[Figure]:
-    """An empty figure in the style of all pictures, written as a PNG where drawing in it ends without an error.
-
-    Args:
-      path: the PNG; its folder is made, and it appears whole or not at all.
-      size: width and height in inches.
-      title: stands above the picture.
-      simulated: marked in the picture, and said in the file's description.
-
-    Raises:
-      MissingExtra: matplotlib is not installed.
-      StorageError: it cannot be written.
-    """
-    need("a picture", "matplotlib", extra="report")
-    import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import ScaledTranslation
-
-    with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
-        figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
-        if simulated:
-            mark = figure.text(
-                1, 1, "SIMULATED: times are modelled", ha="right", va="top", fontsize=10, fontweight="bold",
-                color="white", bbox={"boxstyle": "round,pad=0.4", "facecolor": PURPLE, "edgecolor": "none"},
-                transform=figure.transFigure + ScaledTranslation(-0.21, -0.125, figure.dpi_scale_trans),
-            )  # fmt: skip
-            mark.set_in_layout(False)  # the panels keep their width
-        yield figure
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"Title": title, "Description": "simulated run" if simulated else "run"}
-        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=about))
-
-
-# --- from events to figures -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Replica:
-    """What one replica's events amount to."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    """Mean loss over all replicas, by step."""
-    scores: list[tuple[int, float, float]] = field(default_factory=list)
-    """Step, seconds since the beginning, and metric of each evaluation."""
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
-    """By part, over all sessions."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """From one ``begin`` to the next: times are on one clock."""
-
-    before: float
-    """Seconds that earlier sessions took."""
-    begin: float = 0.0
-    last: float = 0.0
-    split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
-    ended: bool = False
-
-    def close(self, replica: _Replica) -> float:
-        """Adds this session's time to the replica's; the seconds that all sessions took so far."""
-        if not self.ended:
-            self.split["other"] = max(0.0, self.last - self.begin - sum(self.split.values()))
-        for name, value in self.split.items():
-            replica.seconds[name] += value
-        return self.before + self.last - self.begin
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
+        left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
+        # Losses and scores are equal on all replicas: those of the one that came farthest.
+        _draw_losses(left, max((replica.losses for replica in replicas.values()), key=len))
+        middle.set_xlabel(time_label(simulated=simulated))
+        _draw_scores(middle, max((replica.scores for replica in replicas.values()), key=len).values())
+        right.set_xlabel(time_label(simulated=simulated))
+        _draw_time(right, {rank: replica.seconds for rank, replica in replicas.items()})
 
 
 def _read(rank: int, events: Iterable[Event]) -> _Replica:
-    replica, session = _Replica(), _Session(0.0)
-    for event in events:
-        kind = event.get("event")
-        if kind not in KINDS:
-            continue
-        t = _number(rank, event, "t")
-        if kind == "begin":
-            session = _Session(session.close(replica), begin=t)
-            step = int(_number(rank, event, "step"))
-            replica.losses = {at: loss for at, loss in replica.losses.items() if at < step}
-            replica.scores = [score for score in replica.scores if score[0] <= step]
-        elif kind == "step":
-            if event.get("mean_loss") is not None:
-                replica.losses[int(_number(rank, event, "step"))] = _number(rank, event, "mean_loss")
-            session.split["compute"] += _number(rank, event, "compute_s")
-            session.split["exposed_communication"] += _number(rank, event, "exposed_s")
-            session.split["data_wait"] += _number(rank, event, "data_s")
-            session.split["scoring"] += _number(rank, {"scoring_s": 0.0, **event}, "scoring_s")
-        elif kind == "checkpoint":
-            session.split["evaluation"] += _number(rank, event, "duration_s")
-        elif kind == "evaluation":
-            session.split["evaluation"] += _number(rank, event, "duration_s")
-            at = session.before + t - session.begin
-            replica.scores.append((int(_number(rank, event, "step")), at, _number(rank, event, "accuracy")))
-        elif kind == "end":
-            leg = event.get("last_leg")
-            split = (leg if isinstance(leg, dict) else event).get("time_s")
-            if not isinstance(split, dict):
-                raise DataError(f"rank {rank}: no time_s in an event (end); the events are damaged")
-            session.split = {name: _number(rank, {**SELDOM, **split}, name) for name in PARTS_OF_TIME}
-            session.ended = True
-        session.last = max(session.last, t)
-    session.close(replica)
+    replica, of = _Replica(), f"rank {rank}"
+    for session in sessions(events, of):
+        split = dict.fromkeys(PARTS_OF_TIME, 0.0)
+        other = True
+        for at, event in session:
+            kind = event["event"]
+            if kind == "begin":
+                step = int(number(event, "step", of))
+                replica.losses = {at: loss for at, loss in replica.losses.items() if at < step}
+                replica.scores = {at: score for at, score in replica.scores.items() if at <= step}
+            elif kind == "step":
+                if event.get("mean_loss") is not None:
+                    replica.losses[int(number(event, "step", of))] = number(event, "mean_loss", of)
+                split["compute"] += number(event, "compute_s", of)
+                split["exposed_communication"] += number(event, "exposed_s", of)
+                split["data_wait"] += number(event, "data_s", of)
+                split["scoring"] += number({"scoring_s": 0.0, **event}, "scoring_s", of)
+            elif kind == "end":
+                leg = event.get("last_leg")
+                split = time_split(leg if isinstance(leg, dict) else event, f"{of}: its end")
+                other = False
+            else:
+                split["evaluation"] += number(event, "duration_s", of)
+                if kind == "evaluation":
+                    replica.scores[int(number(event, "step", of))] = at, number(event, "accuracy", of)
+        if other and session:
+            split["other"] = max(0.0, session[-1][0] - session[0][0] - sum(split.values()))
+        for name, value in split.items():
+            replica.seconds[name] += value
     return replica
 
 
-def _number(rank: int, event: Event, name: str) -> float:
-    value = event.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        kind = event.get("event", "time split")
-        raise DataError(f"rank {rank}: no number {name} in an event ({kind}); the events are damaged")
-    return value
-
-
-# --- from figures to a picture ----------------------------------------------------------------------------------
-
-
-def _draw(figure: Figure, replicas: Mapping[int, _Replica], simulated: bool) -> None:
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
-    # Losses and scores are equal on all replicas: those of the one that came farthest.
-    _draw_losses(left, max((replica.losses for replica in replicas.values()), key=len))
-    clock = "simulated time" if simulated else "time"
-    _draw_scores(middle, max((replica.scores for replica in replicas.values()), key=len), clock)
-    _draw_time(right, {rank: replica.seconds for rank, replica in replicas.items()}, clock)
-
-
 def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
     axes.set(title="Training loss", xlabel="step", ylabel="mean loss over all replicas")
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND, integer=True))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ticks(axes.xaxis, whole=True)
     finite = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not finite:
-        _say(axes, "no losses yet")
+        say(axes, "no losses yet")
         return
     steps, values = (np.array(column) for column in zip(*finite, strict=True))
     if len(values) < RAW_AT_LEAST:
@@ -244,31 +256,18 @@ def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:
     axes.legend(loc="upper right")
 
 
-def smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
-    """The mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
-    at = np.arange(len(values))
-    reach = np.clip(at, half // 10, half)
-    start, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    means: NDArray[np.float64] = (sums[stop] - sums[start]) / (stop - start)
-    return means
-
-
-def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set(title="Test accuracy", xlabel=f"{clock} (s)", ylabel="accuracy on the test set (%)")
-    finite = [(t, score) for _, t, score in scores if math.isfinite(score)]
+def _draw_scores(axes: Axes, scores: Iterable[tuple[float, float]]) -> None:
+    axes.set(title="Test accuracy", ylabel="accuracy on the test set (%)")
+    finite = [(t, score) for t, score in scores if math.isfinite(score)]
     if not finite:
-        _say(axes, "not evaluated yet")
+        say(axes, "not evaluated yet")
         return
     times, values = (np.array(column) for column in zip(*finite, strict=True))
     axes.plot(times, values, color=VERMILLION, linewidth=2, marker="o", markersize=5)
     axes.set_xlim(0, float(times.max()) * 1.08 or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
+    ticks(axes.xaxis)
     if values.min() >= 0 and values.max() <= 1:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+        percent(axes.yaxis)
         if len(values) == 1:
             axes.set_ylim(0, 1.08)
         else:
@@ -282,11 +281,8 @@ def _draw_scores(axes: Axes, scores: list[tuple[int, float, float]], clock: str)
     )  # fmt: skip
 
 
-def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: str) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set(title="Where each replica's time went", xlabel=f"{clock} (s)", ylabel="rank")
-    axes.grid(visible=False, axis="y")
+def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]]) -> None:
+    axes.set_title("Where each replica's time went")
     ranks = np.arange(len(seconds))
     longest = max(sum(split.values()) for split in seconds.values())
     start = np.zeros(len(seconds))
@@ -303,19 +299,12 @@ def _draw_time(axes: Axes, seconds: Mapping[int, Mapping[str, float]], clock: st
                     ink = "white" if colour in ON_DARK else INK
                     axes.text(x + w / 2, y, share, ha="center", va="center", color=ink, fontsize=9)
         start = start + width
-    every = math.ceil(len(seconds) / NAMED_RANKS)
-    axes.set_yticks(ranks[::every], [str(rank) for rank in seconds][::every])
+    name_rows(axes, [str(rank) for rank in seconds])
     axes.set_xlim(0, longest * 1.02 or 1.0)
     centre, half = (len(seconds) - 1) / 2, max(len(seconds), FEWEST_RANKS) / 2 + 0.1
     axes.set_ylim(centre + half, centre - half)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:,.12g}"))
-    axes.tick_params(axis="y", length=0)
+    ticks(axes.xaxis)
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.47, 0), borderaxespad=3.7, ncols=5, fontsize=9,
         columnspacing=0.9, handlelength=1.0, handletextpad=0.5,
     )  # fmt: skip
-
-
-def _say(axes: Axes, words: str) -> None:
-    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#777777")

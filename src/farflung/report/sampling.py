@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from farflung.errors import DataError
 from farflung.report.pictures import (
     BLUE,
     GREEN,
     GREY,
     LIGHT_BLUE,
     RAW_AT_LEAST,
-    ROUND,
     VERMILLION,
     picture,
+    say,
     smooth,
+    ticks,
 )
+from farflung.report.reading import number
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -61,8 +62,12 @@ def sampling_picture(
         found: Steps = {}
         for rank, events in steps.items():
             for step, event in events.items():
-                if event.get(name) is not None:
-                    found.setdefault(step, []).append(_number(rank, event, name, at))
+                value = event.get(name)
+                if value is None:
+                    continue
+                if at is not None:
+                    value = value[at] if isinstance(value, list) and len(value) == QUANTILES else None
+                found.setdefault(step, []).append(number({**event, name: value}, name, f"rank {rank}"))
         return dict(sorted(found.items()))
 
     with picture(path, (13, 7.6), title, simulated=simulated) as figure:
@@ -74,7 +79,7 @@ def sampling_picture(
         _draw_groups(groups, values("scored"), values("groups"))
         _draw_ranks(ranks, [values("rank_within_5"), values("rank_within_10")], values("score_age"))
         for axes in (scores, worth):
-            axes.legend(fontsize=9)
+            axes.legend()
         for axes in (groups, ranks):
             axes.set_xlabel("step")
     return True
@@ -94,15 +99,6 @@ def _scored(events: Iterable[Event]) -> dict[int, Event]:
     return found
 
 
-def _number(rank: int, event: Event, name: str, at: int | None) -> float:
-    value = event[name]
-    if at is not None:
-        value = value[at] if isinstance(value, list) and len(value) == QUANTILES else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"rank {rank}: no number {name} in an event (step); the events are damaged")
-    return value
-
-
 def _means(values: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Steps, and the mean over replicas at each; with many, the moving mean over steps."""
     steps = np.array([*values], dtype=float)
@@ -115,53 +111,40 @@ def _line(axes: Axes, values: Steps, colour: str, label: str) -> None:
 
 
 def _draw_scores(axes: Axes, quantiles: list[Steps]) -> None:
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
     axes.set(title="Scores of the newest group", ylabel="score")
     (steps, lowest), (_, low), (_, middle), (_, high), (_, highest) = map(_means, quantiles)
     axes.fill_between(steps, lowest, highest, color=LIGHT_BLUE, linewidth=0, alpha=0.6, label="5 to 95 %")
     axes.fill_between(steps, low, high, color=BLUE, linewidth=0, alpha=0.4, label="25 to 75 %")
     axes.plot(steps, middle, color=BLUE, linewidth=2, label="median")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND, integer=True))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ticks(axes.xaxis, whole=True)
 
 
 def _draw_groups(axes: Axes, sizes: Steps, numbers: Steps) -> None:
     axes.set(title="Groups", ylabel="samples in the newest")
     _line(axes, sizes, BLUE, "samples in the newest")
-    beside = _beside(axes, "groups")
-    _line(beside, numbers, VERMILLION, "groups")
-    _legend(axes, beside)
+    _line_beside(axes, "groups", numbers, VERMILLION, "groups")
 
 
 def _draw_ranks(axes: Axes, shares: list[Steps], ages: Steps) -> None:
     axes.set(title="Ranks since the scores before", ylabel="share of samples (%)")
     if not ages:
-        axes.text(
-            0.5, 0.5, "no sample was scored anew yet", transform=axes.transAxes, ha="center", color="#777777"
-        )
+        say(axes, "no sample was scored anew yet")
         return
     for within, values, colour in zip((5, 10), shares, (BLUE, GREEN), strict=True):
         percent = {step: [100 * share for share in each] for step, each in values.items()}
         _line(axes, percent, colour, f"moved by less than {within} %")
     axes.set_ylim(0, 104)
-    beside = _beside(axes, "age of the scores before, in steps")
-    _line(beside, ages, GREY, "age of the scores before")
-    _legend(axes, beside)
+    _line_beside(axes, "age of the scores before, in steps", ages, GREY, "age of the scores before")
 
 
-def _beside(axes: Axes, label: str) -> Axes:
-    """An axis of its own on the right."""
-    beside: Axes = axes.twinx()
-    beside.set_ylabel(label)
+def _line_beside(axes: Axes, ylabel: str, values: Steps, colour: str, label: str) -> None:
+    """Draws a line on an axis of its own on the right, and one legend; values on both axes begin at 0."""
+    beside = axes.twinx()
+    beside.set_ylabel(ylabel)
     beside.grid(visible=False)
-    return beside
-
-
-def _legend(*axes: Axes) -> None:
-    """One for all of them, on the last, which lies above the others; their values begin at 0."""
-    lines = [line for each in axes for line in each.lines]
-    for each in axes:
-        each.set_ylim(bottom=0)
-    axes[-1].legend(lines, [str(line.get_label()) for line in lines], fontsize=9, loc="lower right")
+    _line(beside, values, colour, label)
+    axes.set_ylim(bottom=0)
+    beside.set_ylim(bottom=0)
+    lines = [*axes.lines, *beside.lines]
+    beside.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")

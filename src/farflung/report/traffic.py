@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from farflung.comm import KINDS
 from farflung.errors import DataError
-from farflung.extras import need
 from farflung.report.pictures import INK, NAMED_RANKS, picture
+from farflung.report.tables import new_table
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
@@ -52,21 +53,16 @@ def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
         raise DataError(
             f"rank {rank} has not come to the end of the run, where it tells what it has sent to whom"
         )
-    if "bytes_sent_to" not in ends[-1]:
+    sent: Any = ends[-1].get("bytes_sent_to")
+    if sent is None:
         raise DataError(f"rank {rank} has not told what it has sent to whom: the run is of an older version")
-    sent = ends[-1]["bytes_sent_to"]
-    damaged = DataError(
-        f"rank {rank}: bytes_sent_to at its end is no list of bytes for each kind; it is damaged"
-    )
-    if not isinstance(sent, dict):
-        raise damaged
-    checked: dict[str, list[int]] = {}
-    for kind, counts in sent.items():
-        if not isinstance(counts, list):
-            raise damaged
-        checked[kind] = [count for count in counts if type(count) is int and count >= 0]
-        if len(checked[kind]) != len(counts):
-            raise damaged
+    lists = list(sent.values()) if isinstance(sent, dict) else [None]
+    counts = [count for one in lists for count in (one if isinstance(one, list) else [None])]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise DataError(
+            f"rank {rank}: bytes_sent_to at its end is no list of bytes for each kind; it is damaged"
+        )
+    checked: dict[str, list[int]] = sent
     return checked
 
 
@@ -80,11 +76,7 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    need("a table", "rich", extra="report")
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title) if title else None, title_justify="left", show_footer=True)
+    table = new_table(title, show_footer=True)
     by_pair = {kind: _by_pair(senders) for kind, senders in sent.items()}
     table.add_column("from → to", "all", no_wrap=True)
     for kind, pairs in by_pair.items():
@@ -114,10 +106,7 @@ def traffic_picture(sent: SentByKind, path: Path, *, title: str) -> None:
       DataError: nothing was sent.
       MissingExtra: matplotlib is not installed.
     """
-    pairs: dict[tuple[int, int], int] = {}
-    for senders in sent.values():
-        for pair, count in _by_pair(senders).items():
-            pairs[pair] = pairs.get(pair, 0) + count
+    pairs = sum((Counter(_by_pair(senders)) for senders in sent.values()), Counter[tuple[int, int]]())
     if not pairs:
         raise DataError(f"no picture for {path}: nothing was sent")
     size = max(len(to) for senders in sent.values() for to in senders.values())

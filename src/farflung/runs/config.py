@@ -57,7 +57,7 @@ class RunOptions:
       replay: decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did.
       device: train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of
         them share; cpu when not given.
-      pace: compute no faster than this device: a name (``farflung networks`` lists them) or a TOML file. Replicas idle
+      pace: compute no faster than this device: a name (see ``farflung list devices``) or a TOML file. Replicas idle
         until its time has passed; steps for which this machine is too slow are counted.
       data_stays: refuse to train by a recipe that sends samples to other replicas, or has them computed there.
       endpoint: where torchrun or the like has started this process, how it connects to its peers.
@@ -77,7 +77,7 @@ class RunConfig:
     """Everything that decides a run, resolved: no value is left to a default.
 
     Args:
-      workload: what to train: a name (``farflung workloads`` lists them) or ``module:name``; fashion-mnist/cnn when not
+      workload: what to train: a name (see ``farflung list workloads``) or ``module:name``; fashion-mnist/cnn when not
         given.
       recipe: how to train together; synchronous when not given.
       training: for how long and with what settings.
@@ -355,9 +355,9 @@ class SimulatedConfig(RunConfig):
 
     Args:
       workers: replicas; as many as the network has nodes when not given, or 4.
-      network: what lies between the replicas: a name (``farflung networks`` lists them) or a TOML file; lan-1g when not
+      network: what lies between the replicas: a name (see ``farflung list networks``) or a TOML file; lan-1g when not
         given.
-      device: what each replica computes on: a name (``farflung networks`` lists them) or a TOML file; cpu-core when not
+      device: what each replica computes on: a name (see ``farflung list devices``) or a TOML file; cpu-core when not
         given.
       faults: a TOML file that says what goes wrong.
       count_evaluation: let evaluations and checkpoints take time on the simulated clock; they take none when not given.

@@ -113,6 +113,7 @@ def simulate_prepared(
     *,
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
+    trace: bool = False,
     said: set[str] | None = None,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
@@ -122,6 +123,7 @@ def simulate_prepared(
       show: gets the events of all replicas.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       checkpointed: whether checkpoints are kept.
+      trace: whether to tell of every exchange.
       said: the methods without rates of which somebody was told; grows.
 
     Raises:
@@ -129,13 +131,18 @@ def simulate_prepared(
       RunLost: a replica was lost.
     """
     with run.begun():
-        ended = _simulated(run, show, stop_asked, checkpointed)
+        ended = _simulated(run, show, stop_asked, checkpointed=checkpointed, trace=trace)
     say_uncharged(ended, set() if said is None else said)
     return ended
 
 
 def _simulated(
-    run: Prepared[SimulatedConfig], show: Sink, stop_asked: Callable[[], bool], checkpointed: bool
+    run: Prepared[SimulatedConfig],
+    show: Sink,
+    stop_asked: Callable[[], bool],
+    *,
+    checkpointed: bool,
+    trace: bool,
 ) -> Run:
     config, files = run.config, run.files
     decisions = files.decision_log()
@@ -157,6 +164,7 @@ def _simulated(
                 shares=shares,
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
+                trace=trace,
                 kind=partial(RecordedReplica, recorder=recorder),
             )
             replicas.append(replica)

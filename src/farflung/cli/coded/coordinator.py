@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-from rich.console import Console
-
-from farflung.cli.coded.progress import Watch
-from farflung.cli.coded.summary import summary_lines
+from farflung.cli.coded.common import CodedProgress, stopping, summary_lines
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
-from farflung.cli.progress import stderr_console
-from farflung.cli.tables import print_table
+from farflung.cli.output import OutputOptions, print_files, print_table, stderr_console
 from farflung.coded.folder import Folder
 from farflung.coded.learner import Learner
 from farflung.coded.meeting import Address
@@ -29,12 +19,10 @@ from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from farflung.report import coded_picture
 from farflung.runs import run_folder, settings_of
-from farflung.runs.stopping import on_stop
-from farflung.telemetry import Event
 
-__all__ = ["CODED_SETTINGS", "Coordinate", "stopping"]
+__all__ = ["Coordinate"]
 
-CODED_SETTINGS = {
+_SETTINGS = {
     name.removesuffix("_s"): one
     if one.default is None
     else replace(one, about=f"{one.about.rstrip('.')}; {one.default} when not given")
@@ -46,8 +34,8 @@ CODED_SETTINGS = {
 
 @spoken
 @dataclass(frozen=True)
-@with_options({**CODED_SETTINGS, **ENDPOINT})
-class Coordinate:
+@with_options({**_SETTINGS, **ENDPOINT})
+class Coordinate(OutputOptions):
     """Coordinate a run: wait for devices, have their data encoded, and train.
 
     Prints what to run elsewhere. Ctrl-C stops it after the iterate under way; the same command goes on from there.
@@ -62,10 +50,6 @@ class Coordinate:
     test: str | None = None
     """Tries the model on these samples at the end, which this process reads: a9a or covtype, for their test sets, or
     FILE.npz."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -79,18 +63,13 @@ class Coordinate:
             test=None if self.test is None else read_samples(self.test, test=True),
         )
         address, endpoint = Address.of(self.at), endpoint_of(self)
-        with stopping() as stop, Watch(run, quiet=self.quiet or self.json) as watch:
-
-            def told(event: Event) -> None:
-                watch(event)
-                stop(event)
-
+        with CodedProgress(run, quiet=self.quiet or self.json) as progress, stopping(progress) as stop_asked:
             outcome = run.coordinate(
                 address,
                 endpoint,
                 met=lambda at: None if self.quiet else self._say_where(at),
-                told=told,
-                stop_asked=stop.asked,
+                told=progress,
+                stop_asked=stop_asked,
             )
         picture = run.folder.picture
         title = f"Coded training of {len(outcome.summary['partitions'])} partitions"  # type: ignore[arg-type]
@@ -99,9 +78,7 @@ class Coordinate:
             print(json.dumps({**outcome.summary, "folder": str(run.folder.path)}))
         else:
             print_table(("what", "how much"), summary_lines(outcome.summary))
-            console = Console(file=sys.stdout)
-            console.print(f"picture    {picture}", soft_wrap=True, highlight=False)
-            console.print(f"model      {run.folder.model}", soft_wrap=True, highlight=False)
+            print_files(picture=picture, model=run.folder.model)
         return 130 if outcome.summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
@@ -121,33 +98,3 @@ class Coordinate:
         stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
         )
-
-
-class Stop:
-    """Whether somebody has asked to stop, and whether there is an iterate under way to be waited for."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._encoded = False
-
-    def __call__(self, event: Event) -> None:
-        """Hears of the run."""
-        self._encoded |= event["event"] == "encoded"
-
-    def asked(self) -> bool:
-        """Whether to stop."""
-        return self._asked.is_set()
-
-    def ask(self) -> None:
-        """The second time, and before training, at once."""
-        if self._asked.is_set() or not self._encoded:
-            raise KeyboardInterrupt
-        self._asked.set()
-
-
-@contextmanager
-def stopping() -> Iterator[Stop]:
-    """Inside, the first signal to stop asks, where there is an iterate to be waited for; else it interrupts."""
-    stop = Stop()
-    with on_stop(stop.ask):
-        yield stop

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
-import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import numpy as np
 import torch
-import tyro
-from rich.console import Console
 from torch import Tensor
 
-from farflung.cli.coded.coordinator import stopping
-from farflung.cli.coded.crowd import Crowd
-from farflung.cli.coded.progress import Watch
-from farflung.cli.coded.summary import encoding_words
+from farflung.cli.coded.common import CodedProgress, encoding_words, stopping
 from farflung.cli.main import spoken
-from farflung.cli.tables import print_table
+from farflung.cli.output import OutputOptions, print_files, print_table
+from farflung.coded.attendance import take_part
+from farflung.coded.blocks import Holding
 from farflung.coded.folder import Folder
 from farflung.coded.held import HeldProducts
 from farflung.coded.learner import Learner
+from farflung.coded.local import partitioned
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
 from farflung.coded.problem import Problem
@@ -33,9 +35,9 @@ from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import LOOPBACK
 from farflung.data import entries
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, FarflungError
 from farflung.report import coded_picture
-from farflung.report.summary import duration_words
+from farflung.report.tables import duration_words
 from farflung.runs import run_folder
 from farflung.runs.simulation import one_thread
 from farflung.seeding import derive, generator
@@ -53,7 +55,7 @@ _MAX_ITERATIONS = 500
 
 @spoken
 @dataclass(frozen=True)
-class Demo:
+class Demo(OutputOptions):
     """Train on devices of this machine, kill some of them on the way, and compare with training without a code.
 
     The data are a9a where it is at hand, and otherwise drawn from the seed.
@@ -79,10 +81,6 @@ class Demo:
     """Of synthetic data, of the code, and of who is killed."""
     folder: Path | None = None
     """Keeps the run; a new one under runs/ when not given."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the figures as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -110,22 +108,31 @@ class Demo:
         with ExitStack() as stack:
             stack.enter_context(one_thread())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
-            crowd = stack.enter_context(Crowd(scratch, _PATIENCE_S))
-            stop = stack.enter_context(stopping())
-            watch = stack.enter_context(Watch(run, quiet=self.quiet or self.json))
+            start, processes = stack.enter_context(_processes())
+            progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
+            stop_asked = stack.enter_context(stopping(progress))
+            addresses: list[Address] = []
 
             def met(at: Address) -> None:
-                crowd.begin(at, samples, labels, self.partitions)
+                addresses.append(at)
+                for number, rows in enumerate(partitioned(len(samples), self.partitions), start=1):
+                    path = scratch / f"part {number}.npz"
+                    np.savez(path, x=samples[rows].numpy(), y=labels[rows].numpy())
+                    start(at, path)
                 for _ in range(self.room):
-                    crowd.add()
+                    start(at)
 
             def told(event: Event) -> None:
-                watch(event)
-                stop(event)
-                if event["event"] == "iterate":
-                    self._happens(int(str(event["iterations"])), victims, crowd)
+                progress(event)
+                turn, rest = divmod(int(str(event.get("iterations", 0))), _EVERY)
+                if event["event"] != "iterate" or rest or not turn:
+                    return
+                if turn % 2 and turn // 2 < self.kill:
+                    processes[victims[turn // 2]].kill()
+                elif not turn % 2 and turn // 2 <= self.join:
+                    start(addresses[0])
 
-            outcome = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop.asked)
+            outcome = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop_asked)
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
@@ -142,16 +149,6 @@ class Demo:
             return "a9a", *read_samples("a9a"), read_samples("a9a", test=True)
         found = [_drawn(4000, self.seed, part) for part in ("train", "test")]
         return "synthetic data", *found[0], found[1]
-
-    def _happens(self, iterations: int, victims: list[int], crowd: Crowd) -> None:
-        """What is to happen at an iterate: those that come do so between those that are killed."""
-        turn, rest = divmod(iterations, _EVERY)
-        if rest or not turn:
-            return
-        if turn % 2 and turn // 2 < self.kill:
-            crowd.kill(victims[turn // 2])
-        elif not turn % 2 and turn // 2 <= self.join:
-            crowd.add()
 
     def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
         away = abs(summary["objective"] / summary["uncoded_objective"] - 1)
@@ -177,7 +174,42 @@ class Demo:
                 ("duration", duration_words(summary["duration_s"])),
             ],
         )
-        Console(file=sys.stdout).print(f"picture    {folder.picture}", soft_wrap=True, highlight=False)
+        print_files(picture=folder.picture)
+
+
+@contextmanager
+def _processes() -> Iterator[tuple[Callable[..., None], list[ForkServerProcess]]]:
+    """Gives a function that starts a device of an address and a file, and the processes of all devices.
+
+    They are forks of a process that has imported what they need; those that are left end with the context.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes: list[ForkServerProcess] = []
+
+    def start(address: Address, path: Path | None = None) -> None:
+        process = context.Process(target=_attend, args=(str(address), path), daemon=True)
+        process.start()
+        processes.append(process)
+
+    wait_s = 0.0
+    try:
+        yield start, processes
+        wait_s = _PATIENCE_S
+    finally:
+        for process in processes:
+            process.join(wait_s)
+            process.kill()
+            process.join()
+
+
+def _attend(address: str, path: Path | None) -> None:
+    torch.set_num_threads(1)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 2)  # what a device says that is killed half-way
+    holding = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
+    with suppress(FarflungError, KeyboardInterrupt):
+        take_part(Address.of(address), holding, patience_s=_PATIENCE_S)
 
 
 def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import tyro
 from rich.filesize import decimal
 
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, with_options
-from farflung.cli.progress import stderr_console
-from farflung.cli.tables import print_table
+from farflung.cli.output import print_table, stderr_console
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
@@ -27,7 +26,6 @@ from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import ConfigError
 from farflung.runs.stopping import on_stop
 from farflung.runtime import WallRuntime
-from farflung.types import Json
 
 __all__ = ["Attend"]
 
@@ -35,7 +33,7 @@ __all__ = ["Attend"]
 @spoken
 @dataclass(frozen=True, kw_only=True)
 @with_options(ENDPOINT)
-class Attend:
+class Attend(OutputOptions):
     """Take part in a run, with data or with room for coded blocks alone.
 
     Ctrl-C asks to leave: the device stays until others hold what it alone has. A second one ends it at once. When the
@@ -56,11 +54,7 @@ class Attend:
     patience: float = 600.0
     """Seconds to wait for a coordinator that is not there or silent."""
     pace: str | None = None
-    """Compute no faster than this device: a name (farflung networks lists them) or a TOML file."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
+    """Compute no faster than this device: a name (see farflung list devices) or a TOML file."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -112,8 +106,13 @@ class Attend:
         if self.json:
             print(json.dumps({**summary, "held_nbytes": holding.nbytes}))
             return
-        lines = [("rank", ", ".join(map(str, seat.ranks))), ("rounds answered", f"{summary['rounds']:,}")]
-        lines += [(f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(seat.sent.items())]
+        lines = [
+            ("rank", ", ".join(map(str, summary["ranks"]))),
+            ("rounds answered", f"{summary['rounds']:,}"),
+        ]
+        lines += [
+            (f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(summary["bytes_sent"].items())
+        ]
         print_table(("what", "how much"), [*lines, ("held", decimal(holding.nbytes))])
 
 
@@ -145,22 +144,12 @@ class _Seat:
         self._met[-1].leave()
         self._tell("leaves when others hold what it alone has; again: at once")
 
-    @property
-    def ranks(self) -> list[int]:
-        """That it had."""
-        return [device.rank for device in self._met]
-
-    @property
-    def sent(self) -> Counter[str]:
-        """Payload bytes, by kind of message."""
-        return sum((Counter(device.sent) for device in self._met), Counter())
-
-    def summary(self) -> dict[str, Json]:
-        """What it has done."""
+    def summary(self) -> dict[str, Any]:
+        """Gives what it has done; bytes by kind of message."""
         return {
-            "ranks": list(self.ranks),
+            "ranks": [device.rank for device in self._met],
             "rounds": sum(device.rounds for device in self._met),
             "refused": sum(device.refused for device in self._met),
-            "bytes_sent": dict(self.sent),
+            "bytes_sent": sum((Counter(device.sent) for device in self._met), Counter()),
             "left": self._asked,
         }

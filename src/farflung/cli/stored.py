@@ -1,7 +1,8 @@
-"""``farflung retime``: what a simulated run would have taken elsewhere, without simulating it again."""
+"""``farflung retime`` and ``farflung traffic``: what the folder of a run that has ended tells."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,14 +10,15 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.options import finish
+from farflung.cli.output import OutputOptions, print_files, stdout_console
 from farflung.cli.progress import Progress
 from farflung.runs import SimulatedConfig
 
-__all__ = ["Retime"]
+__all__ = ["Retime", "Traffic"]
 
 
 @dataclass(frozen=True)
-class Retime:
+class Retime(OutputOptions):
     """Time a simulated run anew on another network or other devices, without its arithmetic.
 
     What the replicas learned stays as it was, and every time is that of a fresh simulation. A run whose decision log
@@ -31,10 +33,6 @@ class Retime:
     """Instead of the run's: a name or a TOML file."""
     out: Path | None = None
     """The new run's folder; beside the old one when not given."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the summary as JSON on stdout and nothing else."""
-    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show no progress."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
@@ -47,4 +45,35 @@ class Retime:
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
         finish(run, as_json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Show how many bytes each replica has sent to each other in a run that has ended, by purpose, and draw it.
+
+    Payloads are counted from tensors, in real and in simulated runs alike. Gradients are whatever steps exchange.
+    """
+
+    run_folder: tyro.conf.Positional[Path]
+    """The folder of a run of farflung train or farflung simulate."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank. Nothing is drawn."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        from farflung.report import sent_by_kind, traffic_picture, traffic_table
+        from farflung.runs import RunFolder
+
+        files = RunFolder(self.run_folder)
+        files.stored_config()
+        sent = sent_by_kind(files.events())
+        if self.json:
+            print(json.dumps(sent))
+            return 0
+        title = f"payload bytes, {self.run_folder}"
+        stdout_console().print(traffic_table(sent, title=title))
+        if sent:
+            traffic_picture(sent, files.traffic_picture, title=title)
+            print_files(picture=files.traffic_picture)
         return 0

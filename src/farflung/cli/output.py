@@ -1,0 +1,60 @@
+"""What commands print: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from farflung.report import PLAIN_WIDTH
+
+__all__ = ["OutputOptions", "print_files", "print_table", "stderr_console", "stdout_console"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Options of a command that shows its progress and prints a result."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the result as JSON on stdout and nothing else."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show no progress."""
+
+
+def stdout_console() -> Console:
+    """Makes a console on stdout, of a fixed width where that is not a terminal."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def stderr_console() -> Console:
+    """Makes a console on stderr whose bar is for terminals alone, whatever the environment says of colours."""
+    terminal = False
+    with suppress(Exception):
+        terminal = sys.stderr.isatty()
+    return Console(
+        stderr=True, force_terminal=None if terminal else False, force_jupyter=False, highlight=False
+    )
+
+
+def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Prints ``lines`` of cells below the names of their columns; the first column is never wrapped."""
+    table = Table()
+    for place, name in enumerate(columns):
+        table.add_column(name, no_wrap=place == 0, style="bold" if place == 0 else None)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    stdout_console().print(table)
+
+
+def print_files(**files: Path | str) -> None:
+    """Prints the name and the path of each file that a command has written."""
+    for name, path in files.items():
+        stdout_console().print(Text(f"{name:10} {path}"), soft_wrap=True)
