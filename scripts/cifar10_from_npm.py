@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from farflung.data.archive import read_members
 from farflung.data.cifar import CIFAR10
+from farflung.data.source import read_members
 from farflung.errors import DataError
 
 NAMES = [*(f"package/data_batch_{i}.png" for i in range(1, 6)), "package/test_batch.png"]

@@ -77,7 +77,7 @@ class _Row:
             known, found = self.source.samples, self.location
             if found is None:
                 return known
-            whole = found.kind != "packaged" and not {*self.source.reduced} & {*found.names}
+            whole = found.kind != "packaged"
             if whole and known is not None:
                 return known
         try:

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from farflung.data.archive import read_members
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import File, Location, Source, locate, read_members, verify
 from farflung.errors import DataError
 
 __all__ = ["CIFAR10", "CIFAR100", "Layout", "load", "read"]

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
-from farflung.data.text import as_index
 from farflung.errors import DataError
 
-__all__ = ["SOURCE", "SYMBOLS", "load", "read"]
+__all__ = ["SOURCE", "SYMBOLS", "as_index", "load", "read"]
 
 SOURCE = CATALOG["tinyshakespeare"]
 
 SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def as_index(rows: Tensor) -> Tensor:
+    """Numbers of symbols in the type that embeddings take."""
+    return rows.to(torch.int64)
 
 
 def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:

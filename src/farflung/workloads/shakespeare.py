@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from farflung.data import shakespeare
 from farflung.errors import ConfigError
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads._classification import settings
-from farflung.workloads._init import build
-from farflung.workloads._recurrent import NextSymbol
-from farflung.workloads._transformer import Transformer
+from farflung.workloads.classification import build, settings
+from farflung.workloads.models import NextSymbol, Transformer
 
 __all__ = ["GPT", "LSTM"]
 

@@ -16,8 +16,7 @@ from typing_extensions import override
 from farflung.errors import ConfigError
 from farflung.seeding import RandomState, derive, generator
 from farflung.types import Batch, Dataset, Json, SampleIds
-from farflung.workloads._classification import settings
-from farflung.workloads._init import build
+from farflung.workloads.classification import build, settings
 
 __all__ = ["TorchWorkload"]
 
