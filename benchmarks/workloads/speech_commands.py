@@ -207,7 +207,8 @@ def read_features(path: Path, name: str, *, words: int, test: str) -> tuple[Tens
     keys = ("train_x", "train_y", f"{test}_x", f"{test}_y", "words")
     with (
         reading(path, "not the expected arrays, or truncated", DataError),
-        np.load(path, allow_pickle=False) as stored,
+        path.open("rb") as stream,
+        np.load(stream, allow_pickle=False) as stored,
     ):
         arrays = {key: stored[key] for key in keys}
     if arrays["words"].shape != (words,):

@@ -12,7 +12,7 @@ from farflung.data import catalog
 from farflung.data.cifar import CIFAR10, CIFAR100, Layout, load, read
 from farflung.data.source import Location, find
 from farflung.errors import DataError
-from tests.data.test_archive import pack
+from tests.data.test_source import pack
 
 
 def shrink(layout: Layout) -> Layout:
