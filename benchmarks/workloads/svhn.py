@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
 
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Normalize, RandomShift
@@ -95,8 +96,11 @@ def read(found: Location, *, counts: tuple[int, int]) -> tuple[TensorDataset, Te
     sets: list[TensorDataset] = []
     for file, count in zip(SOURCE.files, counts, strict=True):
         path = found.path(file.name)
-        with reading(path, "not a MATLAB file, or truncated", DataError):
-            arrays = loadmat(path, variable_names=["X", "y"])
+        try:
+            with reading(path, "not a MATLAB file, or truncated", DataError):
+                arrays = loadmat(path, variable_names=["X", "y"])
+        except MatReadError as error:
+            raise DataError(f"{path}: {error}") from None
         shapes = {name: arrays[name].shape for name in ("X", "y") if name in arrays}
         if shapes != {"X": (32, 32, 3, count), "y": (count, 1)}:
             raise DataError(f"{path}: expected X (32, 32, 3, {count}) and y ({count}, 1), found {shapes}")

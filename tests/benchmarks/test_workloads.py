@@ -29,8 +29,8 @@ from tests.data.test_source import pack
 
 ROOT = Path(__file__).parents[2]
 
-# Of each: shape of an input, values of its integers (0: floats), classes, parameters, and the mean loss of seed 0's model
-# on 4 samples that are drawn from seed 1, without dropout. MobileNetV2 for ImageNet has 3,504,872 parameters.
+# Of each: shape of an input, values of its integers (0: floats), classes, parameters, and the mean loss of seed 0's
+# model on 4 samples that are drawn from seed 1, without dropout. MobileNetV2 for ImageNet has 3,504,872 parameters.
 GOLDEN: dict[str, tuple[tuple[int, ...], int, int, int, float]] = {
     "ag-news/attentive-lstm": ((48,), 10_000, 4, 16_840_388, 1.38087),
     "ag-news/lstm": ((48,), 10_000, 4, 707_076, 1.56655),
