@@ -97,8 +97,8 @@ def read(found: Location, *, counts: tuple[int, int]) -> tuple[TensorDataset, Te
     for file, count in zip(SOURCE.files, counts, strict=True):
         path = found.path(file.name)
         try:
-            with reading(path, "not a MATLAB file, or truncated", DataError):
-                arrays = loadmat(path, variable_names=["X", "y"])
+            with reading(path, "not a MATLAB file, or truncated", DataError), path.open("rb") as stream:
+                arrays = loadmat(stream, variable_names=["X", "y"])
         except MatReadError as error:
             raise DataError(f"{path}: {error}") from None
         shapes = {name: arrays[name].shape for name in ("X", "y") if name in arrays}
