@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
-from farflung.data.shakespeare import as_index
 from farflung.data.source import File, Location, Source, locate, members, verify
 from farflung.errors import DataError
 from farflung.files import reading
@@ -176,7 +175,7 @@ def read_ag_news(
                 encode(tokens, numbers, length),
                 labels,
                 labels,
-                transform=as_index,
+                transform=Tensor.long,
                 origin=f"ag-news, {found.folder}",
             )
         )
@@ -245,7 +244,7 @@ def read_newsgroups(
         labels = torch.tensor([names.index(group) for group, _ in split])
         rows = encode(tokens, numbers, length)
         sets.append(
-            TensorDataset(rows, labels, labels, transform=as_index, origin=f"20newsgroups, {found.folder}")
+            TensorDataset(rows, labels, labels, transform=Tensor.long, origin=f"20newsgroups, {found.folder}")
         )
     return sets[0], sets[1]
 

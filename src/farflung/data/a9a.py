@@ -23,16 +23,11 @@ from farflung.errors import DataError
 from farflung.extras import need
 from farflung.files import reading
 
-__all__ = ["SOURCE", "as_float", "load", "read"]
+__all__ = ["SOURCE", "load", "read"]
 
 SOURCE = CATALOG["a9a"]
 
 _COLUMNS = 123
-
-
-def as_float(rows: Tensor) -> Tensor:
-    """``rows`` of shape ``(n, 123)`` as float32."""
-    return rows.to(torch.float32)
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
@@ -71,7 +66,9 @@ def read(
                 f"found {len(rows)} and {int((targets == 1).sum())}"
             )
         classes = (targets + 1) // 2
-        sets.append(TensorDataset(rows, targets, classes, transform=as_float, origin=f"a9a, {found.folder}"))
+        sets.append(
+            TensorDataset(rows, targets, classes, transform=Tensor.float, origin=f"a9a, {found.folder}")
+        )
     return sets[0], sets[1]
 
 

@@ -16,16 +16,11 @@ from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 
-__all__ = ["SOURCE", "SYMBOLS", "as_index", "load", "read"]
+__all__ = ["SOURCE", "SYMBOLS", "load", "read"]
 
 SOURCE = CATALOG["tinyshakespeare"]
 
 SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-
-
-def as_index(rows: Tensor) -> Tensor:
-    """Numbers of symbols in the type that embeddings take."""
-    return rows.to(torch.int64)
 
 
 def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
@@ -68,7 +63,7 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
             TensorDataset(  # windows are views, however much they overlap
                 inputs[:-1].unfold(0, length, step),
                 targets[1:].unfold(0, length, step),
-                transform=as_index,
+                transform=Tensor.long,
                 origin=f"tinyshakespeare, {found.folder}",
             )
         )

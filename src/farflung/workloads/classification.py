@@ -48,7 +48,6 @@ class Classification:
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """The training and the test set."""
         return self.load()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,25 @@ from farflung.workloads.models import NextSymbol, Transformer
 __all__ = ["GPT", "LSTM"]
 
 
+@dataclass
 class _NextCharacter:
     """Predicts each character of a window from those before it in the window.
 
     A sample is a window; its loss is the mean over its characters, its score the share predicted right.
     """
+
+    every: ClassVar[int | None] = None
+    """Characters between the starts of two training windows; ``None``: those of a window."""
+
+    length: int = 64
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Windows of the first nine tenths of the text, and of the last."""
+        return self._windows
+
+    @cached_property
+    def _windows(self) -> tuple[Dataset, Dataset]:
+        return shakespeare.load(length=self.length, every=self.every)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over the characters of each window."""
@@ -50,7 +65,6 @@ class LSTM(_NextCharacter):
       hidden: width of the LSTM.
     """
 
-    length: int = 64
     hidden: int = 128
     name: str = field(default="tinyshakespeare/lstm", init=False)
     defaults: Mapping[str, Json] = field(
@@ -67,14 +81,6 @@ class LSTM(_NextCharacter):
     def model(self, generator: torch.Generator) -> nn.Module:
         """A fresh model whose initial weights depend on ``generator`` alone."""
         return build(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
-
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        """Windows of the first nine tenths of the text, and of the last."""
-        return self._windows
-
-    @cached_property
-    def _windows(self) -> tuple[Dataset, Dataset]:
-        return shakespeare.load(length=self.length)
 
 
 @dataclass
@@ -99,7 +105,8 @@ class GPT(_NextCharacter):
     Reference: Karpathy, nanoGPT, the settings of its README for a laptop.
     """
 
-    length: int = 64
+    every: ClassVar[int | None] = 1
+
     layers: int = 4
     heads: int = 4
     width: int = 128
@@ -133,13 +140,5 @@ class GPT(_NextCharacter):
         """A fresh model whose initial weights depend on ``generator`` alone."""
         return build(self._network, generator)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        """Windows of the first nine tenths of the text, and of the last."""
-        return self._windows
-
     def _network(self) -> nn.Module:
         return Transformer(len(shakespeare.SYMBOLS), self.length, self.layers, self.heads, self.width)
-
-    @cached_property
-    def _windows(self) -> tuple[Dataset, Dataset]:
-        return shakespeare.load(length=self.length, every=1)
