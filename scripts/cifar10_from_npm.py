@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from farflung.data.archive import read_members
 from farflung.data.cifar import CIFAR10
+from farflung.data.source import read_members
 from farflung.errors import DataError
 
 NAMES = [*(f"package/data_batch_{i}.png" for i in range(1, 6)), "package/test_batch.png"]
@@ -48,7 +48,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     labels = json.loads(train) + json.loads(test)
-    for index, (image, (name, md5)) in enumerate(zip(images, CIFAR10.md5.items(), strict=True)):
+    for index, (image, (name, md5)) in enumerate(zip(images, CIFAR10.files.items(), strict=True)):
         content = records(image, labels[10_000 * index : 10_000 * (index + 1)])
         found = hashlib.md5(content).hexdigest()
         if found != md5:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import farflung
-from farflung.data import Share, aid
+from farflung.data import Share, a9a
 from farflung.data.source import Location
 from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import MissingExtra
@@ -94,8 +94,8 @@ def say_what_is_missing(events: list[Event]) -> None:
             "the stream kafka needs confluent_kafka: [kafka]",
         ),
         (
-            lambda: aid.read(Location(here, ("aid-64.tar",), "folder"), count=1, classes=1),
-            "data set aid-64 needs PIL: [data]",
+            lambda: a9a.read(Location(here, ("a9a", "a9a.t"), "folder"), counts=(1, 1), above=(0, 0)),
+            "data set a9a needs sklearn: [sklearn]",
         ),
         (
             lambda: importlib.import_module("farflung.coded.estimators"),

@@ -17,14 +17,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 IMPORTED_AS = {
     "confluent-kafka": "confluent_kafka",
-    "pillow": "PIL",
     "pyzmq": "zmq",
     "scikit-learn": "sklearn",
 }
 USERS = (
     "report",
     "cli",
-    "data",
     "kafka",
     "lab",
     "lightning",
@@ -83,7 +81,7 @@ def test_what_is_imported_is_installed_with_it() -> None:
 def test_all_is_every_extra_of_users() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     assert set(re.findall(r"\w+", everything)) == {
-        *("farflung", "cli", "data", "kafka", "lab", "sklearn", "tensorboard")
+        *("farflung", "cli", "kafka", "lab", "sklearn", "tensorboard")
     }
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
 

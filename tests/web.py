@@ -19,9 +19,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = CONTENT
-        self.ranges = True
         self.break_after: list[int] = []
-        self.asked: list[str | None] = []
+        self.asked = 0
         self.status = 200
 
     def file(self, **known: object) -> File:
@@ -34,27 +33,17 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET with byte ranges."""
+    """GET."""
 
     server: Server
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.headers.get("Range"))
+        self.server.asked += 1
         if self.server.status != 200:
             self.send_error(self.server.status)
             return
-        start = 0
-        if self.headers.get("Range") and self.server.ranges:
-            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-            if start >= len(self.server.content):
-                self.send_error(416)
-                return
-            self.send_response(206)
-            size = len(self.server.content)
-            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
-        else:
-            self.send_response(200)
-        body = self.server.content[start:]
+        body = self.server.content
+        self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: self.server.break_after.pop(0)] if self.server.break_after else body)

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks.workloads.aid import small_network
 from farflung.comm import cost_s
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 from farflung.types import Workload
-from farflung.workloads import Classification, mobilenet, resnet, vgg, workload
+from farflung.workloads import Classification, resnet, vgg, workload
 
 __all__ = [
     "APPLICATIONS",
@@ -115,7 +116,7 @@ def workload_of(name: str) -> Workload:
 @functools.cache
 def _workload(small: str, network: Callable[[], nn.Module] | None) -> Workload:
     task = workload(small)
-    return task if network is None else Classification(f"{small}, halved", network, task.datasets, {})
+    return task if network is None else Classification(f"{task.name}, halved", network, task.datasets, {})
 
 
 def _halved(network: Callable[[], nn.Module]) -> nn.Module:
@@ -125,7 +126,7 @@ def _halved(network: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _vgg() -> nn.Module:
-    """That of ``speech-commands/vgg``, for spectrograms of half the size."""
+    """That of :func:`benchmarks.workloads.speech_commands.vgg`, for spectrograms of half the size."""
     return vgg((1, 32, 50), (16, None, 32, None, 64, None, 64, None), 64, 9)
 
 
@@ -167,14 +168,21 @@ APPLICATIONS = {
     "cifar100": _pictures(
         "cifar100", "cifar100/resnet50", 23_705_252, 2_596_028_416, "cifar100/resnet8", 100
     ),
-    "svhn": _pictures("svhn", "svhn/resnet18", 11_173_962, 1_110_845_440, "svhn/resnet8", 10),
+    "svhn": _pictures(
+        "svhn",
+        "benchmarks.workloads.svhn:resnet18",
+        11_173_962,
+        1_110_845_440,
+        "benchmarks.workloads.svhn:resnet8",
+        10,
+    ),
     "aid": Application(
         "aid",
-        "aid/mobilenetv2",
+        "benchmarks.workloads.aid:mobilenetv2",
         2_262_302,
         48_973_824,
-        "aid/mobilenet",
-        partial(_halved, partial(mobilenet, 30)),
+        "benchmarks.workloads.aid:mobilenet",
+        partial(_halved, partial(small_network, 30)),
         batch_size=32,
         steps=1000,
         most=256,
@@ -182,10 +190,10 @@ APPLICATIONS = {
     ),
     "speech": Application(
         "speech",
-        "speech-commands/vgg13",
+        "benchmarks.workloads.speech_commands:vgg13",
         9_807_587,
         2_806_366_976,
-        "speech-commands/vgg",
+        "benchmarks.workloads.speech_commands:vgg",
         partial(_halved, _vgg),
         batch_size=64,
         steps=600,
@@ -194,10 +202,10 @@ APPLICATIONS = {
     ),
     "agnews": Application(
         "agnews",
-        "ag-news/attentive-lstm",
+        "benchmarks.workloads.news:ag_news_attentive_lstm",
         16_840_388,
         931_872_768,
-        "ag-news/lstm",
+        "benchmarks.workloads.news:ag_news_lstm",
         None,
         batch_size=64,
         steps=500,

@@ -10,9 +10,11 @@ import json
 import os
 import re
 import struct
+import tarfile
 import time
 import tomllib
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -53,6 +55,8 @@ _DAMAGE = (
     ValueError,
     csv.Error,
     struct.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
     zlib.error,
 )
 """What content that is not what it should be makes a reader raise; RuntimeError is recursion's, and torch's, too."""

@@ -90,7 +90,7 @@ def test_shared_labels_are_divided() -> None:
 
 
 def test_labels_that_nobody_would_hold() -> None:
-    with pytest.raises(ConfigError, match="leave 6 of 10 labels to nobody; take at least 3"):
+    with pytest.raises(ConfigError, match="leave 6 of 10 labels out; take at least 3"):
         by_label(LABELS, 4, 1)
     with pytest.raises(ConfigError, match="11 labels each: this data set has 10"):
         by_label(LABELS, 4, 11)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from farflung.data import catalog, locate
-from farflung.data.source import File, Source, find, verify
+from farflung.data.source import File, Source, find, members, read_members, verify
 from farflung.errors import ConfigError, DataError, UnknownName
 
 TOY = Source(
@@ -114,10 +116,71 @@ def test_catalog(places: tuple[Path, Path]) -> None:
         assert row.source.title
         assert row.source.files
         for file in row.source.files:
-            assert bool(file.url) != bool(row.source.by_hand), "an address, or how to come by it"
+            assert file.url
     put(places[0] / "fashion-mnist", fashion.source.files[0].name)
     (broken,) = (row for row in catalog.entries() if row.source.name == "fashion-mnist")
     assert broken.location is None
     assert "incomplete" in broken.trouble
     with pytest.raises(UnknownName, match="unknown data set 'x'"):
         catalog.source_named("x")
+
+
+def test_a_data_set_that_a_module_declares() -> None:
+    assert catalog.source_named("tests.data.test_source:TOY").title == "two files"
+    with pytest.raises(
+        ConfigError, match=r"data set 'tests\.data\.test_source:put' is function, not a farflung"
+    ):
+        catalog.source_named("tests.data.test_source:put")
+
+
+def test_a_data_set_that_has_moved_says_where() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data set 'svhn' is benchmarks\.workloads\.svhn:SOURCE in a checkout"
+    ):
+        catalog.source_named("svhn")
+    for name in catalog._MOVED.values():
+        assert isinstance(catalog.source_named(f"benchmarks.workloads.{name}"), Source)
+
+
+# --- archives -------------------------------------------------------------------------------------------------------
+
+
+def pack(path: Path, files: dict[str, bytes], mode: str = "w:gz") -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        archive.addfile(link)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_members(tmp_path: Path, mode: str) -> None:
+    path = pack(tmp_path / "a.tar", {"./x/1": b"one", "x/2": b"", "y/3": b"three"}, mode)
+    assert list(members(path, lambda name: name != "y/3")) == [("x/1", b"one"), ("x/2", b"")]
+    assert read_members(path, ["y/3", "x/1"]) == [b"three", b"one"]
+    with pytest.raises(DataError, match="no x/4 in it"):
+        read_members(path, ["x/1", "x/4"])
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("keep", [0.0, 0.2, 0.5, 0.9])
+def test_a_truncated_archive(tmp_path: Path, mode: str, keep: float) -> None:
+    content = bytes(i * i % 251 for i in range(100_000))
+    path = pack(tmp_path / "a.tar", {"x": content}, mode)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * (len(whole) - 4096 if mode == "w" else len(whole)))])
+    with pytest.raises(DataError, match=r"a\.tar: .*truncated"):
+        read_members(path, ["x"])
+
+
+def test_not_an_archive_and_absent(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(b"hello" * 1000)
+    with pytest.raises(DataError, match="not a tar archive"):
+        list(members(path, bool))
+    with pytest.raises(DataError, match="No such file"):
+        list(members(tmp_path / "b", bool))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import re
 from collections.abc import Callable
@@ -9,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from farflung.cli.settings import option_types, read_settings
 from farflung.cli.simulate import Simulate
 from farflung.comm.keys import load_keys, make_keys
-from farflung.data.idx import read_idx, write_idx
+from farflung.data.fashion_mnist import read_idx
 from farflung.devices import CodingRates, Moment, load_device
 from farflung.replica import load_tree
 from farflung.runs import Filed, Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
@@ -148,7 +147,8 @@ def examples(folder: Path) -> dict[str, Kind]:
     }.items():
         (folder / name).write_text(text)
     public, _ = make_keys(folder / "keys", "here")
-    write_idx(folder / "data-idx3-ubyte.gz", torch.arange(60, dtype=torch.uint8).reshape(5, 4, 3))
+    idx = bytes((0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 3, *range(60)))
+    (folder / "data-idx3-ubyte.gz").write_bytes(gzip.compress(idx))
     run = folder / "run"
     simulate(
         "synthetic/quadratic", "synchronous(codec=topk(density=0.5), collective=auto)", out=run, steps=2, workers=2,
@@ -166,7 +166,7 @@ def examples(folder: Path) -> dict[str, Kind]:
         "settings as JSON": Kind(folder / "settings.json", _settings),
         "secret key": Kind(folder / "keys" / "here.secret", lambda path: load_keys(path.parent)),
         "public key": Kind(public, lambda path: load_keys(path.parent)),
-        "data": Kind(folder / "data-idx3-ubyte.gz", lambda path: read_idx(path, shape=(None, 4, 3))),
+        "data": Kind(folder / "data-idx3-ubyte.gz", lambda path: read_idx(path, (5, 4, 3))),
         "configuration": Kind(run / "config.json", lambda path: _resumed(path.parent)),
         "summary": Kind(run / "summary.json", _summary),
         "telemetry": Kind(run / "telemetry" / "rank-0.jsonl", lambda path: retime(path.parents[1], network="4g")),

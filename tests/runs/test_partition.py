@@ -196,7 +196,7 @@ def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> No
     ("how", "says"),
     [
         ("lables", "unknown partition 'lables'; known: by_order, dirichlet, iid, labels, shared"),
-        ("labels(k=1)", "2 parts of 1 labels leave 8 of 10 labels to nobody"),
+        ("labels(k=1)", "2 parts of 1 labels leave 8 of 10 labels out"),
         ("labels(k=0)", "k must be a whole number, 1 or more"),
         ("labels(n=1)", "partition 'labels(n=1)': "),
         ("dirichlet(alpha=-1)", "alpha must be a number above 0"),

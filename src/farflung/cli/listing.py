@@ -206,7 +206,7 @@ def _samples_of(task: Workload, source: Source | None) -> tuple[bool, str, tuple
             location = find(source)
             if location is None:
                 return False, f"absent; {source.remedy}", known
-            if location.kind == "packaged" or {*source.reduced} & {*location.names}:
+            if location.kind == "packaged":
                 known = None
         if known is None:
             train, test = task.datasets()

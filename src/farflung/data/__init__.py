@@ -6,9 +6,7 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.data.catalog import CATALOG, Entry, entries, source_named
-    from farflung.data.datasets import Subset, TensorDataset
-    from farflung.data.download import fetch
-    from farflung.data.holding import Holding
+    from farflung.data.datasets import Holding, Subset, TensorDataset
     from farflung.data.partition import (
         IID,
         PARTITIONS,
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
         in_order,
     )
     from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
-    from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, locate
+    from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
     from farflung.data.streams import STREAMS
     from farflung.data.streams.buffer import Buffer, Buffering
     from farflung.data.streams.in_memory import InMemory, RateLimited

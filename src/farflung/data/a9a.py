@@ -1,7 +1,8 @@
 """a9a: 32,561 + 16,281 people of the census of 1994, 123 yes-or-no columns, and whether they earned over $50,000.
 
 The Adult data set as LIBSVM publishes it: measured columns are cut at their quintiles, so every entry is 0 or 1. Read
-from the official text files ``a9a`` and ``a9a.t``, or from these packed by gzip or bzip2.
+from the official text files ``a9a`` and ``a9a.t``, or from these packed by gzip or bzip2. Needs scikit-learn (the extra
+``sklearn``).
 
 References: Kohavi, "Scaling up the accuracy of naive-Bayes classifiers", 1996; Platt, "Fast training of support vector
 machines using sequential minimal optimization", 1998, for the columns.
@@ -11,26 +12,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.data.archive import content
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate
 from farflung.errors import DataError
+from farflung.extras import need
+from farflung.files import reading
 
-__all__ = ["SOURCE", "as_float", "load", "read"]
+__all__ = ["SOURCE", "load", "read"]
 
 SOURCE = CATALOG["a9a"]
 
-
 _COLUMNS = 123
-
-
-def as_float(rows: Tensor) -> Tensor:
-    """``rows`` of shape ``(n, 123)`` as float32."""
-    return rows.to(torch.float32)
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
@@ -38,6 +35,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
     Raises:
       DataError: absent, truncated or altered files.
+      MissingExtra: scikit-learn is not installed.
     """
     return read(locate(SOURCE), counts=(32_561, 16_281), above=(7_841, 3_846))
 
@@ -54,8 +52,10 @@ def read(
         instead.
 
     Raises:
-      DataError: truncated, or lines that are not what they should be; names file and line.
+      DataError: truncated, or lines that are not what they should be.
+      MissingExtra: scikit-learn is not installed.
     """
+    need("data set a9a", "sklearn", extra="sklearn")
     sets: list[TensorDataset] = []
     for name, count, positive in zip(found.names, counts, above, strict=True):
         path = found.path(name)
@@ -66,32 +66,18 @@ def read(
                 f"found {len(rows)} and {int((targets == 1).sum())}"
             )
         classes = (targets + 1) // 2
-        sets.append(TensorDataset(rows, targets, classes, transform=as_float, origin=f"a9a, {found.folder}"))
+        sets.append(
+            TensorDataset(rows, targets, classes, transform=Tensor.float, origin=f"a9a, {found.folder}")
+        )
     return sets[0], sets[1]
 
 
 def _parsed(path: Path) -> tuple[Tensor, Tensor]:
-    """Rows, uint8, and labels of a file in LIBSVM's format, ``label column:1 column:1 ...`` with columns from 1 on."""
-    labels: list[int] = []
-    places: list[int] = []
-    for number, line in enumerate(content(path).splitlines(), start=1):
-        label, *entries = line.split() or [b""]
-        if label not in (b"-1", b"+1", b"1"):
-            raise DataError(f"{path}, line {number}: expected a label of -1 or +1, found {_shown(label)}")
-        start = len(labels) * _COLUMNS - 1
-        for entry in entries:
-            column, _, value = entry.partition(b":")
-            if value != b"1" or not column.isdigit() or len(column) > 3 or not 1 <= int(column) <= _COLUMNS:
-                raise DataError(
-                    f"{path}, line {number}: expected column:1 with columns 1 to {_COLUMNS}, found {_shown(entry)}"
-                )
-            places.append(start + int(column))
-        labels.append(int(label))
-    rows = torch.zeros(len(labels) * _COLUMNS, dtype=torch.uint8)
-    rows[torch.tensor(places, dtype=torch.int64)] = 1
-    return rows.view(len(labels), _COLUMNS), torch.tensor(labels, dtype=torch.int64)
+    """Rows, uint8, and labels of a file in LIBSVM's format."""
+    from sklearn.datasets import load_svmlight_file
 
-
-def _shown(text: bytes) -> str:
-    """A piece of a line, as far as a message has room for it."""
-    return repr(text[:30].decode("utf-8", "replace"))
+    with reading(path, "not a text in LIBSVM's format, or truncated", DataError):
+        rows, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
+    if not (rows.data == 1).all() or not np.isin(labels, (-1, 1)).all():
+        raise DataError(f"{path}: expected labels of -1 and 1 and entries of 1, found others")
+    return torch.from_numpy(rows.toarray().astype(np.uint8)), torch.from_numpy(labels.astype(np.int64))

@@ -1,20 +1,18 @@
-"""All data sets farflung can read: files, sizes, checksums, addresses, licences, and what is at hand."""
+"""The data sets that farflung reads: files, sizes, checksums, addresses, licences, and what is at hand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from farflung.data.source import File, Location, Source, find
-from farflung.errors import DataError, UnknownName
+from farflung.errors import ConfigError, DataError, UnknownName
+from farflung.spec import imported
 
 __all__ = ["CATALOG", "Entry", "entries", "source_named"]
 
-_AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 _FASHION_MNIST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary"
-_SPEECH_COMMANDS = "http://download.tensorflow.org/data/"
-_SVHN = "http://ufldl.stanford.edu/housenumbers/"
 
 CATALOG: dict[str, Source] = {
     item.name: item
@@ -38,29 +36,6 @@ CATALOG: dict[str, Source] = {
             ),
             layouts=(("a9a.gz", "a9a.t.gz"), ("a9a.bz2", "a9a.t.bz2")),
             samples=(32_561, 16_281),
-        ),
-        Source(
-            name="ag-news",
-            title="120,000 + 7,600 news in 4 classes",
-            licence="non-commercial research",
-            homepage="http://groups.di.unipi.it/~gulli/AG_corpus_of_news_articles.html",
-            files=(
-                File("train.csv", 29470338, _AG_NEWS + "train.csv", md5="b1a00f826fdfbd249f79597b59e1dc12"),
-                File("test.csv", 1857427, _AG_NEWS + "test.csv", md5="d52ea96a97a2d943681189a97654912d"),
-            ),
-            layouts=(("train.csv", "test.csv"), ("train-5000.csv", "test.csv")),
-            samples=(120_000, 7_600),
-            reduced=("train-5000.csv",),
-        ),
-        Source(
-            name="aid-64",
-            title="10,000 aerial images, colour 64x64, 30 classes",
-            licence="research use, AID authors",
-            homepage="https://captain-whu.github.io/AID/",
-            files=(File("aid-64.tar"),),
-            by_hand="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
-            "<Class>/<file>.jpg into FARFLUNG_DATA/aid-64/aid-64.tar",
-            samples=(8_000, 2_000),
         ),
         Source(
             name="cifar-10",
@@ -150,22 +125,6 @@ CATALOG: dict[str, Source] = {
             samples=(60_000, 10_000),
         ),
         Source(
-            name="20newsgroups",
-            title="11,314 + 7,532 Usenet posts in 20 groups",
-            licence="public Usenet posts",
-            homepage="http://qwone.com/~jason/20Newsgroups/",
-            files=(
-                File(
-                    "20news-bydate.tar.gz",
-                    14464277,
-                    "https://ndownloader.figshare.com/files/5975967",
-                    sha256="8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610",
-                ),
-            ),
-            layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
-            samples=(11_314, 7_532),
-        ),
-        Source(
             name="tinyshakespeare",
             title="1,115,394 characters of plays, 65 symbols",
             licence="public domain",
@@ -178,67 +137,6 @@ CATALOG: dict[str, Source] = {
                     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
                 ),
             ),
-        ),
-        Source(
-            name="speech-commands-9",
-            title="4,500 + 500 spoken words, 9 words, log-mel 64x101",
-            licence="CC BY 4.0",
-            homepage="https://arxiv.org/abs/1804.03209",
-            files=(File("log-mel.npz"),),
-            by_hand="it comes as one file, log-mel.npz; without it take all words of the official archive: "
-            'data="v0.02", fetched with: farflung data fetch speech-commands-v0.02',
-            samples=(4_500, 500),
-        ),
-        Source(
-            name="speech-commands-v0.01",
-            title="64,727 spoken words, 30 words, WAV 16 kHz",
-            licence="CC BY 4.0",
-            homepage="https://arxiv.org/abs/1804.03209",
-            files=(
-                File(
-                    "speech_commands_v0.01.tar.gz",
-                    1489096277,
-                    _SPEECH_COMMANDS + "speech_commands_v0.01.tar.gz",
-                    sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
-                ),
-            ),
-            layouts=(("log-mel.npz",),),
-        ),
-        Source(
-            name="speech-commands-v0.02",
-            title="105,829 spoken words, 35 words, WAV 16 kHz",
-            licence="CC BY 4.0",
-            homepage="https://arxiv.org/abs/1804.03209",
-            files=(
-                File(
-                    "speech_commands_v0.02.tar.gz",
-                    2428923189,
-                    _SPEECH_COMMANDS + "speech_commands_v0.02.tar.gz",
-                    sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
-                ),
-            ),
-            layouts=(("log-mel.npz",),),
-        ),
-        Source(
-            name="svhn",
-            title="73,257 + 26,032 house-number digits, colour 32x32",
-            licence="non-commercial use",
-            homepage=_SVHN,
-            files=(
-                File(
-                    "train_32x32.mat",
-                    182040794,
-                    _SVHN + "train_32x32.mat",
-                    md5="e26dedcc434d2e4c54c9b2d4a06d8373",
-                ),
-                File(
-                    "test_32x32.mat",
-                    64275384,
-                    _SVHN + "test_32x32.mat",
-                    md5="eb5a983be6a315427106f1b164d9cef3",
-                ),
-            ),
-            samples=(73_257, 26_032),
         ),
     )
 }
@@ -267,15 +165,37 @@ class Entry:
 
 
 def source_named(name: str) -> Source:
-    """The data set called ``name``.
+    """The data set called ``name``, or one that a module declares, as ``module:name``.
 
     Raises:
       UnknownName: there is none.
+      ConfigError: it is in no package any more, or what the module has is no :class:`Source`.
     """
+    if ":" in name:
+        made = imported("data set", name)
+        if not isinstance(made, Source):
+            raise ConfigError(f"data set {name!r} is {type(made).__name__}, not a farflung.data.Source")
+        return made
+    if name in _MOVED:
+        raise ConfigError(
+            f"data set {name!r} is benchmarks.workloads.{_MOVED[name]} in a checkout of farflung"
+        )
     try:
         return CATALOG[name]
     except KeyError:
         raise UnknownName("data set", name, CATALOG) from None
+
+
+_MOVED = {
+    "20newsgroups": "news:NEWSGROUPS",
+    "ag-news": "news:AG_NEWS",
+    "aid-64": "aid:SOURCE",
+    "speech-commands-9": "speech_commands:NINE",
+    "speech-commands-v0.01": "speech_commands:V0_01",
+    "speech-commands-v0.02": "speech_commands:V0_02",
+    "svhn": "svhn:SOURCE",
+}
+"""Data sets of earlier versions, by the object that has each now."""
 
 
 def entries() -> list[Entry]:

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from farflung.data.archive import read_members
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
-from farflung.data.source import File, Location, Source, locate, verify
+from farflung.data.source import File, Location, Source, locate, read_members, verify
 from farflung.errors import DataError
 
 __all__ = ["CIFAR10", "CIFAR100", "Layout", "load", "read"]
@@ -32,55 +31,53 @@ class Layout:
 
     Args:
       source: name, archive and folder.
-      train: training files and the records in each.
-      test: test files and the records in each.
+      md5: published checksums of the unpacked files, in the order of the folder's layout, the test file last.
+      records: in each training file, and in the test file.
       label_bytes: bytes before the pixels; the last one is the class.
       classes: how many.
       normalize: mean and spread of the training pixels.
-      md5: published checksums of the unpacked files.
     """
 
     source: Source
-    train: dict[str, int]
-    test: dict[str, int]
+    md5: tuple[str, ...]
+    records: tuple[int, int]
     label_bytes: int
     classes: int
     normalize: Normalize
-    md5: dict[str, str]
 
+    @property
+    def files(self) -> dict[str, str]:
+        """The checksum of each unpacked file by its name."""
+        return dict(zip(self.source.layouts[0], self.md5, strict=True))
 
-((*_TEN, _TEN_TEST),) = CATALOG["cifar-10"].layouts
-((_HUNDRED, _HUNDRED_TEST),) = CATALOG["cifar-100"].layouts
 
 CIFAR10 = Layout(
     source=CATALOG["cifar-10"],
-    train=dict.fromkeys(_TEN, 10_000),
-    test={_TEN_TEST: 10_000},
+    md5=(
+        "5dd7e06a14cb22eb9f671a540d1b7c25",
+        "5ea93a67294ea407fff1d09f752e9692",
+        "942cd6a4bcdd0dd3c604fbe906cb4421",
+        "ae636b3ba5c66a11e91e8cb52e771fcb",
+        "53f37980c15c3d472c316c40844f3f0d",
+        "803d5f7f4d78ea53de84dbe85f74fb6d",
+    ),
+    records=(10_000, 10_000),
     label_bytes=1,
     classes=10,
     normalize=Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    md5={
-        _TEN[0]: "5dd7e06a14cb22eb9f671a540d1b7c25",
-        _TEN[1]: "5ea93a67294ea407fff1d09f752e9692",
-        _TEN[2]: "942cd6a4bcdd0dd3c604fbe906cb4421",
-        _TEN[3]: "ae636b3ba5c66a11e91e8cb52e771fcb",
-        _TEN[4]: "53f37980c15c3d472c316c40844f3f0d",
-        _TEN_TEST: "803d5f7f4d78ea53de84dbe85f74fb6d",
-    },
 )
 """CIFAR-10."""
 
 CIFAR100 = Layout(
     source=CATALOG["cifar-100"],
-    train={_HUNDRED: 50_000},
-    test={_HUNDRED_TEST: 10_000},
+    md5=(
+        "6172c7755cfe09b2fe270c85cebc1b15",
+        "4499cfba6c016c1be1438163640a0898",
+    ),
+    records=(50_000, 10_000),
     label_bytes=2,
     classes=100,
     normalize=Normalize((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    md5={
-        _HUNDRED: "6172c7755cfe09b2fe270c85cebc1b15",
-        _HUNDRED_TEST: "4499cfba6c016c1be1438163640a0898",
-    },
 )
 """CIFAR-100 with its 100 fine classes."""
 
@@ -97,7 +94,7 @@ def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDatase
     """
     found = locate(layout.source)
     if found.names != tuple(file.name for file in layout.source.files):
-        for name, md5 in layout.md5.items():
+        for name, md5 in layout.files.items():
             verify(found.path(name), File(name, md5=md5))
     return read(found, layout, shift=shift)
 
@@ -108,31 +105,28 @@ def read(found: Location, layout: Layout, *, shift: int = 2) -> tuple[TensorData
     Raises:
       DataError: absent or truncated files, or classes that do not exist.
     """
-    names = [*layout.train, *layout.test]
     archive = layout.source.files[0].name
     if found.names == (archive,):
         path = found.path(archive)
-        contents = read_members(path, names)
+        contents = read_members(path, list(layout.files))
     else:
         path = found.folder
-        contents = [found.path(name).read_bytes() for name in names]
-    split = len(layout.train)
-    return (
-        _dataset(path, layout, layout.train, contents[:split], Chain(RandomShift(shift), RandomFlip())),
-        _dataset(path, layout, layout.test, contents[split:], None),
-    )
-
-
-def _dataset(
-    path: Path, layout: Layout, files: dict[str, int], contents: list[bytes], augment: Chain | None
-) -> TensorDataset:
+        contents = [found.path(name).read_bytes() for name in layout.files]
     size = layout.label_bytes + _PIXELS
-    for (name, count), content in zip(files.items(), contents, strict=True):
+    train, test = layout.records
+    counts = [*[train] * (len(contents) - 1), test]
+    for name, count, content in zip(layout.files, counts, contents, strict=True):
         if len(content) != count * size:
             raise DataError(
                 f"{path}: {name}: expected {count} records of {size} bytes ({count * size}), "
                 f"found {len(content)} bytes"
             )
+    augment = Chain(RandomShift(shift), RandomFlip())
+    return _dataset(path, layout, contents[:-1], augment), _dataset(path, layout, contents[-1:], None)
+
+
+def _dataset(path: Path, layout: Layout, contents: list[bytes], augment: Chain | None) -> TensorDataset:
+    size = layout.label_bytes + _PIXELS
     records = np.frombuffer(bytearray().join(contents), dtype=np.uint8).reshape(-1, size)
     labels = torch.from_numpy(records[:, layout.label_bytes - 1].astype(np.int64))
     if len(labels) and int(labels.max()) >= layout.classes:

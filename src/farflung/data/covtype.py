@@ -9,24 +9,22 @@ Reference: Blackard & Dean, "Comparative accuracies of artificial neural network
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.data.archive import gunzip
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
+from farflung.files import reading
 from farflung.seeding import derive
 
 __all__ = ["SOURCE", "Standardize", "load", "read"]
 
 SOURCE = CATALOG["covtype"]
-
 
 _COLUMNS, _MEASURED, _CLASSES = 54, 10, 7
 _SPLIT_SEED = 0
@@ -68,12 +66,9 @@ def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
       DataError: truncated, or rows that are not what they should be.
     """
     path = found.path(found.names[0])
-    text = gunzip(path)
     header = 0 if found.names == (SOURCE.files[0].name,) else 1
-    try:
-        table = np.loadtxt(io.BytesIO(text), dtype=np.int16, delimiter=",", skiprows=header, ndmin=2)
-    except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
+    with reading(path, "not a table of whole numbers, or truncated", DataError):
+        table = np.loadtxt(path, dtype=np.int16, delimiter=",", skiprows=header, ndmin=2)
     if table.shape != (count, _COLUMNS + 1):
         raise DataError(
             f"{path}: expected {count} rows of {_COLUMNS + 1} columns, found {table.shape[0]} of {table.shape[1]}"

@@ -8,32 +8,25 @@ Reference: Xiao, Rasul, Vollgraf, "Fashion-MNIST", 2017, arXiv:1708.07747.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.idx import read_idx
 from farflung.data.images import Normalize, RandomFlip
 from farflung.data.source import Location, Which, locate
 from farflung.errors import DataError
+from farflung.files import reading
 
-__all__ = ["CLASSES", "SOURCE", "load", "read"]
+__all__ = ["SOURCE", "load", "read", "read_idx"]
 
 SOURCE = CATALOG["fashion-mnist"]
-
-
-CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
 
 # SHA-256 after decompression, in the order of SOURCE.files: recompressed copies (Debian's) are the same data.
 _FULL = (
@@ -90,11 +83,9 @@ def read(
     sets = []
     for split, count in enumerate(counts):
         images, labels = SOURCE.files[2 * split], SOURCE.files[2 * split + 1]
-        pixels = read_idx(found.path(images.name), shape=(count, 28, 28), sha256=sha256[2 * split])
-        classes = read_idx(found.path(labels.name), shape=(count,), sha256=sha256[2 * split + 1]).to(
-            torch.int64
-        )
-        if count and int(classes.max()) >= len(CLASSES):
+        pixels = read_idx(found.path(images.name), (count, 28, 28), sha256=sha256[2 * split])
+        classes = read_idx(found.path(labels.name), (count,), sha256=sha256[2 * split + 1]).to(torch.int64)
+        if count and int(classes.max()) >= 10:
             raise DataError(f"{found.path(labels.name)}: expected labels 0 to 9, found {int(classes.max())}")
         origin = f"fashion-mnist, {'packaged subset' if found.kind == 'packaged' else found.folder}"
         sets.append(
@@ -108,3 +99,41 @@ def read(
             )
         )
     return sets[0], sets[1]
+
+
+def read_idx(path: Path, shape: tuple[int, ...], *, sha256: str = "") -> Tensor:
+    """Reads a gzipped IDX file: four bytes that name type and dimensions, sizes of 32 bits, unsigned bytes.
+
+    Args:
+      path: the file.
+      shape: that it must have.
+      sha256: of the unpacked content, since one content may have been packed by unlike programs; empty to leave it
+        unchecked.
+
+    Returns:
+      A uint8 tensor.
+
+    Raises:
+      DataError: not such a file, of another shape, truncated or altered.
+    """
+    start = 4 + 4 * len(shape)
+    size = start + math.prod(shape)
+    with reading(path, "not a gzip file, or damaged or truncated", DataError), gzip.open(path) as stream:
+        content = stream.read(size + 1)
+    magic = bytes((0, 0, 8, len(shape)))
+    if content[:4] != magic or len(content) < start:
+        raise DataError(f"{path}: not an IDX file of bytes in {len(shape)} dimensions")
+    found = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+    if found != shape:
+        raise DataError(f"{path}: expected {_sizes(shape)} bytes, found {_sizes(found)}")
+    if len(content) != size:
+        many = "more" if len(content) > size else len(content)
+        raise DataError(f"{path}: expected {size} unpacked bytes, found {many}")
+    digest = hashlib.sha256(content).hexdigest()
+    if sha256 not in ("", digest):
+        raise DataError(f"{path}: wrong checksum: expected sha256 {sha256} of its content, found {digest}")
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(shape))
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -40,7 +40,6 @@ class IID:
     """A random equal split, see :func:`iid`."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part."""
         return iid(len(data), parts, seed=seed)
 
 
@@ -49,7 +48,6 @@ class ByOrder:
     """Consecutive runs, see :func:`in_order`."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part; the seed changes nothing."""
         del seed
         return in_order(len(data), parts)
 
@@ -66,7 +64,6 @@ class Labels:
             raise ConfigError(f"partition labels(k={number!r}): k must be a whole number, 1 or more")
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part."""
         return by_label(_classes("labels", data), parts, self.k, seed=seed)
 
 
@@ -82,7 +79,6 @@ class Dirichlet:
             raise ConfigError(f"partition dirichlet(alpha={number!r}): alpha must be a number above 0")
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part."""
         return dirichlet(_classes("dirichlet", data), parts, self.alpha, seed=seed)
 
 
@@ -125,10 +121,10 @@ def by_label(labels: Tensor, parts: int, per_part: int = 1, *, seed: int = 0) ->
       labels: class of each sample, 0 to C - 1.
       parts: how many replicas.
       per_part: labels each, at most C.
-      seed: for who gets which samples of a shared label, and for the order within a part.
+      seed: for the division of a shared label, and for the order within a part.
 
     Raises:
-      ConfigError: fewer places than labels, which would leave samples to nobody; or more labels each than exist.
+      ConfigError: fewer places than labels, which would leave samples out; or more labels each than exist.
     """
     _check(len(labels), parts)
     classes = int(labels.max()) + 1
@@ -136,7 +132,7 @@ def by_label(labels: Tensor, parts: int, per_part: int = 1, *, seed: int = 0) ->
         raise ConfigError(f"{per_part} labels each: this data set has {classes}")
     if parts * per_part < classes:
         raise ConfigError(
-            f"{parts} parts of {per_part} labels leave {classes - parts * per_part} of {classes} labels to nobody; "
+            f"{parts} parts of {per_part} labels leave {classes - parts * per_part} of {classes} labels out; "
             f"take at least {-(-classes // parts)} labels each"
         )
     random = _random(seed, "labels")
@@ -187,7 +183,9 @@ def dirichlet(
             shares = random.dirichlet(np.full(parts, alpha))
             if balanced:
                 shares = shares * (sizes < total / parts)
-            if not shares.sum() > 0:  # underflow at tiny alpha, or everybody has enough: one part gets all
+            if (
+                not shares.sum() > 0
+            ):  # underflow at tiny alpha, or all parts have enough: the smallest gets all
                 shares = np.zeros(parts)
                 shares[int(sizes.argmin())] = 1.0
             cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)

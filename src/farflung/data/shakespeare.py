@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
-from farflung.data.text import as_index
 from farflung.errors import DataError
 
 __all__ = ["SOURCE", "SYMBOLS", "load", "read"]
@@ -63,7 +63,7 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
             TensorDataset(  # windows are views, however much they overlap
                 inputs[:-1].unfold(0, length, step),
                 targets[1:].unfold(0, length, step),
-                transform=as_index,
+                transform=Tensor.long,
                 origin=f"tinyshakespeare, {found.folder}",
             )
         )

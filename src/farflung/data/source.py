@@ -1,4 +1,4 @@
-"""Where data comes from: a folder of the user's, the cache, or the subset inside the package.
+"""Where data sets are found, and how their files are fetched and verified.
 
 A data set called NAME is looked for in ``$FARFLUNG_DATA/NAME``, then in ``$FARFLUNG_CACHE/NAME`` (the cache is
 ``~/.cache/farflung`` when the variable is not set), then among the packaged subsets. Nothing is downloaded on the
@@ -8,12 +8,19 @@ way: ``farflung data fetch NAME`` does that, into the cache.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
+import socket
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from farflung.errors import ConfigError, DataError
+from farflung.files import reading
 
 __all__ = [
     "File",
@@ -22,17 +29,21 @@ __all__ = [
     "Which",
     "cache_folder",
     "data_folder",
+    "fetch",
     "find",
-    "folders",
     "locate",
+    "members",
+    "read_members",
     "verify",
 ]
 
 Which: TypeAlias = Literal["auto", "packaged", "full"]
-"""``packaged``: the subset inside the package, whatever lies around; ``full``: the official set or an error;
+"""``packaged``: the subset inside the package, whatever else is there; ``full``: the official set or an error;
 ``auto``: the official set when it is at hand, else the subset."""
 
 PACKAGED = Path(__file__).parent / "packaged"
+
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,8 @@ class Source:
       files: the official files; together they are the data set.
       layouts: other sets of file names that hold the same samples, tried before ``files``.
       packaged: whether a subset is inside the package.
-      by_hand: how to come by the files when they have no address.
+      how_to_get: what to do when the files are not at hand; the command that fetches them when empty.
       samples: training and test samples in the official files; ``None`` where that depends on how they are cut.
-      reduced: names of files that hold fewer samples than the official ones.
     """
 
     name: str
@@ -81,16 +91,13 @@ class Source:
     files: tuple[File, ...]
     layouts: tuple[tuple[str, ...], ...] = ()
     packaged: bool = False
-    by_hand: str = ""
+    how_to_get: str = ""
     samples: tuple[int, int] | None = None
-    reduced: tuple[str, ...] = ()
 
     @property
     def remedy(self) -> str:
         """What to do when the files are not at hand."""
-        if self.by_hand:
-            return self.by_hand
-        return f"fetch it with: farflung data fetch {self.name}"
+        return self.how_to_get or f"fetch it with: farflung data fetch {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,9 @@ class Location:
         return self.folder / name
 
 
+# --- where files are ------------------------------------------------------------------------------------------------
+
+
 def data_folder() -> Path | None:
     """The user's folder of data sets, from ``FARFLUNG_DATA``; ``None`` when not set.
 
@@ -128,19 +138,9 @@ def data_folder() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: ``FARFLUNG_CACHE``, else ``~/.cache/farflung``; it need not exist."""
+    """Where fetched files are kept: ``FARFLUNG_CACHE``, or ``~/.cache/farflung``."""
     value = os.environ.get("FARFLUNG_CACHE")
     return Path(value).expanduser() if value else Path.home() / ".cache" / "farflung"
-
-
-def folders(source: Source) -> list[tuple[Path, Literal["folder", "cache"]]]:
-    """The folders in which ``source`` is looked for, in order."""
-    found: list[tuple[Path, Literal["folder", "cache"]]] = []
-    mine = data_folder()
-    if mine is not None:
-        found.append((mine / source.name, "folder"))
-    found.append((cache_folder() / source.name, "cache"))
-    return found
 
 
 def find(source: Source, which: Which = "auto") -> Location | None:
@@ -154,7 +154,7 @@ def find(source: Source, which: Which = "auto") -> Location | None:
     if which not in ("auto", "packaged", "full"):
         raise ConfigError(f"data={which!r} is not one of auto, packaged, full")
     if which != "packaged":
-        for folder, kind in folders(source):
+        for kind, folder in _folders(source).items():
             layout = _complete(source, folder)
             if layout is not None:
                 return Location(folder, layout, kind)
@@ -175,47 +175,135 @@ def locate(source: Source, which: Which = "auto") -> Location:
         return found
     if which == "packaged":
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
-    tried = " and ".join(
-        f"{folder} ({'FARFLUNG_DATA' if kind == 'folder' else 'cache'})" for folder, kind in folders(source)
-    )
+    names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
+    tried = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
     raise DataError(f"{source.name} is not at hand: looked in {tried}; {source.remedy}")
 
 
+def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:
+    """The folders in which ``source`` is looked for, in order."""
+    cache, given = cache_folder() / source.name, data_folder()
+    return {"cache": cache} if given is None else {"folder": given / source.name, "cache": cache}
+
+
 def _complete(source: Source, folder: Path) -> tuple[str, ...] | None:
-    """The names of the first layout that ``folder`` holds whole; ``None`` when it holds nothing of any."""
-    partial: list[str] | None = None
+    """The names of the first layout of which ``folder`` holds all files; ``None`` when it holds none of any."""
+    partial: list[str] = []
     for layout in (*source.layouts, tuple(file.name for file in source.files)):
         absent = [name for name in layout if not (folder / name).is_file()]
         if not absent:
             return layout
-        if len(absent) < len(layout) and (partial is None or len(absent) < len(partial)):
+        if len(absent) < len(layout) and (not partial or len(absent) < len(partial)):
             partial = absent
-    if partial is not None:
+    if partial:
         raise DataError(f"{source.name} in {folder} is incomplete: no {', '.join(partial)}; {source.remedy}")
     return None
 
 
-def verify(path: Path, file: File) -> None:
+# --- what files hold ------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path, file: File, *, called: str = "") -> None:
     """Checks size and checksum of a file.
+
+    Args:
+      path: of the file.
+      file: what is known of it.
+      called: its name in an error; the path when empty.
 
     Raises:
       DataError: they differ, in one line that names the file and both values.
     """
+    called = called or str(path)
     size = path.stat().st_size
     if file.nbytes is not None and size != file.nbytes:
-        raise DataError(f"{path}: expected {file.nbytes} bytes, found {size}")
-    for kind, expected in (("sha256", file.sha256), ("md5", file.md5)):
-        if not expected:
-            continue
+        raise DataError(f"{called}: expected {file.nbytes} bytes, found {size}")
+    kind, expected = ("sha256", file.sha256) if file.sha256 else ("md5", file.md5)
+    if expected:
         with path.open("rb") as stream:
             found = hashlib.file_digest(stream, kind).hexdigest()
-        if found != expected:
-            raise DataError(f"{path}: wrong checksum: expected {kind} {expected}, found {found}")
-        return
-    if file.lines_sha256:
+    elif file.lines_sha256:
+        kind, expected = "sha256 of lines", file.lines_sha256
         lines = b"\n".join(line.rstrip() for line in path.read_bytes().splitlines())
         found = hashlib.sha256(lines).hexdigest()
-        if found != file.lines_sha256:
-            raise DataError(
-                f"{path}: wrong checksum: expected sha256 {file.lines_sha256} of its lines, found {found}"
-            )
+    else:
+        return
+    if found != expected:
+        raise DataError(f"{called}: wrong checksum: expected {kind} {expected}, found {found}")
+
+
+def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each regular file in a tar archive whose name is ``wanted``, in the archive's order.
+
+    Nothing is unpacked to disk. A leading ``./`` is taken off the names.
+
+    Raises:
+      DataError: not a tar archive, or truncated.
+    """
+    with reading(path, "not a tar archive, or truncated", DataError), tarfile.open(path) as archive:
+        for member in archive:
+            name = member.name.removeprefix("./")
+            content = archive.extractfile(member) if member.isreg() and wanted(name) else None
+            if content is not None:
+                yield name, content.read()
+
+
+def read_members(path: Path, names: Sequence[str]) -> list[bytes]:
+    """The contents of the files called ``names`` in a tar archive, in that order.
+
+    Raises:
+      DataError: a broken archive, or one without them.
+    """
+    found = dict(members(path, names.__contains__))
+    if absent := [name for name in names if name not in found]:
+        raise DataError(f"{path}: truncated, or another archive: no {', '.join(absent)} in it")
+    return [found[name] for name in names]
+
+
+# --- fetching -------------------------------------------------------------------------------------------------------
+
+
+def fetch(source: Source, *, progress: bool = False) -> Path:
+    """Downloads the official files of ``source`` that the cache does not hold, or not intact.
+
+    A file gets its name when it is whole and verified.
+
+    Args:
+      source: what to fetch.
+      progress: whether a bar on stderr shows how far a file is.
+
+    Returns:
+      The folder that now holds every official file.
+
+    Raises:
+      DataError: no address, no connection, or a wrong size or checksum.
+    """
+    folder = cache_folder() / source.name
+    if not all(file.url for file in source.files):
+        raise DataError(f"{source.name} cannot be fetched: {source.remedy}")
+    for file in source.files:
+        path = folder / file.name
+        if path.is_file():
+            with suppress(DataError):
+                verify(path, file)
+                continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as scratch:
+            part = Path(scratch) / "part"
+            _download(file.url, part, progress=progress)
+            verify(part, file, called=file.url)
+            part.replace(path)
+    return folder
+
+
+def _download(url: str, path: Path, *, progress: bool) -> None:
+    from torch.hub import download_url_to_file
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT_S)  # torch waits without a deadline
+    try:
+        download_url_to_file(url, str(path), progress=progress)
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"cannot download {url}: {str(error) or type(error).__name__}") from None
+    finally:
+        socket.setdefaulttimeout(before)

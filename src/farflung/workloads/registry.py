@@ -9,68 +9,55 @@ from farflung.data import CATALOG, Source
 from farflung.errors import ConfigError, UnknownName
 from farflung.spec import build
 from farflung.types import Json, Workload
-from farflung.workloads import (
-    aid,
-    cifar,
-    covtype,
-    fashion_mnist,
-    news,
-    shakespeare,
-    speech_commands,
-    svhn,
-    synthetic,
-)
+from farflung.workloads import classifiers, shakespeare, synthetic
 
 __all__ = ["DATA", "WORKLOADS", "check_workload", "data_of", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "ag-news/attentive-lstm": news.ag_news_attentive_lstm,
-    "ag-news/lstm": news.ag_news_lstm,
-    "aid/mobilenet": aid.mobilenet,
-    "aid/mobilenetv2": aid.mobilenetv2,
-    "cifar10/resnet18": cifar.resnet18,
-    "cifar10/resnet20": cifar.resnet20,
-    "cifar10/resnet32": cifar.resnet32,
-    "cifar10/resnet8": cifar.resnet8,
-    "cifar10/vgg": cifar.small_vgg,
-    "cifar100/resnet50": cifar.cifar100_resnet50,
-    "cifar100/resnet8": cifar.cifar100_resnet8,
-    "covtype/softmax": covtype.softmax,
-    "fashion-mnist/cnn": fashion_mnist.cnn,
-    "fashion-mnist/mlp": fashion_mnist.mlp,
-    "newsgroups/lstm": news.newsgroups_lstm,
-    "speech-commands/vgg": speech_commands.vgg,
-    "speech-commands/vgg13": speech_commands.vgg13,
-    "svhn/resnet18": svhn.resnet18,
-    "svhn/resnet8": svhn.resnet8,
+    "cifar10/resnet18": classifiers.cifar10_resnet18,
+    "cifar10/resnet20": classifiers.cifar10_resnet20,
+    "cifar10/resnet32": classifiers.cifar10_resnet32,
+    "cifar10/resnet8": classifiers.cifar10_resnet8,
+    "cifar10/vgg": classifiers.cifar10_vgg,
+    "cifar100/resnet50": classifiers.cifar100_resnet50,
+    "cifar100/resnet8": classifiers.cifar100_resnet8,
+    "covtype/softmax": classifiers.covtype_softmax,
+    "fashion-mnist/cnn": classifiers.fashion_mnist_cnn,
+    "fashion-mnist/mlp": classifiers.fashion_mnist_mlp,
     "synthetic/quadratic": synthetic.Quadratic,
     "tinyshakespeare/gpt": shakespeare.GPT,
     "tinyshakespeare/lstm": shakespeare.LSTM,
 }
 """Each can be called without arguments; the arguments it takes are its options."""
 
-
 DATA: dict[str, Source | None] = {
-    "ag-news": CATALOG["ag-news"],
-    "aid": CATALOG["aid-64"],
     "cifar10": CATALOG["cifar-10"],
     "cifar100": CATALOG["cifar-100"],
     "covtype": CATALOG["covtype"],
     "fashion-mnist": CATALOG["fashion-mnist"],
-    "newsgroups": CATALOG["20newsgroups"],
-    "speech-commands": CATALOG["speech-commands-9"],
-    "speech-commands/vgg13": CATALOG["speech-commands-v0.02"],
-    "svhn": CATALOG["svhn"],
     "synthetic": None,
     "tinyshakespeare": CATALOG["tinyshakespeare"],
 }
-"""The data set that each family of workloads (the part of a name before the slash) trains on without options, and that
-of those which have another; ``None`` where the samples are made up."""
+"""The data set that each family of workloads (the part of a name before the slash) trains on without options; ``None``
+where the samples are made up."""
+
+_MOVED = {
+    "ag-news/attentive-lstm": "news:ag_news_attentive_lstm",
+    "ag-news/lstm": "news:ag_news_lstm",
+    "aid/mobilenet": "aid:mobilenet",
+    "aid/mobilenetv2": "aid:mobilenetv2",
+    "newsgroups/lstm": "news:newsgroups_lstm",
+    "speech-commands/vgg": "speech_commands:vgg",
+    "speech-commands/vgg13": "speech_commands:vgg13",
+    "svhn/resnet18": "svhn:resnet18",
+    "svhn/resnet8": "svhn:resnet8",
+}
+"""Workloads of earlier versions, by the function that makes each now."""
 
 
 def data_of(name: str) -> Source | None:
     """The data set that the workload called ``name`` trains on without options; ``None`` where samples are made up."""
-    return DATA[name] if name in DATA else DATA[name.split("/", maxsplit=1)[0]]
+    return DATA[name.split("/", maxsplit=1)[0]]
 
 
 def workload(name: str, **options: Json) -> Workload:
@@ -83,13 +70,17 @@ def workload(name: str, **options: Json) -> Workload:
 
     Raises:
       UnknownName: no such workload.
-      ConfigError: an option it does not have, or something that is no workload.
+      ConfigError: one that the package has no more, an option it does not have, or something that is no workload.
 
     >>> workload("synthetic/quadratic", dim=8).name
     'synthetic/quadratic'
     """
     if ":" in name:
         return check_workload(build("workload", name, {}, options))
+    if name in _MOVED:
+        raise ConfigError(
+            f"workload {name} is benchmarks.workloads.{_MOVED[name]} now, in a checkout of farflung's repository"
+        )
     try:
         factory = WORKLOADS[name]
     except KeyError:

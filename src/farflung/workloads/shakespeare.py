@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from farflung.data import shakespeare
 from farflung.errors import ConfigError
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads._classification import settings
-from farflung.workloads._init import build
-from farflung.workloads._recurrent import NextSymbol
-from farflung.workloads._transformer import Transformer
+from farflung.workloads.classification import build, settings
+from farflung.workloads.models import NextSymbol, Transformer
 
 __all__ = ["GPT", "LSTM"]
 
 
+@dataclass
 class _NextCharacter:
     """Predicts each character of a window from those before it in the window.
 
@@ -29,6 +28,18 @@ class _NextCharacter:
     """
 
     draws_from_torch_alone: ClassVar[bool] = True
+    every: ClassVar[int | None] = None
+    """Characters between the starts of two training windows; ``None``: those of a window."""
+
+    length: int = 64
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Windows of the first nine tenths of the text, and of the last."""
+        return self._windows
+
+    @cached_property
+    def _windows(self) -> tuple[Dataset, Dataset]:
+        return shakespeare.load(length=self.length, every=self.every)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over the characters of each window."""
@@ -55,7 +66,6 @@ class LSTM(_NextCharacter):
       hidden: width of the LSTM.
     """
 
-    length: int = 64
     hidden: int = 128
     name: str = field(default="tinyshakespeare/lstm", init=False)
     defaults: Mapping[str, Json] = field(
@@ -72,14 +82,6 @@ class LSTM(_NextCharacter):
     def model(self, generator: torch.Generator) -> nn.Module:
         """A fresh model whose initial weights depend on ``generator`` alone."""
         return build(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
-
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        """Windows of the first nine tenths of the text, and of the last."""
-        return self._windows
-
-    @cached_property
-    def _windows(self) -> tuple[Dataset, Dataset]:
-        return shakespeare.load(length=self.length)
 
 
 @dataclass
@@ -104,7 +106,8 @@ class GPT(_NextCharacter):
     Reference: Karpathy, nanoGPT, the settings of its README for a laptop.
     """
 
-    length: int = 64
+    every: ClassVar[int | None] = 1
+
     layers: int = 4
     heads: int = 4
     width: int = 128
@@ -138,13 +141,5 @@ class GPT(_NextCharacter):
         """A fresh model whose initial weights depend on ``generator`` alone."""
         return build(self._network, generator)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        """Windows of the first nine tenths of the text, and of the last."""
-        return self._windows
-
     def _network(self) -> nn.Module:
         return Transformer(len(shakespeare.SYMBOLS), self.length, self.layers, self.heads, self.width)
-
-    @cached_property
-    def _windows(self) -> tuple[Dataset, Dataset]:
-        return shakespeare.load(length=self.length, every=1)

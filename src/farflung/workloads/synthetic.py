@@ -16,8 +16,7 @@ from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
 from farflung.seeding import generator as seeded
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads._classification import settings
-from farflung.workloads._init import build
+from farflung.workloads.classification import build, settings
 
 __all__ = ["Point", "Quadratic"]
 

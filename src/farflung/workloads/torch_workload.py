@@ -16,8 +16,7 @@ from typing_extensions import override
 from farflung.errors import ConfigError
 from farflung.seeding import RandomState, derive, generator
 from farflung.types import Batch, Dataset, Json, SampleIds
-from farflung.workloads._classification import settings
-from farflung.workloads._init import build
+from farflung.workloads.classification import build, settings
 
 __all__ = ["TorchWorkload"]
 
@@ -99,11 +98,9 @@ class TorchWorkload:
         return made
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of each sample, shape ``(n,)``."""
         return self._flat("loss", self._loss(model(batch.inputs), batch.targets), batch)
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The score of each sample, shape ``(n,)``."""
         outputs: Tensor = model(batch.inputs)
         if self._metric is not None:
             return self._flat("metric", self._metric(outputs, batch.targets), batch)
@@ -112,7 +109,6 @@ class TorchWorkload:
         return -self._flat("loss", self._loss(outputs, batch.targets), batch)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """The training and the test set."""
         return self._train, self._test
 
     def _flat(self, what: str, values: object, batch: Batch) -> Tensor:
@@ -178,7 +174,6 @@ class _Mapped:
         return labels.to(torch.int64) if whole else None
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """The samples, collated."""
         return self.prepare(self.rows(ids), train=train)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
@@ -187,7 +182,6 @@ class _Mapped:
         return rows
 
     def rows(self, ids: SampleIds) -> Batch:
-        """The samples, collated."""
         inputs, targets = default_collate([tuple(self._data[index]) for index in ids.tolist()])
         if not (isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             raise ConfigError(

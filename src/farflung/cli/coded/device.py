@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, with_options
-from farflung.cli.output import print_table, stderr_console
+from farflung.cli.output import OutputOptions, print_table, stderr_console
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device

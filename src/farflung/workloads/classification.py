@@ -1,4 +1,4 @@
-"""What all classifiers share: cross-entropy per sample, accuracy per sample."""
+"""Classifiers: cross-entropy per sample, accuracy per sample; and what all workloads share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads._init import build
 
-__all__ = ["Classification", "mercury_settings", "settings"]
+__all__ = ["Classification", "build", "mercury_settings", "settings"]
 
 
 @dataclass(slots=True)
@@ -51,8 +50,23 @@ class Classification:
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """The training and the test set."""
         return self.load()
+
+
+def build(network: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+    """``network()`` on the CPU, under a seed drawn from ``generator``; torch's global random state is put back.
+
+    PyTorch's layers initialise themselves from the global state, so it is lent for the duration: no other thread
+    may draw from it meanwhile.
+    """
+    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    before = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        with torch.device("cpu"):
+            return network()
+    finally:
+        torch.set_rng_state(before)
 
 
 def settings(
