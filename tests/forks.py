@@ -158,5 +158,8 @@ class _Process(ForkServerProcess):
         os.environ.update(self._environment)
         os.chdir(self._cwd)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # ignored where a shell runs the tests beside itself
         tempfile.tempdir = None  # which this process may have looked up before
         sys.exit(self._call())
