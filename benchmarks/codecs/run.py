@@ -28,8 +28,7 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.reducers.gradiveq.layout import Layout, groups
-from farflung.reducers.gradiveq.segments import Coder
+from farflung.reducers.gradiveq.slices import Coder, Layout
 from farflung.types import Codec, Placed, Seeds, TensorSpec
 
 NUMEL = 10_000_000
@@ -129,11 +128,11 @@ def _coder(tensor: torch.Tensor) -> Coder:
     slices = NUMEL // SLICE_NUMEL
     convolution = Placed((16, 16, slices * SLICE_NUMEL // 256, 1), 0)
     rest = Placed((NUMEL - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
-    layout = Layout.of(TensorSpec((NUMEL,), parts=(convolution, rest)), SLICE_NUMEL, "exact")
+    layout = Layout.of(TensorSpec((NUMEL,), parts=(convolution, rest)), SLICE_NUMEL)
     generator = torch.Generator().manual_seed(SEED)
     basis, _ = torch.linalg.qr(torch.randn(SLICE_NUMEL, COEFFICIENTS, generator=generator))
-    (group,) = groups(layout.layers, None)
-    return Coder(layout, torch.zeros(layout.sliced_numel), {group.name: basis}, None, tensor, 1.0)
+    (name,) = layout.named
+    return Coder(layout, {name: torch.zeros(slices, SLICE_NUMEL)}, {name: basis}, tensor, 1.0)
 
 
 def _timed(works: Mapping[str, Callable[[], object]], rounds: int) -> Seconds:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gradiveq.times import gradient_of
-from farflung.reducers.gradiveq.layout import Layout, groups, principal
+from benchmarks.gradiveq.times import spec_of
+from farflung.reducers.gradiveq import window
+from farflung.reducers.gradiveq.slices import Layout
 from farflung.seeding import generator
 from farflung.types import TensorSpec
 from farflung.workloads import workload
@@ -34,14 +35,14 @@ class Choice:
     """Settings of a window.
 
     Args:
-      slice_size: K, as wished; a layer's is the nearest that fits it.
-      reuse: s; ``None``: a layer has one basis.
+      slice_size: K, as wished.
+      ratio: r; ``None``: by the variance.
       variance_left: lambda.
     """
 
-    slice_size: int = 768
-    reuse: int | None = None
-    variance_left: float = 0.01
+    slice_size: int = 512
+    ratio: float | None = 32.0
+    variance_left: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class Series:
     after: Tensor
 
 
-def gradients(steps: int, *, seed: int = 0) -> Iterator[Tensor]:
+def gradients(name: str, steps: int, *, seed: int = 0) -> Iterator[Tensor]:
     """The mean gradient of each step of a training, flat, in the order of the parameters."""
     torch.set_num_threads(1)
-    task = workload(WORKLOAD)
+    task = workload(name)
     model = task.model(generator(seed, "model"))
     data, _ = task.datasets()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=1e-4)
@@ -98,16 +99,17 @@ def gradients(steps: int, *, seed: int = 0) -> Iterator[Tensor]:
         optimizer.zero_grad()
 
 
-def series(skipped: int, window: int, behind: int) -> Series:
+def series(name: str, skipped: int, window: int, behind: int) -> Series:
     """Of a training from its beginning on.
 
     Args:
+      name: of the workload.
       skipped: steps before the window.
       window: steps in it.
       behind: steps after it.
     """
     inside, later, after = [], {}, []
-    for step, gradient in enumerate(gradients(skipped + window + behind)):
+    for step, gradient in enumerate(gradients(name, skipped + window + behind)):
         at = step - skipped
         if 0 <= at < window:
             inside.append(gradient)
@@ -115,7 +117,7 @@ def series(skipped: int, window: int, behind: int) -> Series:
             later[at - window] = gradient
         if window <= at < window + FOLLOWED:
             after.append(gradient)
-    spec = gradient_of(workload(WORKLOAD).model(generator(0, "model")))
+    spec = spec_of(name)
     return Series(spec, torch.stack(inside), later, torch.stack(after))
 
 
@@ -126,25 +128,18 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
       ``ratio``: numbers of convolutions over coefficients; ``losses``: the norm of what is left out over that of the
       gradient, of convolutions, by steps behind the window; ``loss``: their median; ``ratios``: of each layer.
     """
-    layout = Layout.of(found.spec, choice.slice_size, "nearest")
-    left = dict.fromkeys(found.later, 0.0)
-    whole = dict.fromkeys(found.later, 0.0)
-    coded = 0
-    ratios: list[float] = []
-    for number, layer in enumerate(layout.layers):
-        of_layer = 0
-        rows = torch.stack([layer.rows(one, 0, layer.slices) for one in found.window])
-        mean = rows.mean(dim=0)
-        for group in groups([layer], choice.reuse):
-            basis = principal(rows[:, group.first], choice.variance_left)
-            of_layer += basis.shape[1] * (group.last - group.first)
-            for behind, gradient in found.later.items():
-                own = layer.rows(gradient, group.first, group.last)
-                centred = own - mean[group.first : group.last]
-                left[behind] += float((centred - centred @ basis @ basis.T).square().sum())
-                whole[behind] += float(own.square().sum())
-        coded += of_layer
-        ratios.append(layout.layers[number].numel / of_layer)
+    layout, means, bases = _solved(found, choice)
+    left, whole = dict.fromkeys(found.later, 0.0), dict.fromkeys(found.later, 0.0)
+    coded, ratios = 0, []
+    for name, layer in layout.named.items():
+        basis = bases[name]
+        for behind, gradient in found.later.items():
+            own = layer.rows(gradient, 0, layer.slices)
+            centred = own - means[name]
+            left[behind] += float((centred - centred @ basis @ basis.T).square().sum())
+            whole[behind] += float(own.square().sum())
+        coded += basis.shape[1] * layer.slices
+        ratios.append(layer.numel / (basis.shape[1] * layer.slices))
     losses = {behind: (left[behind] / whole[behind]) ** 0.5 for behind in found.later}
     return {
         "ratio": layout.sliced_numel / coded,
@@ -154,6 +149,16 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _solved(found: Series, choice: Choice) -> tuple[Layout, Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Where slices are, and the means and bases of the window by layers."""
+    layout = Layout.of(found.spec, choice.slice_size)
+    state = window.begun(0, layout)
+    for gradient in found.window:
+        state = window.added(state, gradient, 1)
+    state = window.solved(state, choice.ratio, choice.variance_left, lambda numel, find: find())
+    return layout, state["means"], state["bases"]
+
+
 def added_up(found: Series, choice: Choice, way: Way) -> dict[int, float]:
     """How far the sum of consecutive gradients is from the sum of what comes out for them.
 
@@ -161,12 +166,11 @@ def added_up(found: Series, choice: Choice, way: Way) -> dict[int, float]:
       The norm of the difference over that of the sum of the gradients, of all layers, in the median of those there are
       behind the window, by the number of gradients.
     """
-    layout = Layout.of(found.spec, choice.slice_size, "nearest")
+    layout, means, bases = _solved(found, choice)
     off = {span: torch.zeros(len(found.after) // span) for span in SPANS}
     whole = {span: torch.zeros(len(found.after) // span) for span in SPANS}
-    for layer in layout.layers:
-        window = torch.stack([layer.rows(one, 0, layer.slices) for one in found.window])
-        mean, basis = window.mean(dim=0), principal(window[:, 0], choice.variance_left)
+    for name, layer in layout.named.items():
+        mean, basis = means[name], bases[name]
         after = torch.stack([layer.rows(one, 0, layer.slices) for one in found.after])
         errors, left = torch.empty_like(after), torch.zeros_like(mean)
         for step, own in enumerate(after):
@@ -188,7 +192,7 @@ def _squares_of_sums(steps: Tensor, span: int) -> Tensor:
 
 def spectra(found: Series, slice_size: int) -> list[list[float]]:
     """Of each layer's first slice, the share of its variance that the first 1, 2, ... components explain."""
-    layout = Layout.of(found.spec, slice_size, "nearest")
+    layout = Layout.of(found.spec, slice_size)
     shares = []
     for layer in layout.layers:
         rows = torch.stack([layer.rows(one, 0, 1)[0] for one in found.window])
@@ -202,7 +206,7 @@ def adjacent(found: Series) -> list[list[float]]:
 
     References: Yu et al. 2018, Fig. 4, three adjacent gradients of one layer over 150 iterations.
     """
-    layout = Layout.of(found.spec, 1, "nearest")
+    layout = Layout.of(found.spec, found.spec.numel)
     explained = []
     for layer in layout.layers:
         flat = torch.stack([layer.rows(one, 0, layer.slices).reshape(-1) for one in found.window])

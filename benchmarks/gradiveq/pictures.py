@@ -14,9 +14,9 @@ from farflung.report.pictures import picture
 
 __all__ = ["draw"]
 
-USUAL = {"slice_size": 768, "reuse": None, "variance_left": 0.01}
+USUAL = {"slice_size": 512, "ratio": 32.0, "variance_left": 0.0}
 RATIOS = (20, 50, 100, 200)
-NAMES = {"slice_size": "K", "reuse": "s", "variance_left": r"$\lambda$"}
+NAMES = {"slice_size": "K", "ratio": "K / d"}
 
 
 def draw(folder: Path, found: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from farflung.codecs import QSGD
 from farflung.comm import ExchangeChannel, Purpose
@@ -19,10 +18,21 @@ from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.timing import CodingTask, coding_points
 from farflung.types import Contribution, Placed, Reducer, Seeds, StateSlot, TensorSpec
+from farflung.workloads import workload
 
-__all__ = ["COMPRESS_STEPS", "SAMPLE_STEPS", "Cluster", "Windows", "gradient_of", "gradiveq", "rates"]
+__all__ = [
+    "COMPRESS_STEPS",
+    "QSGD_RING",
+    "SAMPLE_STEPS",
+    "Cluster",
+    "Windows",
+    "gradiveq",
+    "rates",
+]
 
-SAMPLE_STEPS, COMPRESS_STEPS = 100, 400
+SLICE_SIZE, SAMPLE_STEPS, COMPRESS_STEPS = 512, 100, 400
+LATE = 1_000_000
+"""A step behind every warm-up."""
 COMPRESSED = 5
 """Exchanges of those that are compressed; all take equally long."""
 QSGD_RING = CodecReducer(QSGD(bits=4), "ring", phases="hops")
@@ -30,31 +40,33 @@ PLAIN_RING = CodecReducer(collective="ring")
 NO_RIDER = torch.zeros(0, dtype=torch.float64)
 
 
-def gradiveq(slice_size: int, sample_steps: int = SAMPLE_STEPS) -> GradiVeQ:
-    """The paper's settings but for the size of slices, and for the warm-up, which is counted by itself."""
+def gradiveq(ratio: float, sample_steps: int = SAMPLE_STEPS) -> GradiVeQ:
+    """The paper's windows at K / d of ``ratio``; the warm-up is counted by itself."""
     return GradiVeQ(
-        slice_size=slice_size,
+        slice_size=SLICE_SIZE,
+        ratio=ratio,
         warm_up=0,
         sample_steps=sample_steps,
         compress_steps=COMPRESS_STEPS,
+        windows="paper",
         collective="ring",
     )
 
 
-def gradient_of(model: nn.Module) -> TensorSpec:
-    """All gradients in one flat tensor."""
+def spec_of(name: str) -> TensorSpec:
+    """All gradients of a workload's model in one flat tensor."""
     parts, start = [], 0
-    for parameter in model.parameters():
+    for parameter in workload(name).model(generator(0, "model")).parameters():
         parts.append(Placed(tuple(parameter.shape), start))
         start += parameter.numel()
     return TensorSpec((start,), parts=tuple(parts))
 
 
 def rates(
-    slice_sizes: Sequence[int], spec: TensorSpec, nodes: int, rounds: int, sample_steps: int
+    ratios: Sequence[float], spec: TensorSpec, nodes: int, rounds: int, sample_steps: int
 ) -> dict[str, Any]:
     """What coding takes on this machine, at the sizes of segments that so many nodes have; as JSON."""
-    windows = [gradiveq(size, sample_steps) for size in slice_sizes]
+    windows = [gradiveq(ratio, sample_steps) for ratio in ratios]
     reducers: list[Reducer] = [PLAIN_RING, QSGD_RING, *windows]
     tasks = [CodingTask("all", tuple(reducers))]
     found = coding_points(tasks, [spec], rounds=rounds, replicas=nodes)
@@ -79,13 +91,11 @@ class Windows:
       sample_s: while gradients are sampled.
       compress_s: while they are compressed.
       change_s: once a window, for finding bases and saying that all have the same.
-      ratio: dense bytes of convolutions over those of their coefficients.
     """
 
     sample_s: float
     compress_s: float
     change_s: float
-    ratio: float
 
     @property
     def mean_s(self) -> float:
@@ -110,56 +120,64 @@ class Cluster:
 
     def plain_s(self) -> float:
         """An exchange of the dense ring."""
-        return self._exchanges_s(PLAIN_RING, 1)[0][0]
+        return self._exchanges_s(PLAIN_RING, 1)[0]
 
     def qsgd_s(self) -> float:
         """An exchange of four bits, encoded anew on every hop."""
-        return self._exchanges_s(QSGD_RING, 1)[0][0]
+        return self._exchanges_s(QSGD_RING, 1)[0]
 
-    def windows(self, slice_size: int, sample_steps: int) -> Windows:
+    def windows(self, ratio: float, sample_steps: int) -> Windows:
         """A window of GradiVeQ's."""
-        reducer = gradiveq(slice_size, sample_steps)
-        seconds, states = self._exchanges_s(reducer, sample_steps + 1 + COMPRESSED)
+        reducer = gradiveq(ratio, sample_steps)
+        seconds = self._exchanges_s(reducer, sample_steps + 1 + COMPRESSED)
         sample_s = statistics.median(seconds[: sample_steps - 1])
         compress_s = statistics.median(seconds[sample_steps + 1 :])
         # The last sample teaches the bases; the exchange behind it carries their hash and is one of the compressed.
         change_s = seconds[sample_steps - 1] - sample_s + seconds[sample_steps] - compress_s
-        return Windows(sample_s, compress_s, change_s, ratio_of(states[0]))
+        return Windows(sample_s, compress_s, change_s)
 
-    def _exchanges_s(self, reducer: Reducer, count: int) -> tuple[list[float], list[Mapping[str, Any]]]:
-        nodes = self.network.nodes
-        assert nodes is not None
-        torch.set_num_threads(1)
+    def _exchanges_s(self, reducer: Reducer, count: int) -> list[float]:
+        assert self.network.nodes is not None
         device = DeviceProfile(coding=self.coding, cores=1.0)
-        world = VirtualWorld(nodes, device=device, network=self.network, closed_form=False)
-        seconds: list[float] = []
-
-        async def replica(rank: int) -> Mapping[str, Any]:
-            comm = world.runtimes[rank].comm
-            slot = StateSlot(reducer.init(self.spec, Seeds(0, rank)))
-            noise = generator(0, "gradient", rank)
-            for step in range(count):
-                channel = ExchangeChannel(comm, Purpose.STEP.at(step), 0)
-                own = Contribution(torch.randn(self.spec.numel, generator=noise), 1.0, NO_RIDER)
-                begin = world.clock.now()
-                result = await reducer.reduce(channel, slot, own, step=step)
-                if result.learn is not None:
-                    slot.state = result.learn(slot.state)
-                await channel.computed()
-                if rank == 0:
-                    seconds.append(world.clock.now() - begin)
-            return slot.state.shared
-
-        states = world.run([replica(rank) for rank in range(nodes)])
-        return seconds, states
+        world = VirtualWorld(self.network.nodes, device=device, network=self.network, closed_form=False)
+        return [seconds for seconds, _ in _exchanged(world, reducer, self.spec, range(count))]
 
 
-def ratio_of(state: Mapping[str, Any]) -> float:
-    """Numbers in convolutions over the coefficients that they travel as, in a window that is compressed."""
-    layers = {f"{number:04}": layer for number, layer in enumerate(state["layout"]["layers"])}
-    dense = coded = 0
-    for name, basis in state["bases"].items():
-        _, filters, depth, positions, each = layers[name.split(".")[0]]
-        dense += positions * depth * filters
-        coded += positions // each * basis.shape[1]
-    return dense / coded
+def _exchanged(
+    world: VirtualWorld, reducer: Reducer, spec: TensorSpec, steps: range
+) -> list[tuple[float, int]]:
+    """Seconds and bytes sent by all ranks of each exchange of noise."""
+    torch.set_num_threads(1)
+
+    async def replica(rank: int) -> list[tuple[float, int]]:
+        comm = world.runtimes[rank].comm
+        slot = StateSlot(reducer.init(spec, Seeds(0, rank)))
+        noise, found = generator(0, "gradient", rank), []
+        for step in steps:
+            channel = ExchangeChannel(comm, Purpose.STEP.at(step), 0)
+            own = Contribution(torch.randn(spec.numel, generator=noise), 1.0, NO_RIDER)
+            begin = world.clock.now()
+            result = await reducer.reduce(channel, slot, own, step=step)
+            if result.learn is not None:
+                slot.state = result.learn(slot.state)
+            await channel.computed()
+            found.append((world.clock.now() - begin, channel.sent_nbytes))
+        return found
+
+    ranks = world.run([replica(rank) for rank in range(len(world.runtimes))])
+    return [(of_step[0][0], sum(nbytes for _, nbytes in of_step)) for of_step in zip(*ranks, strict=True)]
+
+
+def sent_ratio(reducer: Reducer, spec: TensorSpec, nodes: int) -> float:
+    """Dense bytes over those sent, of a whole window behind the warm-up, samples included."""
+
+    def sent(by: Reducer, first: int = 0, count: int = 1) -> list[int]:
+        steps = range(first, first + count)
+        return [nbytes for _, nbytes in _exchanged(VirtualWorld(nodes), by, spec, steps)]
+
+    (dense,) = sent(PLAIN_RING)
+    if not isinstance(reducer, GradiVeQ):
+        return dense / sent(reducer, LATE)[0]
+    sampled, *_, compressed = sent(reducer, reducer.warm_up, reducer.exchanges_until(1))
+    samples, others = reducer.sample_steps, reducer.compress_steps
+    return dense * (samples + others) / (samples * sampled + others * compressed)

@@ -50,9 +50,7 @@ TAU_0, INTERVALS = 20, 10
 """Of AdaComm: its first period, and how often it would choose another in a run that keeps to that one."""
 ALONE = {
     "delayed": {"schedule": "delayed(delay=16, period=16)"},
-    "gradiveq": {
-        "reducer": "gradiveq(warm_up=100, sample_steps=50, compress_steps=400, spread=True, error_feedback=True)"
-    },
+    "gradiveq": {"reducer": "gradiveq(warm_up=100, sample_steps=50, compress_steps=400)"},
     "topk": {"codec": "error_feedback(topk(density=0.01))", "collective": "all_gather"},
 }
 """What saves bytes or waits by itself; a delay of a block hides what is left of the exchange at 10 Mbit/s, 64 steps."""

@@ -23,7 +23,7 @@ __all__ = ["CASES", "CODED", "DENSE", "Case", "known"]
 
 UNEVEN = "battery/uneven"
 RESIDUALS = "error_feedback(topk(density=0.05))"
-WINDOWS = "gradiveq(slice_size=96, warm_up=2, sample_steps=4, compress_steps=5, {})"
+WINDOWS = "gradiveq(slice_size=90, warm_up=2, sample_steps=4, compress_steps=5{})"
 """Of which 20 steps see two, and their half falls among those that are compressed."""
 
 
@@ -133,15 +133,24 @@ _OTHERS = (
     ),
     Case(
         "gradiveq, around a ring",
-        {"reducer": WINDOWS.format("matrices=True"), "collective": "ring", "workers": 3},
+        {
+            "reducer": WINDOWS.format(", matrices=True"),
+            "collective": "ring",
+            "workers": 3,
+        },
     ),
     Case(
-        "gradiveq, pipelined", {"reducer": WINDOWS.format("reuse=1"), "schedule": "pipelined(width=2)"}, "4g"
+        "gradiveq, pipelined",
+        {
+            "reducer": WINDOWS.format(", windows='paper', variance_left=0.1"),
+            "schedule": "pipelined(width=2)",
+        },
+        "4g",
     ),
     Case(
         "gradiveq, residuals",
         {
-            "reducer": WINDOWS.format("spread=True,error_feedback=True"),
+            "reducer": WINDOWS.format(", ratio=8"),
             "schedule": "delayed(delay=2, pull='swap')",
             "workers": 3,
         },

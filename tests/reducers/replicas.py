@@ -11,7 +11,6 @@ from torch import Tensor
 from farflung.codecs.routed import join
 from farflung.comm import ExchangeChannel, LinkModel
 from farflung.reducers import GradiVeQ, PowerSGD
-from farflung.reducers.gradiveq.layout import Layout
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
@@ -141,8 +140,7 @@ def left(replica: Replica) -> Tensor:
                 whole[start : start + matrix.numel()] = matrix.reshape(-1)
         return whole
     if isinstance(replica.reducer, GradiVeQ):
-        Layout.of_state(shared["layout"]).add(whole, local["residual"]["all"].double())
-        return whole
+        return whole.add_(local["residual"]["all"])
     if "seed" in local:  # what two phases wrap around a codec's state
         shared, local = shared["codec"], local["codec"]
     if "residual" in local:

@@ -182,9 +182,7 @@ def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
 # --- weights and residuals --------------------------------------------------------------------------------------
 
 
-WINDOWS = GradiVeQ(
-    slice_size=48, warm_up=1, sample_steps=3, compress_steps=9, error_feedback=True, sample_bits=None
-)
+WINDOWS = GradiVeQ(slice_size=48, ratio=8, warm_up=1, sample_steps=3, compress_steps=9, sample_bits=None)
 FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1))),
     CodecReducer(error_feedback(Sign())),
@@ -202,8 +200,9 @@ FEEDBACK: list[Reducer] = [
     AdaptiveTopK(threshold=1.0, decide="exact"),
     PowerSGD(),
     PowerSGD(rank=1, warm_start=False),
-    replace(WINDOWS, spread=True),
-    replace(WINDOWS, compress_steps=30, collective="ring"),
+    WINDOWS,
+    replace(WINDOWS, slice_size=50, collective="ring"),
+    replace(WINDOWS, sample_bits=4, collective="ring"),
 ]
 
 

@@ -79,13 +79,13 @@ ROWS: dict[str, Row] = _carried() | {
     "gradiveq (of short windows)": Row(
         GradiVeQ(warm_up=0, sample_steps=2, compress_steps=3, sample_bits=None, slice_size=48)
     ),
-    "gradiveq (of spread samples, with residuals)": Row(
+    "gradiveq (of the paper's windows)": Row(
         GradiVeQ(
             warm_up=0,
             sample_steps=2,
             compress_steps=3,
-            spread=True,
-            error_feedback=True,
+            windows="paper",
+            variance_left=0.1,
             sample_bits=None,
             slice_size=48,
         )
@@ -96,7 +96,6 @@ ROWS: dict[str, Row] = _carried() | {
             sample_steps=2,
             compress_steps=9,
             matrices=True,
-            reuse=1,
             slice_size=16,
             collective="ring",
         )

@@ -72,10 +72,12 @@ class Kernels(Quadratic):
         return Kernel(torch.randn((4, 4, 3, 3), generator=generator))
 
 
+@pytest.mark.parametrize("windows", ["spread", "paper"])
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(2)", "delayed(3)"])
-def test_a_window_goes_on_where_it_was(schedule: str, tmp_path: Path) -> None:
+def test_a_window_goes_on_where_it_was(schedule: str, windows: str, tmp_path: Path) -> None:
     """Of a reducer that samples for some exchanges and compresses the next ones; the cuts are in either."""
-    parts = {"reducer": "gradiveq(warm_up=1, sample_steps=4, compress_steps=7)", "collective": "ring"}
+    reducer = f"gradiveq(warm_up=1, sample_steps=4, compress_steps=7, windows={windows!r})"
+    parts = {"reducer": reducer, "collective": "ring"}
     settings = {"momentum": 0.9, "checkpoint_every": 4}
 
     def make(folder: Path, steps: int) -> Run:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -14,24 +15,31 @@ from farflung.codecs.blocks import working_dtype
 from farflung.comm.collectives.segments import cut, others
 from farflung.comm.staging import moved
 from farflung.errors import ProtocolError
-from farflung.reducers.gradiveq.layout import Layout, alike, groups, principal
+from farflung.reducers.gradiveq.slices import Layout
 from farflung.types import Channel, Payload, State, TensorSpec
 
 __all__ = [
-    "SharedBases",
     "Solve",
+    "added",
+    "alike",
     "bases_of",
     "begun",
     "compressed",
     "confirmed",
+    "dimensions",
+    "fingerprint",
+    "of_rank_0",
+    "principal",
     "shared_by",
     "solved",
-    "taken",
 ]
 
 
 Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
 """Finds a basis from so many numbers, as a part of an exchange."""
+_NOTHING_SEEN: State = {"samples": 0, "added": 0, "seen": {}}
+_DIGITS, _DIGIT_BYTES = 3, 2
+"""Of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
 
 def begun(seed: int, layout: Layout) -> State:
@@ -40,54 +48,82 @@ def begun(seed: int, layout: Layout) -> State:
 
 
 def bases_of(state: State) -> list[Tensor]:
-    """The bases and, last, the means, in an order that is alike on all replicas."""
-    return [*(state["bases"][name] for name in sorted(state["bases"])), state["means"]["all"]]
+    """The bases and, behind them, the means, in the order of the layers."""
+    return [state[kind][name] for kind in ("bases", "means") for name in sorted(state["bases"])]
 
 
-def taken(state: State, mean: Tensor, reuse: int | None) -> State:
-    """One more mean is known; one that is not finite begins the sampling again.
+def added(state: State, mean: Tensor, waited: int) -> State:
+    r"""Adds the mean of one more exchange to what the next bases and means are found from.
+
+    The next :math:`\mu` is the mean of all that has come out since the bases before were found. Residuals are sent in
+    the end, so that is the mean of the gradients, while a sample alone holds those of several.
 
     Args:
       state: of now.
-      mean: flat, of all replicas.
-      reuse: slices that share a basis.
+      mean: flat, of all replicas, finite.
+      waited: so many exchanges have added to the part of a sample that lies outside the bases; it is divided by the
+        root, so that it varies as much as that of one. 0: the mean is no sample.
     """
-    layers = Layout.of_state(state["layout"]).layers
-    slices = [layer.rows(mean, 0, layer.slices).to(working_dtype(mean.dtype)) for layer in layers]
-    every = torch.cat([rows.reshape(-1) for rows in slices])
-    if not every.isfinite().all():
-        return _sampling(state)
-    first = torch.cat([slices[group.layer][group.first] for group in groups(layers, reuse)])
-    means, rows = state["means"], state["rows"]
-    total = every + means["sum"].to(every.device) if "sum" in means else every
-    rows = {**rows, f"{len(rows):06}": first}
-    return {**state, "rows": rows, "means": {**means, "sum": total}}
+    flat, before = mean.to(working_dtype(mean.dtype)), state["seen"]
+    seen = {"total": flat}
+    for name, layer in Layout.of_state(state["layout"]).named.items() if waited else ():
+        rows = layer.rows(flat, 0, layer.slices)
+        if name in state["bases"]:
+            basis = state["bases"][name].to(flat.device)
+            rows = rows - state["means"][name].to(flat.device)
+            rows = torch.lerp(rows @ basis @ basis.T, rows, waited**-0.5)
+        seen |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
+    sums = {
+        key: value + before[key].to(value.device) if key in before else value.clone()
+        for key, value in seen.items()
+    }
+    counts = {"samples": state["samples"] + (waited > 0), "added": state["added"] + 1}
+    return {**state, **counts, "seen": {**before, **sums}}
 
 
-def solved(state: State, reuse: int | None, left_out: float, solve: Solve) -> State:
-    """All samples are there.
+def solved(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
+    """All samples are there: finds bases and means.
 
     Args:
       state: of now.
-      reuse: slices that share a basis.
+      ratio: K over the columns of a basis; ``None``: as many as explain the variance.
       left_out: share of the variance that bases need not explain.
       solve: finds each basis.
     """
-    layers = Layout.of_state(state["layout"]).layers
-    samples = [state["rows"][name] for name in sorted(state["rows"])]
-    bases, start = {}, 0
-    for group in groups(layers, reuse):
-        numel = layers[group.layer].slice_numel
-        found = partial(_principal, samples, start, numel, left_out)
-        bases[group.name] = solve(len(samples) * numel, found)
-        start += numel
-    means = {"all": state["means"]["sum"] / len(samples)}
-    return {**state, "phase": "confirm", "count": 0, "rows": {}, "means": means, "bases": bases}
+    seen, count = state["seen"], state["samples"]
+    total = (seen["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
+    bases, means = {}, {}
+    for name, layer in Layout.of_state(state["layout"]).named.items():
+        means[name] = layer.rows(total, 0, layer.slices)
+        sums = (seen[f"{name}.sum"], seen[f"{name}.gram"])
+        bases[name] = solve(layer.slice_numel**2, partial(principal, *sums, count, ratio, left_out))
+    found = {"means": means, "bases": bases, "window": state["window"] + 1}
+    return {**state, **_NOTHING_SEEN, **found, "phase": "confirm", "count": 0}
 
 
-def _principal(samples: Sequence[Tensor], start: int, numel: int, left_out: float) -> Tensor:
-    device = samples[-1].device
-    return principal(torch.stack([row.narrow(0, start, numel).to(device) for row in samples]), left_out)
+def principal(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
+    """Finds the directions in which slices vary most about their own means.
+
+    Args:
+      sums: of the samples of each slice, shape ``(slices, K)``.
+      gram: sum of the outer products of all samples of all slices, shape ``(K, K)``.
+      count: samples of each slice.
+      ratio: K over d; ``None``: see :func:`dimensions`.
+      left_out: for :func:`dimensions`.
+
+    Returns:
+      U, shape ``(K, d)``, its columns orthonormal; d is 1 at least, and at most the rank that the samples can have.
+    """
+    covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
+    variances, directions = torch.linalg.eigh(covariance)
+    found = (
+        dimensions(variances.flip(0).clamp_(min=0.0), left_out)
+        if ratio is None
+        else max(1, round(len(gram) / ratio))
+    )
+    found = min(found, max(1, len(sums) * (count - 1)))
+    basis: Tensor = directions[:, -found:].flip(1).clone(memory_format=torch.contiguous_format)
+    return basis
 
 
 def confirmed(state: State, said: list[float], size: int) -> State:
@@ -97,9 +133,10 @@ def confirmed(state: State, said: list[float], size: int) -> State:
 
 def shared_by(state: State, received: list[Tensor]) -> State:
     """Rank 0's bases are here, in the order of :func:`bases_of`."""
-    *bases, mean = received
-    named = dict(zip(sorted(state["bases"]), bases, strict=True))
-    return {**state, "phase": "compress", "means": {"all": mean}, "bases": named}
+    names = sorted(state["bases"])
+    bases = dict(zip(names, received[: len(names)], strict=True))
+    means = dict(zip(names, received[len(names) :], strict=True))
+    return {**state, "phase": "compress", "means": means, "bases": bases}
 
 
 def compressed(state: State, votes: float, *, steps: float, size: int) -> State:
@@ -111,64 +148,85 @@ def compressed(state: State, votes: float, *, steps: float, size: int) -> State:
 
 
 def _sampling(state: State) -> State:
-    window = state["window"] + 1
-    return {**state, "phase": "sample", "window": window, "count": 0, "rows": {}, "means": {}, "bases": {}}
+    found = {"window": state["window"] + 1, "means": {}, "bases": {}}
+    return {**state, **_NOTHING_SEEN, **found, "phase": "sample", "count": 0}
 
 
-class SharedBases:
-    """The bases and means on their way from rank 0; they leave when this is made.
+def dimensions(variances: Tensor, left_out: float) -> int:
+    r"""The smallest d that explains all variance but a share.
+
+    .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
+
+    Args:
+      variances: s, the largest first.
+      left_out: :math:`\lambda`.
+
+    Returns:
+      At least 1, so that a slice that did not change in the window is not left out for ever, which is our choice.
+
+    References: Yu et al. 2018, eq. (6).
+    """
+    explained = variances.double().cumsum(0)
+    bound = (1.0 - left_out) * explained[-1]
+    return min(int((explained < bound).sum()) + 1, len(variances))
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
+    """Numbers whose sums over the replicas say whether all have the same bits: digits of a hash and their squares."""
+    found = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
+    for tensor in tensors:
+        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+    whole = found.digest()
+    digits = [
+        float(int.from_bytes(whole[at : at + _DIGIT_BYTES])) for at in range(0, len(whole), _DIGIT_BYTES)
+    ]
+    return [*digits, *(digit * digit for digit in digits)]
+
+
+def alike(summed: Sequence[float], size: int) -> bool:
+    """Whether fingerprints that sum to this over ``size`` replicas were equal.
+
+    The inequality of Cauchy and Schwarz is an equality for equal numbers alone.
+    """
+    digits, squares = summed[:_DIGITS], summed[_DIGITS:]
+    return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))
+
+
+async def of_rank_0(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
+    """Rank 0's bases and means, on all ranks.
 
     Bases may be larger than the tensor that they are for, and no message may be; so they go in pieces as long as that.
 
     Args:
       channel: the exchange's.
-      own: this rank's: bases of shape ``(K, d)``, and the flat mean; all ranks have equal K, and may have unlike d.
-      most_columns: no basis has more.
+      own: this rank's, in the order of :func:`bases_of`; all ranks have equal K, and may have unlike d.
       piece_numel: the most numbers in a message.
+
+    Raises:
+      ProtocolError: rank 0's do not fit the own tensor.
     """
 
-    def __init__(self, channel: Channel, own: Sequence[Tensor], most_columns: int, piece_numel: int) -> None:
-        self._channel, self._own = channel, own
-        self._most_columns, self._piece_numel = most_columns, piece_numel
-        self._hop = channel.hops(1)
-        self._columns = torch.tensor([basis.shape[1] for basis in own[:-1]])
-        if channel.rank == 0:
-            self._send(self._columns, self._hop)
+    async def received(hop: int, like: Tensor) -> Tensor:
+        """What rank 0 sends, on all ranks."""
+        if channel.rank:
+            (came,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
+            return moved(came, like.device)
+        for peer in others(channel):
+            channel.send(Payload((like,)), peer, hop)
+        return like
 
-    async def finish(self) -> list[Tensor]:
-        """Rank 0's, on all ranks.
-
-        Raises:
-          ProtocolError: they do not fit the own tensor.
-        """
-        if self._channel.rank:
-            (self._columns,) = await self._receive(self._hop, self._columns)
-        columns = self._columns.tolist()
-        *bases, mean = self._own
-        if not all(
-            1 <= d <= min(self._most_columns, len(basis)) for d, basis in zip(columns, bases, strict=True)
-        ):
-            raise ProtocolError(
-                f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
-            )
-        sizes = [d * len(basis) for d, basis in zip(columns, bases, strict=True)] + [len(mean)]
-        pieces = cut(sum(sizes), math.ceil(sum(sizes) / self._piece_numel))
-        hop = self._channel.hops(len(pieces))
-        if self._channel.rank == 0:
-            flat = torch.cat([tensor.reshape(-1) for tensor in self._own])
-            for index, piece in enumerate(pieces):
-                self._send(piece.of(flat), hop + index)
-            return list(self._own)
-        received = []
-        for index, piece in enumerate(pieces):
-            received += await self._receive(hop + index, mean.new_empty(piece.length))
-        *flats, mean = torch.cat(received).split(sizes)
-        return [*(flat.view(len(own), -1) for flat, own in zip(flats, bases, strict=True)), mean.clone()]
-
-    def _send(self, tensor: Tensor, hop: int) -> None:
-        for peer in others(self._channel):
-            self._channel.send(Payload((tensor,)), peer, hop)
-
-    async def _receive(self, hop: int, like: Tensor) -> list[Tensor]:
-        payload = await self._channel.recv(0, hop, (TensorSpec.of(like),))
-        return [moved(tensor, like.device) for tensor in payload.tensors()]
+    bases, means = own[: len(own) // 2], own[len(own) // 2 :]
+    columns = (await received(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
+    if not all(1 <= d <= len(basis) for d, basis in zip(columns, bases, strict=True)):
+        raise ProtocolError(
+            f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
+        )
+    shapes = [(len(basis), d) for d, basis in zip(columns, bases, strict=True)] + [
+        mean.shape for mean in means
+    ]
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([one.reshape(-1) for one in own])
+    pieces = cut(len(flat), math.ceil(len(flat) / piece_numel))
+    hop = channel.hops(len(pieces))
+    came = torch.cat([await received(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
+    return [part.view(shape).clone() for part, shape in zip(came.split(sizes), shapes, strict=True)]
