@@ -265,7 +265,7 @@ def _model_period_s(network: str, width: int, codec: str) -> float:
 
 COMPENSATED = "accuracy lost by width 2, prediction, converged baseline, Fashion-MNIST"
 LATE = "accuracy lost by width 2, converged baseline, Fashion-MNIST"
-CLOTHING = Trial({}, "fashion-mnist/mlp", steps=5_000)
+CLOTHING = Trial({}, "fashion-mnist/mlp", batch_size=64, steps=4_000, learning_rate=0.08)
 """Steps after which synchronous SGD has converged."""
 SHORT = "accuracy lost by width 2, {}, {}"
 SHORTER = {
