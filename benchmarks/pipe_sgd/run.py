@@ -11,7 +11,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Benchmark, Group, Measured, Simulated, Trainings, Trial, Trials, coding_of, main
+from benchmarks.common import (
+    Benchmark,
+    Group,
+    Measured,
+    Simulated,
+    Trainings,
+    Trial,
+    Trials,
+    coding_of,
+    load_expected,
+    main,
+)
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import RATES
 from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
@@ -162,7 +173,7 @@ PACED: dict[str, Mapping[str, str]] = {
 }
 LEARNED = {
     "synchronous": "synchronous",
-    "pipelined": "pipelined(width=2)",
+    "pipelined": "pipelined(width=2, predict=False)",
     **{f"SSP, {bound}": schedule for bound, schedule in BOUNDS.items()},
 }
 """What the accuracy of replicas of unlike speed is taken of; a collective changes it by rounding alone."""
@@ -276,22 +287,34 @@ SHORTER = {
 }
 """Where a delay costs more: convolutions, early steps, and predictions that differ between replicas."""
 REMEDIES = {
-    "plain": "pipelined(width=2)",
-    "warm-up": "pipelined(width=2, warmup=100)",
+    "plain": "pipelined(width=2, predict=False)",
+    "warm-up": "pipelined(width=2, warmup=100, predict=False)",
     "prediction": "pipelined(width=2, predict=True)",
     "warm-up, prediction": "pipelined(width=2, warmup=100, predict=True)",
     "correction": "pipelined(width=2, correction=0.1)",
 }
 SEEDS = (0, 1)
+PUBLISHED = {row.name: row.published is not None for row in load_expected(FOLDER)}
 CANARIES = (
     "preset synchronous",
-    "preset pipe_sgd",
+    "pipelined, plain",
     "pipelined, predicted",
     "pipelined, corrected",
     "preset ssp",
 )
+
+
+def canary(schedule: str) -> str:
+    """The case of the battery that covers a schedule."""
+    if not schedule.startswith("pipelined"):
+        return f"preset {schedule.partition('(')[0]}"
+    if "correction" in schedule:
+        return "pipelined, corrected"
+    return "pipelined, plain" if "predict=False" in schedule else "pipelined, predicted"
+
+
 TRAININGS: Trainings[Trial, list[list[float]]] = Trainings(
-    FOLDER / "results" / "trainings.jsonl", Trial, lambda training: CANARIES
+    FOLDER / "results" / "trainings.jsonl", Trial, lambda training: (canary(training.parts["schedule"]),)
 )
 
 
@@ -317,7 +340,7 @@ def accuracy(
     best = max(remedies, key=lambda name: first[name][0])
     reference, rate = scores("synchronous", seeds)
     synchronous = replace(base, parts={"schedule": "synchronous"}, learning_rate=rate)
-    reason = trials.unconverged(synchronous)
+    reason = trials.unconverged(synchronous) if any(map(PUBLISHED.get, rows)) else ""
     found = {}
     for row, remedy in rows.items():
         name = remedy or best
@@ -403,7 +426,7 @@ BENCHMARK = Benchmark(
                     {SHORT.format(remedy, name): remedy for remedy in ("plain", "prediction")},
                     trial,
                     ("plain", "prediction"),
-                    SEEDS,
+                    SEEDS[:1],
                     "",
                 ),
                 "trainings",
