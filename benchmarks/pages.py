@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,7 +102,9 @@ def results_page(found: Sequence[Page]) -> str:
     parts = [FOREWORD.format(counts=_sentence(sum((page.counts for page in found), Counter())))]
     systems = [(page, page.system) for page in found if page.system is not None]
     heads = ("system", "idea", "claim", "paper", "ours", "setting", "verdict", "commit, date")
-    parts.append(_markdown(heads, [_on_first_screen(page, system) for page, system in systems]))
+    parts.append(
+        _markdown(heads, [line for page, system in systems for line in _on_first_screen(page, system)])
+    )
     lines = [
         (f"[{page.title}](#{_anchor(page)})", *(str(page.counts[verdict] or "") for verdict in VERDICTS))
         for page in found
@@ -136,19 +138,20 @@ def with_block(text: str, block: str) -> str:
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
 
-def _on_first_screen(page: Page, system: System) -> tuple[str, ...]:
-    row, result = next(one for one in page.rows if one[0].headline)
-    verdict, reason = judge(row, result)
-    return (
-        f"**{system.name}**",
-        system.idea,
-        f"{row.name} ({row.unit})",
-        f"{_figure(row.published)}<br>{row.at}",
-        "" if result is None else result.figure,
-        f"paper: {system.paper}<br>ours: {system.ours}",
-        f"**{verdict}**" + (f": {reason}" if reason else ""),
-        _commit(result),
-    )
+def _on_first_screen(page: Page, system: System) -> Iterator[tuple[str, ...]]:
+    """A line for each headline row with a published figure; system, idea and setting are said once."""
+    heads = [row for row in page.rows if row[0].headline and row[0].published is not None]
+    for place, (row, result) in enumerate(heads):
+        verdict, reason = judge(row, result)
+        yield (
+            *((f"**{system.name}**", system.idea) if place == 0 else ("", "")),
+            f"{row.name} ({row.unit})",
+            f"{_figure(row.published)}<br>{row.at}",
+            "" if result is None else _with_spread(result),
+            row.note or (f"paper: {system.paper}<br>ours: {system.ours}" if place == 0 else ""),
+            f"**{verdict}**" + (f": {reason}" if reason else ""),
+            _commit(result),
+        )
 
 
 def _rows_table(rows: Sequence[tuple[Expected, Result | None]]) -> str:
@@ -159,9 +162,6 @@ def _rows_table(rows: Sequence[tuple[Expected, Result | None]]) -> str:
         verdict, reason = judge(row, result)
         if reason:
             reasons.setdefault(f"{verdict}: {reason}", []).append(row.name)
-        spread = ""
-        if result is not None and result.low is not None and result.low != result.high:
-            spread = f"{_figure(result.low)} to {_figure(result.high)}"
         lines.append(
             (
                 row.name,
@@ -169,7 +169,7 @@ def _rows_table(rows: Sequence[tuple[Expected, Result | None]]) -> str:
                 _figure(row.published) + (f" ({row.at})" if row.at else ""),
                 *((_figure(row.peer),) if peers else ()),
                 "" if result is None else result.figure,
-                spread,
+                "" if result is None else _spread(result),
                 verdict,
                 _figure(row.goal),
                 _commit(result),
@@ -204,6 +204,14 @@ def _sentence(counts: Mapping[Verdict, int]) -> str:
 
 def _anchor(page: Page) -> str:
     return f"results-{page.folder.name.replace('_', '-')}"
+
+
+def _spread(result: Result) -> str:
+    return "" if result.low in (None, result.high) else f"{_figure(result.low)} to {_figure(result.high)}"
+
+
+def _with_spread(result: Result) -> str:
+    return "<br>".join(part for part in (result.figure, _spread(result)) if part)
 
 
 def _commit(result: Result | None) -> str:

@@ -69,8 +69,8 @@ REPORTS: Sequence[Report] = (
     Hello("", -1, 0, 0),
     Ready(2),
     Ready(1 << 40),
-    Built(1, 8),
-    Built(1 << 40, 1 << 40),
+    Built(1, (), 8),
+    Built(1 << 40, (0, 1 << 40), 1 << 40),
     Failed(1, 2, "nothing came"),
     Failed(1 << 40, 1 << 40, "nothing came"),
 )

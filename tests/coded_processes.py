@@ -108,7 +108,7 @@ def attend(
     kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != tags.COMMAND]
     left = {
         "reason": reason,
-        "refused": device.refused,
+        "refused": device.first_refusal,
         "kept": kept,
         "meetings": len(met),
         "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),

@@ -50,8 +50,8 @@ class Expected:
       peer: the figure of another system, measured beside ours.
       tolerance: the difference to the published figure that counts as none, in the row's unit.
       needs: the data set without which the row cannot be measured.
-      note: for the reader.
-      headline: whether the row stands for its benchmark on the first screen of the results.
+      note: the setting of paper and ours where it is not the system's, or a remark.
+      headline: whether its README shows the row, and where a source publishes one the first screen of the results.
     """
 
     name: str

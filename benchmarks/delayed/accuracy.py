@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from scipy.stats import t as student
 
 from benchmarks.common import Measured, Trainings, Trial, Trials
 from benchmarks.common.trials import RATES
@@ -35,6 +38,8 @@ BESIDE_OTHERS = (5, 20)
 REDUCED = {"cifar10/vgg": "a small VGG for ResNet-18 and ResNet-50"}
 SEEDS = (0, 1)
 """Of the least and the greatest delay, and of what they are compared with; elsewhere it is the first."""
+INTERVAL_SEEDS = 5
+"""From so many seeds on, an interval of the mean is told."""
 CANARIES = (
     "preset synchronous",
     "preset delayed",
@@ -67,10 +72,10 @@ class Accuracies:
         self.rates: dict[str, float] = {}
         self.found: dict[str, list[float]] = {}
 
-    def of(self, name: str, **parts: str) -> None:
+    def of(self, name: str, rates: Sequence[float] = RATES, **parts: str) -> None:
         """Notes that of each seed, in percent, and the rate."""
         trial, self._parts[name] = replace(self._trial, parts=parts), parts
-        self.found[name], self.rates[name] = self._trials.best(trial, RATES, self._seeds)
+        self.found[name], self.rates[name] = self._trials.best(trial, rates, self._seeds)
 
     def unconverged(self, reference: str) -> str:
         """Why differences to a recipe compare with no published one; empty where they do."""
@@ -80,8 +85,16 @@ class Accuracies:
         )
 
     def difference(self, one: str, other: str, reason: str = "") -> Measured:
-        """Points by which one is better than the other."""
+        """Points by which one is better than the other.
+
+        The spread is the 95 % interval of the mean by Student's t where there are five seeds; with fewer, it is the
+        lowest and the highest.
+        """
         points = [a - b for a, b in zip(self.found[one], self.found[other], strict=True)]
+        mean, spread = statistics.fmean(points), (min(points), max(points))
+        if len(points) >= INTERVAL_SEEDS:
+            half = student.ppf(0.975, len(points) - 1) * statistics.stdev(points) / math.sqrt(len(points))
+            spread = (mean - half, mean + half)
         config = {
             "workload": self._trial.workload,
             "reduced": REDUCED.get(self._trial.workload, ""),
@@ -92,7 +105,7 @@ class Accuracies:
             "best_rate": dict(self.rates),
             "accuracy": dict(self.found),
         }
-        return Measured(statistics.fmean(points), (min(points), max(points)), config, reason=reason)
+        return Measured(mean, spread, config, reason=reason)
 
 
 def compensated(delay: int) -> tuple[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from farflung.report.pictures import picture
 
@@ -18,8 +20,17 @@ LOOKS = {
 }
 
 
+IMAGENET_STEPS = 75_000
+"""120 epochs of 1.28 million samples on 64 GPUs (the DTS poster's), at 32 samples a GPU, which is our assumption."""
+PUBLISHED = {4: 0.0, 8: 0.1, 12: 0.3, 16: 0.3, 20: 0.1}
+"""Points lost by delay on ImageNet; DTS poster."""
+
+
 def draw(
-    path: Path, by_steps: Mapping[int, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
+    path: Path,
+    by_steps: Mapping[int, Mapping[str, Any]],
+    others: Mapping[str, Mapping[str, Any]],
+    law: Callable[[Any, Any], Any],
 ) -> None:
     """Points lost to synchronous SGD.
 
@@ -27,14 +38,24 @@ def draw(
       path: of the picture.
       by_steps: trainings with ``lost`` by method, by their number of steps.
       others: trainings by name.
+      law: points lost, of a delay and steps.
     """
     with picture(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for name, look in LOOKS.items():
             found = {steps: one["lost"][name] for steps, one in by_steps.items() if name in one["lost"]}
             left.plot(list(found), list(found.values()), marker="o", label=name, **look)
+        steps = numpy.geomspace(min(by_steps), 1.3 * IMAGENET_STEPS)
+        for delay in (5, 20):
+            look = LOOKS[f"delay {delay}"] | {"color": "#888888"}
+            left.plot(steps, law(delay, steps), linewidth=1, label=f"law, delay {delay}", **look)
+        left.plot(
+            [IMAGENET_STEPS] * len(PUBLISHED), list(PUBLISHED.values()), "x", color="black",
+            label="ImageNet, delays 4 to 20 (DTS poster)",
+        )  # fmt: skip
         left.set(xscale="log", xlabel="steps", ylabel="points lost to synchronous SGD")
-        left.set_xticks(list(by_steps), [f"{steps:,}" for steps in by_steps], minor=False)
+        ticks = [*by_steps, IMAGENET_STEPS]
+        left.set_xticks(ticks, [f"{steps:,}" for steps in ticks], minor=False)
         left.minorticks_off()
         left.set_title("Fashion-MNIST, momentum 0.9")
         left.legend()

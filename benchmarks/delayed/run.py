@@ -21,7 +21,7 @@ from benchmarks.delayed.accuracy import (
     lagging,
     regions,
 )
-from benchmarks.delayed.lengths import ROWS, length_row, lengths
+from benchmarks.delayed.lengths import LAW_ROW, ROWS, law, length_row, lengths, long, long_rows
 from benchmarks.delayed.targets import NETWORKS, target_row, to_target
 from benchmarks.delayed.times import (
     IN_REGIONS,
@@ -56,7 +56,18 @@ BENCHMARK = Benchmark(
         ),
         *(Group(lagging(number), partial(lag, number), "trainings", 0.0, CANARIES) for number in LAGS),
         Group((REGIONS_LOST,), regions, "trainings", 0.0, CANARIES),
-        *(Group((length_row(steps),), partial(lengths, steps), "trainings", 0.0, CANARIES) for steps in ROWS),
+        *(
+            Group(
+                tuple(length_row(delay, steps) for delay in (5, 20)),
+                partial(lengths, steps),
+                "trainings",
+                0.0,
+                CANARIES,
+            )
+            for steps in ROWS
+        ),
+        *(Group(long_rows(number), partial(long, number), "trainings", 0.0, CANARIES) for number in LAGS),
+        Group((LAW_ROW,), law, "trainings", 0.0, CANARIES),
         Group(tuple(target_row(network) for network in NETWORKS), to_target, "trainings", 0.5, CANARIES),
     ],
     TRAININGS,

@@ -1,4 +1,7 @@
-"""The battery's process: its bits are the same on any x86-64, since libraries keep to instructions that all have."""
+"""The battery's process: its bits are the same on any x86-64, since libraries keep to instructions that all have.
+
+Adam's square roots are the exception: other processors than Intel's have bits of their own.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import wave
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,16 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from benchmarks.workloads import aid, news, speech_commands, svhn
+from benchmarks.common.worlds import replicas_in
+from benchmarks.workloads import aid, covtype, news, speech_commands, svhn
 from benchmarks.workloads.speech_commands import BANDS, FRAMES, RATE, log_mel, read_wav
+from farflung.config import Training
+from farflung.data import TensorDataset
 from farflung.data.source import File, Location
 from farflung.errors import DataError
+from farflung.replica import Replica
+from farflung.runtime import VirtualWorld
+from farflung.seeding import generator
 from farflung.types import Batch
 from farflung.workloads import registry, workload
 from tests.data.test_source import pack
@@ -92,6 +100,49 @@ def test_the_installed_command_finds_them_in_a_checkout(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("farflung: aid-64 is not at hand: looked in ")
+
+
+# --- Covertype ------------------------------------------------------------------------------------------------------
+
+
+def test_average_precision_is_that_of_scikit_learn() -> None:
+    """On replicas that share the test set; scores of one bin count as equal."""
+    from sklearn.metrics import average_precision_score
+
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1001, 54, generator=random)
+    targets = (inputs[:, 0] + torch.randn(1001, generator=random) > 2).long()
+    data = TensorDataset(inputs, targets)
+    task = covtype.RareClass(
+        "covtype/test", partial(covtype._network, 8, 8, 2), lambda: (data, data), covtype._DEFAULTS
+    )
+
+    async def evaluated(replica: Replica) -> float:
+        return (await replica.evaluate()).metric
+
+    world = VirtualWorld(3)
+    training = Training(batch_size=4, steps=1, learning_rate=0.1, seed=5)
+    found = world.run([evaluated(one) for one in replicas_in(world, task, training, {})])
+    assert found == [found[0]] * 3
+    logits = task.model(generator(5, "model"))(inputs).detach()
+    margins = ((logits[:, 1] - logits[:, 0] + 16) * 32).long()
+    assert found[0] == pytest.approx(average_precision_score(targets, margins), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("made", "share"), [(covtype.cottonwood, 0.0047), (covtype.aspen, 0.0163), (covtype.mlp, 0.0)]
+)
+def test_rare_classes_of_covertype(made: Callable[[], Any], share: float) -> None:
+    task = made()
+    assert workload(f"benchmarks.workloads.covtype:{made.__name__}").name == task.name
+    try:
+        train, test = task.datasets()
+    except DataError as error:
+        pytest.skip(str(error))
+    if share:
+        assert float(torch.cat([train.targets, test.targets]).double().mean()) == pytest.approx(
+            share, abs=2e-4
+        )
 
 
 # --- AID ------------------------------------------------------------------------------------------------------------

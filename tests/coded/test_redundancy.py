@@ -97,6 +97,16 @@ def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
     assert sum(numbers) < 200_000
 
 
+def test_of_two_orders_for_a_block_of_columns_each_is_there_when_it_was_made() -> None:
+    roster = Roster()
+    block = roster.blocks[0] = Block(0, "columns", {0: 1.0}, 1, ready=True, parts={0})
+    block.making |= {1, 2}
+    roster.built(block, (1,))
+    assert (block.parts, block.making) == ({0, 1}, {2})
+    roster.built(block, (2, 7))
+    assert (block.parts, block.making) == ({0, 1, 2}, set()), "what was not ordered does not count"
+
+
 def test_more_than_can_be_tried_is_refused() -> None:
     Settings(partitions=80, devices=255, redundancy=2)
     with pytest.raises(ConfigError, match="redundancy = 3: with 100 devices that is more than 33,000 sets"):

@@ -79,6 +79,8 @@ class Device:
     ) -> None:
         self.refused = 0
         """Messages that were not of their form, or spoke of what there is not."""
+        self.first_refusal = ""
+        """Why the first of them was refused."""
         self.rounds = 0
         """Rounds of which it has answered something."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
@@ -130,8 +132,8 @@ class Device:
                 raise task
             try:
                 await self._multiply(task)
-            except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
-                self._refuse()
+            except (Malformed, RuntimeError) as error:  # torch's, of an operand of other sizes
+                self._refuse(error)
 
     def leave(self) -> None:
         """Tells the coordinator that this device would like to go; :meth:`run` ends once it may."""
@@ -148,8 +150,8 @@ class Device:
                 told = self._comm.recv(COORDINATOR, tags.OPERAND, deadline_s=self._patience_s)
                 try:
                     task = unpacked(await told, (Multiply, End))
-                except Malformed:
-                    self._refuse()
+                except Malformed as error:
+                    self._refuse(error)
                     continue
                 assert isinstance(task, (Multiply, End))
                 self._work.put(task)
@@ -186,8 +188,8 @@ class Device:
             command = await self._comm.recv(COORDINATOR, tags.COMMAND, deadline_s=math.inf)
             try:
                 self._carry_out(unpacked(command, _COMMANDS))
-            except Malformed:
-                self._refuse()
+            except Malformed as error:
+                self._refuse(error)
 
     def _carry_out(self, message: Message) -> None:
         if isinstance(message, Welcome):
@@ -222,18 +224,20 @@ class Device:
         while True:
             order = await self._orders.next()
             making = self._rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
-            await self._build(order.block, making)
+            await self._build(order, making)
 
-    async def _build(self, block: int, making: Coroutine[Pending[Any], None, int]) -> None:
+    async def _build(self, order: Rows | Columns, making: Coroutine[Pending[Any], None, int]) -> None:
+        block = order.block
         try:
             fetched_nbytes = await making
         except SourceLost as error:
             self._report(Failed(block, error.rank, _one_line(error.detail)))
-        except (ConfigError, RuntimeError, ValueError):
-            self._refuse()
+        except (ConfigError, RuntimeError, ValueError) as error:
+            self._refuse(error)
             self._report(Failed(block, self._comm.rank, "the order could not be carried out"))
         else:
-            self._report(Built(block, fetched_nbytes))
+            parts = order.parts if isinstance(order, Columns) else ()
+            self._report(Built(block, tuple(part.partition for part in parts), fetched_nbytes))
 
     async def _rows(self, order: Rows) -> int:
         sources = order.sources
@@ -251,8 +255,9 @@ class Device:
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())
 
-    def _refuse(self) -> None:
+    def _refuse(self, why: Exception) -> None:
         self.refused += 1
+        self.first_refusal = self.first_refusal or f"{type(why).__name__}: {_one_line(str(why))}"
 
     def _report(self, report: Report) -> None:
         self._send(packed(report), tags.REPORT)

@@ -26,10 +26,10 @@ class Giver:
     Args:
       runtime: the device's.
       holding: what it has.
-      refuse: called for what is no question, or one of what there is not.
+      refuse: called for what is no question, or one of a part that a block does not have.
     """
 
-    def __init__(self, runtime: Runtime, holding: Holding, refuse: Callable[[], object]) -> None:
+    def __init__(self, runtime: Runtime, holding: Holding, refuse: Callable[[Exception], object]) -> None:
         self._runtime, self._comm, self._holding, self._refuse = runtime, runtime.comm, holding, refuse
         self._asked: dict[int, deque[Fetch]] = {}
         """By those who are being answered."""
@@ -43,8 +43,8 @@ class Giver:
                 assert isinstance(request, Fetch)
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST:
                     raise Malformed("a question that cannot be answered")
-            except Malformed:
-                self._refuse()
+            except Malformed as error:
+                self._refuse(error)
                 continue
             if rank in self._asked:
                 self._asked[rank].append(request)
@@ -59,8 +59,11 @@ class Giver:
                 request = asked.popleft()
                 try:
                     given = Payload((self._holding.give(request),))
-                except Malformed:
-                    self._refuse()
+                except Malformed as error:
+                    if (
+                        request.block in self._holding.blocks
+                    ):  # otherwise it was, and the order is older than its end
+                        self._refuse(error)
                     given = _NO_BLOCK
                 await self._comm.send(given, rank, tags.reply(request.reply))
         except FarflungError:  # who has asked is gone

@@ -183,7 +183,7 @@ class Members:
             self.send(rank, Drop((block.number,)))
             return
         if isinstance(report, Built):
-            self.roster.built(block)
+            self.roster.built(block, report.partitions)
             member.failures = 0
             if self._record is not None:
                 self._record.keep_roster(self.roster)

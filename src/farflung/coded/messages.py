@@ -264,10 +264,12 @@ class Built:
 
     Args:
       block: which.
+      partitions: of a block of columns, whose parts were made.
       fetched_nbytes: what other devices gave for it.
     """
 
     block: int
+    partitions: tuple[int, ...]
     fetched_nbytes: int
 
 

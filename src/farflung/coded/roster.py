@@ -196,11 +196,12 @@ class Roster:
         block.holder, block.ready = None, False
         block.making.clear()
 
-    def built(self, block: Block) -> None:
-        """It is made, with all parts that it was to have."""
+    def built(self, block: Block, partitions: Iterable[int]) -> None:
+        """It is made, or of a block of columns the parts of these partitions; other orders for it may be under way."""
         block.ready = True
-        block.parts |= block.making
-        block.making.clear()
+        made = block.making.intersection(partitions)
+        block.parts |= made
+        block.making -= made
 
     def failed(self, block: Block) -> None:
         """It could not be made; one that was there before stays as it was."""

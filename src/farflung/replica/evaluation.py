@@ -22,7 +22,7 @@ BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Means over the test set."""
+    """Metric and mean loss over the test set."""
 
     metric: float
     loss: float
@@ -80,7 +80,10 @@ async def evaluate(
 
     sums = await runtime.compute(Cost("evaluate", len(share)), score)
     _, total = await sum_everywhere(runtime, torch.empty(0), sums, step, purpose=Purpose.EVALUATION)
-    return Score(float(total[0] / total[2]), float(total[1] / total[2]))
+    loss, count, *_ = total.tolist()
+    metric_of = getattr(workload, "metric_of", None)
+    metric = total[2].item() / count if metric_of is None else metric_of(total[2:])
+    return Score(float(metric), loss / count)
 
 
 def _others(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -104,11 +107,11 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
 
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for part in ids.split(BATCH):
             batch = batch_on(data.take(part, train=False), device)
-            sums[0] += workload.metric(model, batch).double().sum()
-            sums[1] += workload.loss(model, batch).double().sum()
-            sums[2] += len(part)
+            metric = workload.metric(model, batch).double().sum(dim=0).reshape(-1)
+            loss = workload.loss(model, batch).double().sum().reshape(1)
+            sums = sums + torch.cat([loss, loss.new_tensor([len(part)]), metric])
     return sums.cpu()

@@ -115,7 +115,11 @@ class Workload(Protocol):
         ...
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """One score per sample, higher is better, shape ``(len(batch),)``; accuracy is its mean."""
+        """One score per sample, higher is better, shape ``(len(batch),)``; accuracy is its mean.
+
+        What is no mean of samples, such as average precision, comes as a row of numbers per sample, shape
+        ``(len(batch), n)``; a method ``metric_of`` makes the metric of their sums over the test set, shape ``(n,)``.
+        """
         ...
 
     def datasets(self) -> tuple[Dataset, Dataset]:
