@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from scipy.optimize import curve_fit
 
-from benchmarks.common import Measured, Trial
+from benchmarks.common import Measured, Trial, load_expected
 from benchmarks.common.trials import RATES
 from benchmarks.delayed.accuracy import LAGS, SEEDS, Accuracies, lagging
 from benchmarks.delayed.pictures import draw
@@ -158,7 +158,9 @@ def law(quick: bool) -> Mapping[str, Measured]:
         lost[number, LONGEST] = measured
     points = [(*at, found) for at, found in lost.items()]
     fitted = Law.fitted(points)
-    draw(PICTURE, by_steps, others, fitted.lost)
+    papers = {row.name: row.published for row in load_expected(Path(__file__).parent)}
+    published = [papers[long_rows(number)[0]] or 0.0 for number in LAGS]
+    draw(PICTURE, by_steps, others, fitted.lost, published)
     config = {"law": asdict(fitted), "delay, steps, lost": points, "by_steps": by_steps, "others": others}
     return {LAW_ROW: Measured(fitted.steps(20, 0.3), None, config)}
 

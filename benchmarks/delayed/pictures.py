@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ LOOKS = {
 
 IMAGENET_STEPS = 75_000
 """120 epochs of 1.28 million samples on 64 GPUs (the DTS poster's), at 32 samples a GPU, which is our assumption."""
-PUBLISHED = {4: 0.0, 8: 0.1, 12: 0.3, 16: 0.3, 20: 0.1}
-"""Points lost by delay on ImageNet; DTS poster."""
 
 
 def draw(
@@ -31,6 +29,7 @@ def draw(
     by_steps: Mapping[int, Mapping[str, Any]],
     others: Mapping[str, Mapping[str, Any]],
     law: Callable[[Any, Any], Any],
+    published: Sequence[float],
 ) -> None:
     """Points lost to synchronous SGD.
 
@@ -39,6 +38,7 @@ def draw(
       by_steps: trainings with ``lost`` by method, by their number of steps.
       others: trainings by name.
       law: points lost, of a delay and steps.
+      published: points lost on ImageNet by delays of 4 to 20.
     """
     with picture(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -50,7 +50,7 @@ def draw(
             look = LOOKS[f"delay {delay}"] | {"color": "#888888"}
             left.plot(steps, law(delay, steps), linewidth=1, label=f"law, delay {delay}", **look)
         left.plot(
-            [IMAGENET_STEPS] * len(PUBLISHED), list(PUBLISHED.values()), "x", color="black",
+            [IMAGENET_STEPS] * len(published), published, "x", color="black",
             label="ImageNet, delays 4 to 20 (DTS poster)",
         )  # fmt: skip
         left.set(xscale="log", xlabel="steps", ylabel="points lost to synchronous SGD")

@@ -18,6 +18,7 @@ __all__ = ["RareClass", "aspen", "cottonwood", "mlp"]
 
 _BINS, _WIDEST = 1024, 16.0
 """Of the difference of two logits, which is cut off beyond the widest."""
+_DEFAULTS = settings(batch_size=32, learning_rate=0.0005, momentum=0.0, steps=6000, optimizer="adam")
 
 
 @dataclass(slots=True)
@@ -62,15 +63,6 @@ def mlp() -> Workload:
         load=covtype.load,
         defaults=_DEFAULTS,
     )
-
-
-_DEFAULTS = settings(
-    batch_size=32,
-    learning_rate=0.0005,
-    momentum=0.0,
-    steps=6000,
-    optimizer="adam",
-)
 
 
 def _rare(name: str, label: int) -> Workload:

@@ -57,16 +57,18 @@ class Giver:
         try:
             while asked:
                 request = asked.popleft()
-                try:
-                    given = Payload((self._holding.give(request),))
-                except Malformed as error:
-                    if (
-                        request.block in self._holding.blocks
-                    ):  # otherwise it was, and the order is older than its end
-                        self._refuse(error)
-                    given = _NO_BLOCK
-                await self._comm.send(given, rank, tags.reply(request.reply))
+                await self._comm.send(self._given(request), rank, tags.reply(request.reply))
         except FarflungError:  # who has asked is gone
             return
         finally:
             del self._asked[rank]
+
+    def _given(self, request: Fetch) -> Payload:
+        """The rows, or nothing where the block is not there: an order may be older than the end of a block."""
+        if request.block not in self._holding.blocks:
+            return _NO_BLOCK
+        try:
+            return Payload((self._holding.give(request),))
+        except Malformed as error:
+            self._refuse(error)
+            return _NO_BLOCK
