@@ -41,11 +41,12 @@ from farflung.coded.messages import (
     unpacked,
 )
 from farflung.coded.settings import Settings
+from farflung.coded.work import Work
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
 from farflung.network import Link
 from farflung.runtime import VirtualWorld
-from farflung.tasks import Pending
+from farflung.tasks import Pending, Task
 from farflung.types import Payload, Runtime
 from tests.coded_mutations import (
     COMMANDS,
@@ -408,3 +409,40 @@ def test_no_more_is_given_than_there_is_and_than_is_given_at_once(request_: Fetc
     brought.settle("run", 0)
     with pytest.raises(Malformed):
         brought.give(request_)
+
+
+async def _until_the_end(work: Work) -> list[int]:
+    rounds: list[int] = []
+    while not isinstance(task := await work.next(), End):
+        assert isinstance(task, Multiply)
+        rounds.append(task.round)
+    return rounds
+
+
+def test_rounds_that_are_over_are_passed_over() -> None:
+    work = Work()
+    for round, since in ((0, 0), (1, 0), (2, 1), (3, 2)):
+        work.put(Multiply(round, since, (0,), (), 1, 1, 0))
+    assert [work.over(round) for round in range(5)] == [True, True, False, False, False]
+    taken = Task(_until_the_end(work), lambda fn: fn())
+    assert not taken.done
+    work.put(Multiply(9, 3, (0,), (), 1, 1, 0))
+    work.put(End())
+    assert taken.result() == [2, 3, 9]
+    assert work.over(10)
+
+
+def test_work_is_put_by_one_thread_while_another_looks_at_it() -> None:
+    work, rounds = Work(), 50_000
+
+    def put() -> None:
+        for round in range(rounds):
+            work.put(Multiply(round, max(0, round - 20), (0,), (), 1, 1, 0))
+        work.put(End())
+
+    putter = threading.Thread(target=put)
+    putter.start()
+    while not work.over(rounds):
+        pass
+    putter.join()
+    assert Task(_until_the_end(work), lambda fn: fn()).wait() == []

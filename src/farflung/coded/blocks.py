@@ -204,7 +204,8 @@ class Holding:
         Raises:
           Malformed: the operand is not of their size, or the product is larger than any message.
         """
-        chosen = {number: self.blocks[number] for number in task.blocks if number in self.blocks}
+        named = ((number, self.blocks.get(number)) for number in task.blocks)  # blocks may go at any time
+        chosen = {number: block for number, block in named if block is not None}
         if task.operand.dim() != 2:
             raise Malformed("an operand that is no matrix")
         if task.length < 1 or not 1 <= task.pieces <= MAX_PIECES:

@@ -40,16 +40,32 @@ class Queue(Generic[T]):
 
 
 class Work(Queue[Multiply | End | FarflungError]):
-    """Products that are to be made, then the end or what has ended it all; rounds that are over are not kept."""
+    """Products that are to be made, then the end or what has ended it all; rounds that are over are passed over.
+
+    One thread puts while another takes: each keeps to single operations on the queue, and neither iterates over it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = 0
+        """The first round that is not over, by what was put last."""
+        self._ended = False
 
     @override
     def put(self, item: Multiply | End | FarflungError) -> None:
         if isinstance(item, Multiply):
-            kept = [one for one in self._items if not isinstance(one, Multiply) or one.round >= item.since]
-            if len(kept) < len(self._items):
-                self._items = deque(kept)
+            self._since = item.since
+        else:
+            self._ended = True
         super().put(item)
+
+    @override
+    async def next(self) -> Multiply | End | FarflungError:
+        while True:
+            item = await super().next()
+            if not isinstance(item, Multiply) or not self.over(item.round):
+                return item
 
     def over(self, round: int) -> bool:
         """Whether a round need not be carried on."""
-        return any(not isinstance(one, Multiply) or one.since > round for one in self._items)
+        return self._ended or self._since > round
