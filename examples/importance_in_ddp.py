@@ -1,7 +1,7 @@
 """Importance sampling under DistributedDataParallel, or alone: what a loop with a DataLoader changes is marked.
 
 torchrun --standalone --nproc-per-node 2 examples/importance_in_ddp.py
-python examples/importance_in_ddp.py --workers 2 --scored-by gradient
+python examples/importance_in_ddp.py --workers 2 --scored-by loss
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--learning-rate", type=float, default=0.02)
-parser.add_argument("--scored-by", choices=["loss", "gradient"], default="loss")
+parser.add_argument("--scored-by", choices=["loss", "gradient_bound"], default="gradient_bound")
 parser.add_argument("--workers", type=int, default=0, help="of the loader")
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
@@ -40,19 +41,20 @@ trained = DistributedDataParallel(model) if dist.is_initialized() else model
 optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
 
 sampler = farflung.ImportanceSampler(  # instead of a DistributedSampler
-    dataset, options.batch_size, seed=options.seed
+    dataset, options.batch_size, scored_by=options.scored_by, seed=options.seed
 )
 loader = DataLoader(dataset, batch_sampler=sampler, num_workers=options.workers)
 
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:  # one for each sample, instead of their mean
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="none")
+
+
 steps, weights = 0, torch.empty(0)
 while steps < options.steps:
-    for drawn, (inputs, targets) in sampler.batches(loader):  # instead of the loader itself
-        logits = trained(inputs)
-        losses = F.cross_entropy(logits, targets, reduction="none")  # instead of their mean
-        scores = None  # the losses
-        if options.scored_by == "gradient":  # of each loss with respect to the logits
-            scores = (logits.detach().softmax(dim=1) - F.one_hot(targets, 10)).norm(dim=1)
-        drawn.weigh(losses, scores).backward()  # instead of the mean's
+    for drawn, batch in sampler.batches(loader, model, losses):  # instead of the loader itself
+        drawn.weigh(losses(trained, batch)).backward()  # instead of the mean's
         optimizer.step()
         optimizer.zero_grad()
         steps, weights = steps + 1, drawn.weights

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import farflung
@@ -135,6 +136,27 @@ def two_backwards(
         optimizer.step()
 
 
+def scored_ahead(
+    model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], rank: int
+) -> None:
+    """Batches by importance, scored while gradients are on their way."""
+    del no_sync
+    random = torch.Generator().manual_seed(7)
+    data = TensorDataset(torch.randn(200, 12, generator=random), torch.randint(5, (200,), generator=random))
+
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    sampler = farflung.ImportanceSampler(data, 12, rank=rank, size=2, rule="two", candidates=3)
+    loader = DataLoader(data, batch_sampler=sampler)
+    batches = sampler.batches(loader, getattr(model, "module", model), losses)
+    for drawn, batch in batches:
+        optimizer.zero_grad()
+        drawn.weigh(losses(model, batch)).backward()
+        batches.ahead()
+        optimizer.step()
+
+
 def caught(model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], rank: int) -> None:
     for number, (x, y) in enumerate(batches(rank)):
         optimizer.zero_grad()
@@ -194,6 +216,7 @@ LOOPS: dict[str, Loop] = {
     "several_forwards": several_forwards,
     "two_backwards": two_backwards,
     "caught": caught,
+    "scored_ahead": scored_ahead,
     "autocast": autocast,
     "scaled": scaled,
 }

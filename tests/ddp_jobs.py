@@ -424,11 +424,17 @@ def importance(rank: int, size: int, store: dist.Store, *, samples: int, batch_s
         model = DistributedDataParallel(nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = farflung.ImportanceSampler(dataset, batch_size)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
+
+        def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+            found: Tensor = model(batch[0]).square().squeeze(1)
+            return found
+
         drawn_ids: list[int] = []
         batches = 0
-        for drawn, (inputs,) in sampler.batches(torch.utils.data.DataLoader(dataset, batch_sampler=sampler)):
+        for drawn, batch in sampler.batches(loader, model.module, losses):
             optimizer.zero_grad()
-            drawn.weigh(model(inputs).square().squeeze(1)).backward()
+            drawn.weigh(losses(model, batch)).backward()
             optimizer.step()
             drawn_ids += drawn.ids.tolist()
             batches += 1

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import farflung
-from farflung.errors import CheckpointError, ConfigError
-from farflung.importance import Drawn
+from farflung.errors import CheckpointError, ConfigError, RunLost
+from farflung.importance import Drawn, _cut
 from farflung.replica import load_tree, save_tree
 from tests.helpers import same_tree
 from tests.pool import Pool
@@ -40,104 +41,163 @@ def loader_of(sampler: farflung.ImportanceSampler, workers: int = 0, **options: 
     return DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, **options)
 
 
+def by_number(_: nn.Module, numbers: Tensor) -> Tensor:
+    """Losses, the same at every step."""
+    return scores_of(numbers).float()
+
+
+NONE = nn.Identity()
+
+
+def passed(
+    sampler: farflung.ImportanceSampler, workers: int = 0, **options: Any
+) -> farflung.importance.Batches:
+    """A pass over the numbers, scored by them."""
+    return sampler.batches(loader_of(sampler, workers, **options), NONE, by_number)
+
+
+def made(batch_size: int = 4, **options: Any) -> farflung.ImportanceSampler:
+    return farflung.ImportanceSampler(Numbers(), batch_size, **{"scored_by": "loss", **options})
+
+
 # --- what it draws and weighs -----------------------------------------------------------------------------------
 
 
+class Line(nn.Module):
+    """Three weights, whose gradient is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weights
+
+
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int) -> None:
+@pytest.mark.parametrize("rule", ["pool", "two", "auto"])
+def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int, rule: str) -> None:
     """Over all ranks, whose shares are of unlike sizes, and though scores change from batch to batch."""
     random = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(N, 3, generator=random), torch.randn(N, generator=random)
-    weights = torch.zeros(3, requires_grad=True)
+    data = TensorDataset(torch.randn(N, 3, generator=random), torch.randn(N, generator=random))
+    model, scale = Line(), [1.0]
 
-    def losses(ids: Tensor) -> Tensor:
-        return (inputs[ids] @ weights - targets[ids]).square()
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        inputs, targets = batch
+        found: Tensor = (model(inputs) - targets).square() * inputs[:, 0].mul(scale[0]).exp()
+        return found
 
-    (wanted,) = torch.autograd.grad(losses(torch.arange(N)).mean(), weights)
+    (wanted,) = torch.autograd.grad(losses(model, list(data[:])).mean(), model.weights)
     estimates = []
-    for seed in range(20):
+    for seed in range(60):
         samplers = [
-            farflung.ImportanceSampler(range(N), 4, seed=seed, rank=r, size=size) for r in range(size)
+            farflung.ImportanceSampler(data, 3, seed=seed, rank=r, size=size, rule=rule, candidates=2)  # type: ignore[arg-type]
+            for r in range(size)
         ]
-        for sampler in samplers:
-            sampler.update(sampler.share[: N // size // 2], scores_of(sampler.share[: N // size // 2]))
-        for _ in range(10):
-            passes = [sampler.batches(loader_of(sampler)) for sampler in samplers]
-            for several in zip(*passes, strict=True):
-                means = [drawn.weigh(losses(drawn.ids)) for drawn, _ in several]
-                estimates.append(torch.autograd.grad(torch.stack(means).mean(), weights)[0])
+        passes = [
+            sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses) for sampler in samplers
+        ]
+        for several in zip(*passes, strict=True):
+            means = [drawn.weigh(losses(model, batch)) for drawn, batch in several]
+            estimates.append(torch.autograd.grad(torch.stack(means).mean(), model.weights)[0])
     found = torch.stack(estimates).double()
     error = found.std(dim=0) / len(found) ** 0.5
     assert bool(((found.mean(dim=0) - wanted).abs() < 4 * error).all())
     assert bool((error < 0.1 * wanted.norm()).all()), "or this would show nothing"
 
 
-def test_samples_come_in_proportion_to_smoothed_scores() -> None:
-    sampler = farflung.ImportanceSampler(range(N), 20, smoothing=0.5)
-    sampler.update(sampler.share, scores_of(sampler.share))
-    importances = scores_of(torch.arange(N)) + 0.5 * scores_of(torch.arange(N)).mean()
-    counts = torch.zeros(N)
-    for _ in range(500):
-        for drawn, _ in sampler.batches(loader_of(sampler)):
-            counts += torch.bincount(drawn.ids, minlength=N)
-            torch.testing.assert_close(drawn.weights, importances.mean() / importances[drawn.ids])
-    wanted = counts.sum() * importances / importances.sum()
-    assert bool(((counts - wanted).abs() < 5 * wanted.sqrt()).all())
+def test_a_batch_is_cut_from_ten_batches_of_candidates() -> None:
+    sampler = made(2)
+    loader = loader_of(sampler)
+    for ids, (drawn, batch) in zip(sampler, sampler.batches(loader, NONE, by_number), strict=True):
+        assert len(set(ids)) == 20
+        assert drawn.ids.tolist() == batch.tolist()
+        assert len(set(batch.tolist())) == 2
 
 
-@pytest.mark.parametrize("smoothing", [0.1, 0.5, 2.0])
-def test_no_weight_exceeds_its_bound_and_every_sample_stays_within_reach(smoothing: float) -> None:
-    sampler = farflung.ImportanceSampler(range(N), 8, smoothing=smoothing)
-    sampler.update(sampler.share, torch.zeros(N))
-    sampler.update(sampler.share[:1], torch.tensor([1e6]))
-    seen, heaviest = set[int](), 0.0
-    for _ in range(400):
-        for drawn, _ in sampler.batches(loader_of(sampler)):
-            seen.update(drawn.ids.tolist())
-            heaviest = max(heaviest, float(drawn.weights.max()))
-    assert seen == set(range(N))
-    assert heaviest == pytest.approx((1 + smoothing) / smoothing)
+def test_rows_are_cut_from_whatever_holds_tensors() -> None:
+    class Pair(NamedTuple):
+        one: Tensor
+        other: Tensor
+
+    rows = torch.tensor([2, 0])
+    numbers = torch.arange(3)
+    found = _cut({"a": [numbers, (numbers + 10,)], "b": Pair(numbers, numbers.view(3, 1))}, rows, 3)
+    assert found["a"][0].tolist() == [2, 0]
+    assert found["a"][1][0].tolist() == [12, 10]
+    assert type(found["b"]) is Pair
+    assert found["b"].other.tolist() == [[2], [0]]
+    for odd, said in ((numbers[:2], r"a tensor of shape \(2,\)"), ([1, 2, 3], "int"), (None, "NoneType")):
+        with pytest.raises(
+            ConfigError, match=f"the loader gives {said} for 3 samples: give tensors with a row"
+        ):
+            _cut(odd, rows, 3)
 
 
-@pytest.mark.parametrize("known", [None, 0.0])
-def test_draws_are_uniform_while_nothing_tells_samples_apart(known: float | None) -> None:
-    sampler = farflung.ImportanceSampler(range(N), 8)
-    if known is not None:
-        sampler.update(sampler.share[:5], torch.full((5,), known))
-    drawn, _ = next(sampler.batches(loader_of(sampler)))
-    assert drawn.weights.tolist() == [1.0] * 8
+def test_scores_leave_no_trace_and_every_module_in_its_mode() -> None:
+    data = TensorDataset(torch.randn(N, 4), torch.randint(3, (N,)))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model[1].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        assert not model.training
+        found: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return found
+
+    sampler = farflung.ImportanceSampler(data, 4)
+    sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses).ahead()
+    assert same_tree(model.state_dict(), before)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    norms = sampler.state_dict()["scores"]
+    outputs = copy.deepcopy(model).eval()(data[:][0]).detach()
+    wanted = (outputs.softmax(1) - nn.functional.one_hot(data[:][1], 3)).norm(dim=1)
+    torch.testing.assert_close(norms, wanted[sampler.share])
+
+
+def test_what_is_scored_ahead_is_drawn_from_by_the_model_of_then() -> None:
+    factor = [1.0]
+
+    def losses(_: nn.Module, numbers: Tensor) -> Tensor:
+        return torch.where(numbers < 20, factor[0], 1.0)
+
+    sampler = made(10)
+    batches = sampler.batches(loader_of(sampler), NONE, losses)
+    factor[0] = 1e4
+    batches.ahead()
+    factor[0] = 1.0
+    batches.ahead()
+    drawn, _ = next(batches)
+    assert (drawn.ids < 20).sum() >= 9
+    drawn, _ = next(batches)
+    assert drawn.weights.tolist() == pytest.approx([1.0] * 10)
+    assert len([*batches]) == 2
+    batches.ahead()
+    assert not [*batches]
+
+
+def test_losses_of_zero_leave_it_uniform_and_the_mean_is_kept() -> None:
+    sampler = made(8)
+    for drawn, _ in sampler.batches(loader_of(sampler), NONE, lambda _, numbers: torch.zeros(len(numbers))):
+        assert drawn.weights.tolist() == pytest.approx([1.0] * 8)
 
 
 def test_shares_of_unlike_sizes_weigh_what_they_hold() -> None:
-    samplers = [farflung.ImportanceSampler(range(N), 4, rank=rank, size=3) for rank in range(3)]
-    weights = [next(sampler.batches(loader_of(sampler)))[0].weights[0].item() for sampler in samplers]
+    same = {"losses": lambda _, numbers: torch.ones(len(numbers))}
+    samplers = [made(4, rank=rank, size=3) for rank in range(3)]
+    weights = [next(s.batches(loader_of(s), NONE, **same))[0].weights[0].item() for s in samplers]
     assert weights == pytest.approx([14 / (N / 3), 13 / (N / 3), 13 / (N / 3)])
 
 
-def test_samples_without_a_score_have_the_mean_of_those_with_one() -> None:
-    sampler = farflung.ImportanceSampler(range(3), 3)
-    sampler.update([0, 1], torch.tensor([1.0, 3.0]))
-    weights: dict[int, float] = {}
-    for _ in range(20):
-        for drawn, _ in sampler.batches(loader_of(sampler)):
-            weights |= zip(drawn.ids.tolist(), drawn.weights.tolist(), strict=True)
-    assert weights == pytest.approx({0: 3 / 2, 1: 3 / 4, 2: 1.0})
-
-
-def test_weighing_scores_by_losses_or_by_what_is_said() -> None:
-    sampler = farflung.ImportanceSampler(range(2), 2)
-    drawn = Drawn(torch.tensor([1, 0]), torch.tensor([0.5, 2.0]), sampler)
+def test_weighing_takes_the_mean_in_the_dtype_of_the_losses() -> None:
+    drawn = Drawn(torch.tensor([1, 0]), torch.tensor([0.5, 2.0]))
     losses = torch.tensor([4.0, 1.0], dtype=torch.bfloat16, requires_grad=True)
     mean = drawn.weigh(losses)
     mean.backward()
     assert (mean.item(), mean.dtype) == (2.0, torch.bfloat16)
     assert losses.grad is not None
     assert losses.grad.tolist() == [0.25, 1.0]
-    assert sampler.state_dict()["scores"].tolist() == [1.0, 4.0]
-    drawn.weigh(-losses, scores=torch.tensor([7.0, 8.0]))
-    assert sampler.state_dict()["scores"].tolist() == [8.0, 7.0]
-    sampler.update([1, 0, 1], torch.tensor([1.0, 2.0, 3.0]))
-    assert sampler.state_dict()["scores"].tolist() == [2.0, 3.0], "the last counts"
 
 
 # --- which batch they go with -----------------------------------------------------------------------------------
@@ -152,39 +212,29 @@ def checked(pairs: Iterator[tuple[Drawn, Any]]) -> Iterator[Drawn]:
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_batches_of_workers_that_fetch_ahead_are_their_draws(workers: int, persistent: bool) -> None:
-    """Also where the loop leaves batches out, breaks off, or looks at two passes at once."""
-    sampler = farflung.ImportanceSampler(Numbers(), 4)
+    """Also where the loop breaks off, or looks at two passes at once."""
+    sampler = made(4, candidates=2, rule="two")
     options = {"persistent_workers": True, "prefetch_factor": 3} if persistent else {}
     loader = loader_of(sampler, workers, **options)
-    for step, drawn in enumerate(checked(sampler.batches(loader))):
+
+    def again() -> Iterator[Drawn]:
+        return checked(sampler.batches(loader, NONE, by_number))
+
+    for step, _ in enumerate(again()):
         if step == 3:
             break
-        if step != 1:
-            drawn.weigh(scores_of(drawn.ids).float())
-    assert sum(1 for _ in checked(sampler.batches(loader))) == len(sampler) == len(loader) == 10
+    assert sum(1 for _ in again()) == len(sampler) == len(loader) == 10
     if not persistent:  # torch starts such a loader's workers anew, whatever else looks at it
-        for one, other in zip(
-            checked(sampler.batches(loader)), checked(sampler.batches(loader)), strict=True
-        ):
+        for one, other in zip(again(), again(), strict=True):
             assert one is not other
-
-
-def test_weights_are_of_when_a_sample_was_drawn() -> None:
-    """A loader with workers has asked before the scores have come, and those batches stay unbiased."""
-    sampler = farflung.ImportanceSampler(Numbers(), 4)
-    for step, (drawn, _) in enumerate(sampler.batches(loader_of(sampler, 2, prefetch_factor=2))):
-        assert (drawn.weights == 1).all() == (step < 5), (
-            "four are fetched ahead, and one more when the first comes"
-        )
-        sampler.update(sampler.share, scores_of(sampler.share))
 
 
 def test_loaders_that_cannot_be_followed_are_refused() -> None:
     sampler = farflung.ImportanceSampler(Numbers(), 4)
     with pytest.raises(ConfigError, match="not drawn here: make it with batch_sampler="):
-        sampler.batches(DataLoader(Numbers(), batch_size=4))
+        sampler.batches(DataLoader(Numbers(), batch_size=4), NONE, by_number)
     with pytest.raises(ConfigError, match="in_order=False gives its batches in an order of its own"):
-        sampler.batches(loader_of(sampler, 2, in_order=False))
+        sampler.batches(loader_of(sampler, 2, in_order=False), NONE, by_number)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------
@@ -201,16 +251,15 @@ def test_ranks_under_ddp_hold_disjoint_shares(pool: Pool) -> None:
 
 
 def test_shares_depend_on_the_seed_and_draws_on_the_rank_too() -> None:
-    def made(**options: int) -> farflung.ImportanceSampler:
-        return farflung.ImportanceSampler(range(N), 4, **options)
+    def ids(**options: int) -> list[list[int]]:
+        return [drawn.ids.tolist() for drawn, _ in passed(made(**options))]
 
     assert made(rank=0, size=2).share.tolist() == made(rank=0, size=2).share.tolist()
     assert made(rank=0, size=2).share.tolist() != made(rank=0, size=2, seed=1).share.tolist()
-    assert list(made()) == list(made())
-    assert list(made()) != list(made(seed=1))
+    assert ids() == ids() != ids(seed=1)
     one, other = (made(rank=rank, size=2) for rank in range(2))
-    assert list(one) != [
-        one.share[torch.searchsorted(other.share, torch.tensor(ids))].tolist() for ids in other
+    assert [*one] != [
+        one.share[torch.searchsorted(other.share, torch.tensor(each))].tolist() for each in other
     ]
 
 
@@ -218,29 +267,39 @@ def test_shares_depend_on_the_seed_and_draws_on_the_rank_too() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("done", [0, 1, 7, 10, 13])
-def test_it_goes_on_where_it_was_saved(tmp_path: Path, workers: int, done: int) -> None:
-    """With what was drawn ahead, for passes of ten batches."""
+def test_it_goes_on_where_it_was_saved(tmp_path: Path, workers: int, ahead: bool, done: int) -> None:
+    """With what was chosen and scored ahead, for passes of ten batches."""
 
-    def steps(sampler: farflung.ImportanceSampler, count: int) -> list[tuple[list[int], list[float]]]:
+    def steps(
+        sampler: farflung.ImportanceSampler, begin: int, end: int
+    ) -> list[tuple[list[int], list[float]]]:
         told: list[tuple[list[int], list[float]]] = []
-        loader = loader_of(sampler, workers)
-        while len(told) < count:
-            for drawn in checked(sampler.batches(loader)):
-                drawn.weigh(scores_of(drawn.ids) / (1 + len(told) + done_before[sampler]))
+        loader, step = loader_of(sampler, workers), [begin]
+
+        def losses(_: nn.Module, numbers: Tensor) -> Tensor:
+            return (scores_of(numbers) / (1 + step[0])).float()
+
+        while step[0] < end:
+            batches = sampler.batches(loader, NONE, losses)
+            for drawn, batch in batches:
+                assert drawn.ids.tolist() == batch.tolist()
                 told.append((drawn.ids.tolist(), drawn.weights.tolist()))
-                if len(told) == count:
+                if ahead:
+                    batches.ahead()
+                step[0] += 1
+                if step[0] == end:
                     break
         return told
 
-    whole, first, resumed = (farflung.ImportanceSampler(Numbers(), 4) for _ in range(3))
-    done_before = {whole: 0, first: 0, resumed: done}
-    wanted = steps(whole, 25)
-    assert steps(first, done) == wanted[:done]
+    whole, first, resumed = (made(4, candidates=3, rule="two") for _ in range(3))
+    wanted = steps(whole, 0, 25)
+    assert steps(first, 0, done) == wanted[:done]
     save_tree(tmp_path / "state.safetensors", first.state_dict())
     resumed.load_state_dict(load_tree(tmp_path / "state.safetensors"))
     assert same_tree(resumed.state_dict(), first.state_dict())
-    assert steps(resumed, 25 - done) == wanted[done:]
+    assert steps(resumed, done, 25) == wanted[done:]
     assert same_tree(resumed.state_dict(), whole.state_dict())
 
 
@@ -250,6 +309,7 @@ def test_it_goes_on_where_it_was_saved(tmp_path: Path, workers: int, done: int) 
         ({"seed": 1}, "the state is of seed 0, and this is 1"),
         ({"rank": 1, "size": 2}, "the state is of rank 0, and this is 1"),
         ({"batch_size": 5}, "the state is of batch_size 4, and this is 5"),
+        ({"candidates": 5}, "the state is of candidates 10, and this is 5"),
     ],
 )
 def test_the_state_of_another_is_refused(options: dict[str, Any], says: str) -> None:
@@ -274,7 +334,10 @@ class Endless(IterableDataset[int]):
     ("options", "says"),
     [
         ({"batch_size": 0}, "batch_size 0 must be at least 1"),
-        ({"smoothing": 0}, "smoothing 0: must be above 0"),
+        ({"smoothing": 0}, "smoothing 0 must be above 0"),
+        ({"candidates": 0}, "candidates 0 must be at least 1"),
+        ({"rule": "paper"}, "rule 'paper' must be 'auto' or 'pool' or 'two'"),
+        ({"scored_by": "norm"}, "scored_by 'norm' must be 'loss' or 'gradient_bound'"),
         ({"smoothing": -1.0}, r"smoothing -1\.0 must be a number of at least 0"),
         ({"smoothing": float("nan")}, "smoothing nan must be a number"),
         ({"seed": 0.5}, r"seed 0\.5 must be a whole number"),
@@ -293,40 +356,36 @@ def test_options_that_do_not_fit(options: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "scores", "says"),
+    ("losses", "says"),
     [
         (
             torch.ones(()),
-            None,
             r"losses \(\) for 4 samples: give one for each; torch's losses do with reduction='none'",
         ),
-        (torch.ones(4, 1), None, r"losses \(4, 1\) for 4 samples"),
-        ([1.0] * 4, None, "losses list for 4 samples"),
-        (torch.tensor([1.0, float("nan"), 2.0, float("inf")]), None, "losses that are not finite: 2 of 4"),
-        (-torch.ones(4), None, "score -1 is below 0: give scores= beside losses that may be"),
-        (torch.ones(4), torch.ones(3), r"scores \(3,\) for 4 samples"),
-        (torch.ones(4), torch.full((4,), float("inf")), "scores that are not finite: 4 of 4"),
+        (torch.ones(4, 1), r"losses \(4, 1\) for 4 samples"),
+        ([1.0] * 4, "losses list for 4 samples"),
     ],
 )
-def test_losses_and_scores_that_do_not_fit(losses: Any, scores: Any, says: str) -> None:
-    sampler = farflung.ImportanceSampler(range(N), 4)
-    drawn = Drawn(torch.arange(4), torch.ones(4), sampler)
+def test_losses_that_do_not_fit(losses: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as error:
-        drawn.weigh(losses, scores)
+        Drawn(torch.arange(4), torch.ones(4)).weigh(losses)
     assert "\n" not in str(error.value)
-    assert bool(sampler.state_dict()["scores"].isnan().all()), "nothing was scored"
 
 
-def test_samples_of_other_ranks_are_refused() -> None:
-    one, other = (farflung.ImportanceSampler(range(N), 4, rank=rank, size=2) for rank in range(2))
-    foreign = int(other.share[-1])
-    with pytest.raises(ConfigError, match=f"sample {foreign} is not among the 20 of rank 0"):
-        one.update([int(one.share[0]), foreign], torch.ones(2))
-    for beyond in (-1, N):
-        with pytest.raises(ConfigError, match=f"sample {beyond} is not among"):
-            one.update([beyond], torch.ones(1))
-    with pytest.raises(ConfigError, match=r"ids of shape \(\) and torch.int64 are no list of samples"):
-        one.update(torch.tensor(1), torch.ones(1))
-    with pytest.raises(ConfigError, match=r"ids of shape \(1,\) and torch.float32 are no list of samples"):
-        one.update(torch.ones(1), torch.ones(1))
-    one.update([], torch.empty(0))
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        (torch.ones(()), r"its loss of 20 samples has shape \(\)"),
+        (
+            torch.full((20,), float("inf")),
+            "20 of 20 scores at step 0 are not finite: lower the learning rate",
+        ),
+        (-torch.ones(20), "20 of 20 scores at step 0 are below 0"),
+    ],
+)
+def test_scores_that_do_not_fit(losses: Tensor, says: str) -> None:
+    sampler = made(2)
+    with pytest.raises((ConfigError, RunLost), match=says) as error:
+        next(sampler.batches(loader_of(sampler), NONE, lambda *_: losses))
+    assert "\n" not in str(error.value)
+    assert bool((sampler.state_dict()["scores"] < 0).all()), "nothing was scored"

@@ -344,10 +344,14 @@ def _group_wise(ask: Ask) -> Mapping[str, Measured]:
     """Both score once the exchange is there, as the paper's do, on small shares; until all-inclusive scoring ends."""
     usual = uniform("cifar10", mbps=FASTEST, samples=SHARE * REPLICAS, every=10)
     all_inclusive = replace(
-        usual, steps=FIRST_STEPS, parts={"sampler": "grouped_importance(groups=1, chosen=1, chunk=128)"}
+        usual,
+        steps=FIRST_STEPS,
+        parts={"sampler": "grouped_importance(rule='paper', groups=1, chosen=1, chunk=128)"},
     )
     group_wise = replace(
-        usual, steps=2 * FIRST_STEPS, parts={"sampler": "grouped_importance(groups=8, chunk=128)"}
+        usual,
+        steps=2 * FIRST_STEPS,
+        parts={"sampler": "grouped_importance(rule='paper', groups=8, chunk=128)"},
     )
     theirs = curves_of(ask, all_inclusive)
     target = Target("loss", at_the_end(theirs.curves[0], "loss"))
@@ -409,7 +413,10 @@ def _federated(alpha: float, ask: Ask) -> Mapping[str, Measured]:
     )
     theirs = reference(ask, usual)
     ours = curves_of(
-        ask, replace(usual, parts={**usual.parts, "sampler": "grouped_importance(groups=16, chunk=128)"})
+        ask,
+        replace(
+            usual, parts={**usual.parts, "sampler": "grouped_importance(rule='paper', groups=16, chunk=128)"}
+        ),
     )
     config = {**_setting("cifar10", SLOWEST, FEDERATED), "partition": usual.partition}
     reason = _unconverged(ask, "cifar10")

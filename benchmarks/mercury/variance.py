@@ -37,7 +37,7 @@ LOOKED_AT = 512
 LEARNED = 0.1
 """The loss below which a sample counts as learned: it is given its class with a probability of 0.9 and more."""
 SMOOTHING = 0.5
-"""Of :class:`farflung.sampling.GroupedImportance`, as it comes."""
+"""Of the rule ``paper`` of :class:`farflung.sampling.GroupedImportance`."""
 HEADS = ("data", "steps", "learned, %", "by norms", "by loss", "by the bound")
 
 

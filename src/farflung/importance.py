@@ -1,75 +1,84 @@
-"""Importance sampling in somebody's own training loop, for any ``DataLoader`` of torch's."""
+"""Importance sampling in a training loop of one's own, for any ``DataLoader`` of torch's."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError
-from farflung.options import number_option, whole_option
-from farflung.sampling.importance import importance_weights, smoothed, with_replacement
-from farflung.seeding import generator
-from farflung.types import SampleIds, State
+from farflung.options import choice_option, whole_option
+from farflung.sampling.rules import CANDIDATES, NEVER, Rule
+from farflung.sampling.scores import check_scores, scores_by
+from farflung.seeding import derive, generator
+from farflung.types import SampleIds, ScoredBy, State
 
-__all__ = ["Drawn", "ImportanceSampler"]
+__all__ = ["Batches", "Drawn", "ImportanceSampler"]
 
 _NAME = "ImportanceSampler"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """What an :class:`ImportanceSampler` has drawn for one batch.
+    """The samples that an :class:`ImportanceSampler` has drawn for one batch.
 
     Args:
-      ids: which samples of the data set, each as often as it was drawn; int64.
+      ids: of the samples in the data set; int64.
       weights: of each one's loss in the mean, float32.
-      sampler: the one that has drawn them.
     """
 
     ids: SampleIds
     weights: Tensor
-    sampler: ImportanceSampler = field(repr=False)
 
-    def weigh(self, losses: Tensor, scores: Tensor | None = None) -> Tensor:
-        """The weighted mean of the batch's losses, to call ``backward()`` of; the samples are scored by the way.
-
-        That takes the scores to the host, which waits for the device.
+    def weigh(self, losses: Tensor) -> Tensor:
+        """The weighted mean of the batch's losses, to call ``backward()`` of.
 
         Args:
           losses: of each sample, in the batch's order.
-          scores: of each sample; its loss when not given.
 
         Raises:
-          ConfigError: not one loss or score for each sample, or one that is not finite, or a score below 0.
+          ConfigError: not one loss for each sample.
         """
-        _check("losses", losses, len(self.ids))
-        self.sampler.update(self.ids, losses if scores is None else scores)
+        shape = getattr(losses, "shape", None)
+        if shape != (len(self.ids),):
+            found = type(losses).__name__ if shape is None else tuple(shape)
+            raise ConfigError(
+                f"{_NAME}: losses {found} for {len(self.ids)} samples: give one for each; torch's losses do with "
+                "reduction='none'"
+            )
         return (self.weights.to(losses) * losses).mean()
 
 
+@dataclass(slots=True, eq=False)
+class _Candidates:
+    """The samples that a batch is drawn from: their places in the share, weights, and scores once they are made."""
+
+    places: Tensor
+    weights: Tensor
+    scores: Tensor | None = None
+
+
 class _Pass:
-    """Draws batches as a loader asks for them, and keeps those that have not come to the loop yet.
+    """Chooses candidates as a loader asks for them, and keeps those whose batch has not come to the loop yet.
 
     Args:
-      sampler: that draws.
+      sampler: that chooses.
     """
 
     def __init__(self, sampler: ImportanceSampler) -> None:
         self._sampler, self._begun = sampler, False
         self.given = 0
         """Batches that have come to the loop."""
-        self.asked: deque[Drawn] = deque()
+        self.asked: deque[_Candidates] = deque()
         """Those that the loader has asked for."""
-        self.left: deque[Drawn] = deque()
+        self.left: deque[_Candidates] = deque()
         """Those that a checkpoint holds and that this loader has not asked for."""
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -80,61 +89,87 @@ class _Pass:
             self._begun = True
             self._sampler._begin(self)
         if self.left:
-            drawn = self.left.popleft()
+            candidates = self.left.popleft()
         elif self.given + len(self.asked) < len(self._sampler):
-            drawn = self._sampler._draw()
+            candidates = self._sampler._choose()
         else:
             raise StopIteration
-        self.asked.append(drawn)
-        ids: list[int] = drawn.ids.tolist()
+        self.asked.append(candidates)
+        ids: list[int] = self._sampler.share[candidates.places].tolist()
         return ids
 
-    def give(self) -> Drawn:
-        """What was drawn for the batch that comes to the loop now."""
-        self.given += 1
-        return self.asked.popleft()
+
+class Batches(Iterator[tuple[Drawn, Any]]):
+    """One pass over a loader of candidates; see :meth:`ImportanceSampler.batches`."""
+
+    def __init__(
+        self,
+        sampler: ImportanceSampler,
+        loader: DataLoader[Any],
+        model: nn.Module,
+        losses: Callable[[nn.Module, Any], Tensor],
+    ) -> None:
+        self._sampler, self._model, self._losses = sampler, model, losses
+        self._loaded = iter(loader)
+        self._pass, self._next = sampler._made, list[Any]()
+
+    def ahead(self) -> None:
+        """Loads the next candidates and scores them by the model as it is; nothing where that is done or none come.
+
+        Called between ``backward()`` and the optimizer's step, this fills the wait for gradients of
+        :func:`farflung.attach`. Otherwise the next batch is scored when it is asked for.
+        """
+        if not self._next and (loaded := next(self._loaded, self)) is not self:
+            self._next.append(loaded)
+            candidates = self._pass.asked[0]
+            if candidates.scores is None:
+                self._sampler._score(candidates, self._model, lambda model: self._losses(model, loaded))
+
+    @override
+    def __next__(self) -> tuple[Drawn, Any]:
+        self.ahead()
+        if not self._next:
+            raise StopIteration
+        self._pass.given += 1
+        return self._sampler._draw(self._pass.asked.popleft(), self._next.pop())
 
 
 class ImportanceSampler(Sampler[list[int]]):
-    r"""A batch sampler that draws samples by what they have been scored, and says how much each weighs.
+    r"""A batch sampler that loads candidates, scores them and draws each batch from them, with weights.
 
     >>> from torch.utils.data import TensorDataset
-    >>> data = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
+    >>> data = TensorDataset(torch.randn(200, 3), torch.randn(200, 1))
     >>> model = torch.nn.Linear(3, 1)
+    >>> def losses(model, batch):  # one for each sample
+    ...     inputs, targets = batch
+    ...     return (model(inputs) - targets).square().squeeze(1)
     >>> sampler = ImportanceSampler(data, batch_size=10)
     >>> loader = DataLoader(data, batch_sampler=sampler)
-    >>> for drawn, (inputs, targets) in sampler.batches(loader):
-    ...     losses = (model(inputs) - targets).square().squeeze(1)  # one for each sample
-    ...     drawn.weigh(losses).backward()
+    >>> for drawn, batch in sampler.batches(loader, model, losses):
+    ...     drawn.weigh(losses(model, batch)).backward()
 
-    Of the n samples of a rank's share, each of a batch is drawn independently, sample j with probability
+    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.Rule`: the loader's batches are
+    the candidates, and a batch is drawn from their rows without replacement. The mean over the batches of R ranks,
+    whose shares of n samples make N, expects to be the mean over all samples: weights are multiplied by :math:`n R /
+    N`, which is 1 but for shares of unlike sizes. Under rule ``pool`` that holds over a pass, whose candidates take
+    turns, and under ``two`` for each batch.
 
-    .. math:: q_j = I_j / \textstyle\sum_m I_m, \qquad I_j = s_j + c\, \bar{s}
-
-    where :math:`s_j` is its last score, or the mean :math:`\bar{s}` of those there are if it has none. Its loss weighs
-
-    .. math:: w_j = \frac{n R}{N} \cdot \frac{1}{n q_j} = \frac{n R}{N} \cdot \frac{\bar{I}}{I_j},
-
-    so the mean over the batches of R ranks, whose shares make N samples, expects to be the mean over all samples,
-    however old the scores. The first factor is 1 but for shares of unlike sizes; the second is at most
-    :math:`(1 + c)/c`, and c keeps every sample within reach.
-
-    Scores are what :meth:`Drawn.weigh` is told, so those of a sample are as old as its last batch and cost nothing.
-    Whoever would rather have fresh ones tells them to :meth:`update`. What serves best is the norm of a sample's
-    gradient; losses stand for it, and better the norm of the loss's gradient with respect to the model's output.
+    Scores are made in evaluation mode, without a trace in the model. Each module is in its mode again afterwards.
 
     Under torch.distributed the ranks hold disjoint shares, as :class:`torch.utils.data.DistributedSampler` does: every
     R-th sample of a shuffled order. Elsewhere ``rank`` and ``size`` say which share is this one.
 
-    A loader with workers asks for batches before the loop has come to them, so scores come into effect some batches
-    late. :meth:`batches` puts each batch together with what was drawn for it, whatever was left out or broken off
-    before. A pass has as many batches as one without importance that leaves out the last if it is not full; it is no
+    A loader with workers asks for candidates before the loop has come to them, so under ``two`` they are drawn by older
+    scores. A pass has as many batches as one without importance that leaves out the last if it is not full; it is no
     pass over all samples.
 
     Args:
       dataset: what the loader takes samples of, by index.
       batch_size: samples of each rank and step.
-      smoothing: c, above 0. With 0.5 no weight exceeds 3; the larger, the closer to uniform.
+      rule: ``"auto"``, ``"pool"`` or ``"two"``.
+      candidates: samples that are loaded and scored for each one of a batch.
+      scored_by: see :data:`farflung.types.ScoredBy`.
+      smoothing: c, above 0; the larger, the closer to uniform.
       seed: of shares and draws; equal on all ranks.
       rank: this rank; that of torch.distributed when not given, or 0.
       size: how many ranks there are, R.
@@ -142,9 +177,8 @@ class ImportanceSampler(Sampler[list[int]]):
     Raises:
       ConfigError: an option out of its range, fewer samples than a batch on some rank, or a data set without length.
 
-    References: Katharopoulos & Fleuret 2018, arXiv:1803.00942, for weights and the gradient with respect to the output;
-      Zeng et al. 2021 (Mercury), doi 10.1145/3485730.3485930, whose released code scores by losses and smooths with
-      c = 0.5. Unlike theirs, nothing is scored but what is trained on.
+    References: Katharopoulos & Fleuret 2018, arXiv:1803.00942, for candidates and their scores; Zeng et al. 2021
+      (Mercury), doi 10.1145/3485730.3485930.
     """
 
     def __init__(
@@ -152,7 +186,10 @@ class ImportanceSampler(Sampler[list[int]]):
         dataset: Sized,
         batch_size: int,
         *,
-        smoothing: float = 0.5,
+        rule: Literal["auto", "pool", "two"] = "auto",
+        candidates: int = CANDIDATES,
+        scored_by: ScoredBy = "gradient_bound",
+        smoothing: float = 0.02,
         seed: int = 0,
         rank: int | None = None,
         size: int | None = None,
@@ -166,11 +203,9 @@ class ImportanceSampler(Sampler[list[int]]):
         whole_option(_NAME, "rank", rank, 0, size - 1)
         whole_option(_NAME, "batch_size", batch_size, 1)
         whole_option(_NAME, "seed", seed, 0)
-        number_option(_NAME, "smoothing", smoothing, 0)
-        if smoothing == 0:
-            raise ConfigError(
-                f"{_NAME}: smoothing 0: must be above 0, or samples scored 0 would never come again"
-            )
+        whole_option(_NAME, "candidates", candidates, 1)
+        choice_option(_NAME, "scored_by", scored_by, get_args(ScoredBy))
+        self._rule = Rule(_NAME, rule, smoothing, derive(seed, "rule", rank))
         try:
             samples = len(dataset)
         except TypeError:
@@ -188,18 +223,20 @@ class ImportanceSampler(Sampler[list[int]]):
             rank::size
         ].sort()[0]
         """The samples that are this rank's, ascending."""
-        self._smoothing = smoothing
         self._made_for = {
             "samples": samples,
             "batch_size": batch_size,
             "seed": seed,
             "rank": rank,
             "size": size,
+            "candidates": candidates,
         }
+        self._scored_by = scored_by
         self._factor = len(self.share) * size / samples
         self._count = samples // (size * batch_size)
-        self._random = generator(seed, "draws", rank)
-        self._scores = torch.full((len(self.share),), math.nan, dtype=torch.float64)
+        self._size = min(candidates * batch_size, len(self.share))
+        self._chosen = self._drawn = 0
+        self._scores = torch.full((len(self.share),), NEVER)
         self._made = _Pass(self)
         self._resumed: _Pass | None = None
 
@@ -213,11 +250,19 @@ class ImportanceSampler(Sampler[list[int]]):
         self._made = _Pass(self)
         return self._made
 
-    def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Drawn, Any]]:
-        """One pass over ``loader``: each batch beside what was drawn for it.
+    def batches(
+        self,
+        loader: DataLoader[Any],
+        model: nn.Module,
+        losses: Callable[[nn.Module, Any], Tensor],
+    ) -> Batches:
+        """One pass over ``loader``: each batch, cut from its candidates, beside what was drawn for it.
 
         Args:
-          loader: made with this sampler as its ``batch_sampler``.
+          loader: made with this sampler as its ``batch_sampler``. What it gives is a tensor with a row for each sample,
+            or tuples, lists and dicts of such tensors.
+          model: scores candidates; that which is trained, without a wrapper that exchanges gradients.
+          losses: one for each sample, of a model and a batch as the loader gives it.
 
         Raises:
           ConfigError: a loader that takes its batches from elsewhere, or gives them in another order.
@@ -231,62 +276,34 @@ class ImportanceSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"{_NAME}: a loader with in_order=False gives its batches in an order of its own"
             )
-        return self._paired(loader)
-
-    def update(self, ids: SampleIds | Sequence[int], scores: Tensor) -> None:
-        """Scores samples; the last counts where one is named twice.
-
-        Args:
-          ids: samples of :attr:`share`.
-          scores: of each, at least 0.
-
-        Raises:
-          ConfigError: not one score for each, or one that is not finite or below 0, or samples of another rank.
-        """
-        ids = torch.as_tensor(ids).cpu()
-        if ids.dim() != 1 or (len(ids) and ids.is_floating_point()):
-            raise ConfigError(
-                f"{_NAME}: ids of shape {tuple(ids.shape)} and {ids.dtype} are no list of samples"
-            )
-        _check("scores", scores, len(ids))
-        told = scores.detach().to("cpu", torch.float64)
-        if bool((told < 0).any()):
-            raise ConfigError(
-                f"{_NAME}: score {told.min():g} is below 0: give scores= beside losses that may be"
-            )
-        places = torch.searchsorted(self.share, ids.long()).clamp(max=len(self.share) - 1)
-        foreign = ids[self.share[places] != ids]
-        if len(foreign):
-            raise ConfigError(
-                f"{_NAME}: sample {foreign[0]} is not among the {len(self.share)} of rank {self._made_for['rank']}"
-            )
-        self._scores.numpy()[places.numpy()] = (
-            told.numpy()
-        )  # of numpy's the last counts, of torch's it may be any
+        return Batches(self, loader, model, losses)
 
     def state_dict(self) -> State:
-        """Of this rank: scores, random state, and what was drawn for batches that have not come to the loop.
+        """Of this rank: scores, the rule's state, and the candidates of batches that have not come to the loop.
 
         Taken between two batches of a pass, it is continued with the next one, to the bit if the loader has as many
         workers.
         """
         now = self._resumed or self._made
-        drawn = [*now.asked, *now.left]
-        shape = (len(drawn), self.batch_size)
+        ahead = [*now.asked, *now.left]
+        shape = (len(ahead), self._size)
         return {
             **self._made_for,
             "scores": self._scores.clone(),
-            "random": self._random.get_state(),
+            "rule": self._rule.state_dict(),
+            "chosen": self._chosen,
+            "drawn": self._drawn,
             "given": now.given % len(self),
-            "ids": torch.cat([self.share[:0], *(one.ids for one in drawn)]).view(shape),
-            "weights": torch.cat([torch.empty(0), *(one.weights for one in drawn)]).view(shape),
+            "places": torch.cat([self.share[:0], *(one.places for one in ahead)]).view(shape),
+            "weights": torch.cat([torch.empty(0).double(), *(one.weights for one in ahead)]).view(shape),
+            "scored": torch.cat([torch.empty(0), *(one.scores for one in ahead if one.scores is not None)]),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continues from a state in the next pass, which is what is left of the one that it was taken in.
 
         Raises:
-          CheckpointError: of another rank or number of them, data set, batch size or seed.
+          CheckpointError: of another rank or number of them, data set, batch size, candidates or seed.
         """
         for name, value in self._made_for.items():
             if state.get(name) != value:
@@ -294,44 +311,61 @@ class ImportanceSampler(Sampler[list[int]]):
                     f"{_NAME}: the state is of {name} {state.get(name)}, and this is {value}"
                 )
         self._scores = state["scores"].clone()
-        self._random.set_state(state["random"])
+        self._rule.load_state_dict(state["rule"])
+        self._chosen, self._drawn = state["chosen"], state["drawn"]
         self._resumed = _Pass(self)
         self._resumed.given = int(state["given"])
-        self._resumed.left.extend(
-            Drawn(ids, weights, self) for ids, weights in zip(state["ids"], state["weights"], strict=True)
-        )
-
-    def _paired(self, loader: DataLoader[Any]) -> Iterator[tuple[Drawn, Any]]:
-        batches = iter(loader)
-        made = self._made
-        for batch in batches:
-            yield made.give(), batch
+        self._resumed.left.extend(map(_Candidates, state["places"], state["weights"]))
+        for first, scores in zip(self._resumed.left, state["scored"].split(self._size), strict=False):
+            first.scores = scores if len(scores) else None
 
     def _begin(self, begun: _Pass) -> None:
         if self._resumed is not None:
             begun.given, begun.left = self._resumed.given, self._resumed.left
             self._resumed = None
 
-    def _draw(self) -> Drawn:
-        known = self._scores.nanmean().nan_to_num(1.0)
-        importances = smoothed(self._scores.where(~self._scores.isnan(), known), self._smoothing)
-        places = with_replacement(importances, self.batch_size, self._random)
-        weights = self._factor * importance_weights(importances)[places]
-        return Drawn(self.share[places], weights.float(), self)
+    def _choose(self) -> _Candidates:
+        places, weights = self._rule.candidates(self._scores, self._size, self.batch_size, self._chosen)
+        self._chosen += 1
+        return _Candidates(places, weights)
+
+    def _score(
+        self, candidates: _Candidates, model: nn.Module, losses: Callable[[nn.Module], Tensor]
+    ) -> None:
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            scores = scores_by(_NAME, losses, model, self._size, self._scored_by)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        check_scores(_NAME, scores, self._drawn)
+        self._scores[candidates.places] = candidates.scores = scores
+        self._rule.judge(scores, candidates.weights)
+
+    def _draw(self, candidates: _Candidates, batch: Any) -> tuple[Drawn, Any]:
+        """Draws a batch from candidates that have been scored."""
+        assert candidates.scores is not None
+        rows, weights = self._rule.batch(candidates.scores, candidates.weights, self.batch_size, self._drawn)
+        self._drawn += 1
+        drawn = Drawn(self.share[candidates.places[rows]], self._factor * weights)
+        return drawn, _cut(batch, rows, self._size)
 
 
-def _check(what: str, values: object, count: int) -> None:
-    """One finite number for each of ``count`` samples.
+def _cut(batch: Any, rows: Tensor, count: int) -> Any:
+    """Some rows of a batch of ``count`` samples.
 
     Raises:
-      ConfigError: anything else.
+      ConfigError: something in the batch is no tensor with a row for each sample.
     """
-    if not isinstance(values, Tensor) or values.shape != (count,):
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ConfigError(
-            f"{_NAME}: {what} {found} for {count} samples: give one for each; torch's losses do with reduction='none'"
-        )
-    if not bool(values.isfinite().all()):
-        raise ConfigError(
-            f"{_NAME}: {what} that are not finite: {int((~values.isfinite()).sum())} of {count}"
-        )
+    if isinstance(batch, Tensor) and batch.shape[:1] == (count,):
+        return batch[rows.to(batch.device)]
+    if isinstance(batch, Mapping):
+        return {key: _cut(value, rows, count) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [_cut(part, rows, count) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    found = f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+    raise ConfigError(
+        f"{_NAME}: the loader gives {found} for {count} samples: give tensors with a row for each, in tuples, lists or "
+        "dicts"
+    )

@@ -56,7 +56,7 @@ SOONER: dict[str, dict[str, Any]] = {
     "diloco": {"schedule": "diloco(sync_every=6)"},
     "local_sgd": {"schedule": "local_sgd(sync_every=6)"},
     "mercury": {
-        "sampler": "grouped_importance(groups='bacc', chunk=8, every=3)",
+        "sampler": "grouped_importance(rule='paper', groups='bacc', chunk=8, every=3)",
         "sharing": "resharding(samples=6, every=4, within=3)",
     },
     "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},

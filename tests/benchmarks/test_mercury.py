@@ -194,7 +194,7 @@ def test_local_sgd_is_looked_at_behind_an_exchange_alone() -> None:
 
 
 def test_fewer_samples_are_held_and_looked_at() -> None:
-    few = replace(TINY, samples=64, parts={"sampler": "grouped_importance(groups=1, chosen=1)"})
+    few = replace(TINY, samples=64, parts={"sampler": "grouped_importance(rule='paper', groups=1, chosen=1)"})
     last = few.points(few.train())[-1]
     assert 3 * few.what.batch_size * last.scoring / last.steps == pytest.approx(64 / few.replicas)
 
@@ -251,7 +251,7 @@ def test_scoring_is_counted_by_the_size_of_groups() -> None:
     assert scored(uniform("cifar10")) == 0
     assert scored(mercury("cifar10", mbps=200)) == 288
     assert scored(mercury("cifar10", parts={"sampler": grouped(128)})) == 128
-    one = uniform("cifar10", parts={"sampler": "grouped_importance(groups=8)"})
+    one = uniform("cifar10", parts={"sampler": "grouped_importance(rule='paper', groups=8)"})
     assert scored(one) == 50_000 / 4 / 8
     assert scored(replace(one, samples=8192)) == 256
 

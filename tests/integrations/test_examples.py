@@ -73,7 +73,7 @@ def test_accelerate_accumulates_without_exchanges(pool: Pool) -> None:
     assert every[-1] == 4 * fourth[-1] == 256 / (2 * 8)
 
 
-@pytest.mark.parametrize("options", [[], ["--scored-by", "gradient"]])
+@pytest.mark.parametrize("options", [[], ["--scored-by", "loss"]])
 def test_importance_under_ddp(pool: Pool, options: list[str]) -> None:
     steps = ran(pool, "importance_in_ddp.py", "--steps", "3", *options)
     assert steps != ran(pool, "importance_in_ddp.py", "--steps", "2", *options)

@@ -300,7 +300,7 @@ class ByTime(GroupedImportance):
     """Groups as large as there is time for; notes what each step has had to spare."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed, groups="bacc", chunk=4, every=5)
+        super().__init__(seed, rule="paper", groups="bacc", chunk=4, every=5)
         self.spares: list[Spare] = []
 
     def observe(self, spare: Spare) -> None:

@@ -33,11 +33,15 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "grouped_importance": Row(GroupedImportance, fewest=8),
+    "grouped_importance": Row(GroupedImportance),
+    "grouped_importance (two)": Row(partial(GroupedImportance, rule="two", groups=10), fewest=10),
     "grouped_importance (by time)": Row(partial(GroupedImportance, groups="bacc", chunk=3, every=2)),
-    "grouped_importance (exact)": Row(partial(GroupedImportance, groups=1, chosen=1, estimator="exact")),
+    "grouped_importance (paper)": Row(partial(GroupedImportance, rule="paper"), fewest=8),
+    "grouped_importance (paper, by time)": Row(
+        partial(GroupedImportance, rule="paper", groups="bacc", chunk=3, every=2)
+    ),
     "grouped_importance (that may be uniform)": Row(
-        partial(GroupedImportance, groups=5, switch=True, scored_by="gradient_bound"), fewest=5
+        partial(GroupedImportance, rule="paper", groups=5, switch=True, scored_by="gradient_bound"), fewest=5
     ),
     "uniform": Row(Uniform),
 }

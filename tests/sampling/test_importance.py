@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farflung.sampling.importance import (
     importance_weights,
+    included,
     probabilities,
     quantiles,
     quotas,
@@ -19,6 +20,7 @@ from farflung.sampling.importance import (
     smoothed,
     speed_up,
     speed_up_threshold,
+    systematic,
     variance_ratio,
     with_replacement,
     without_replacement,
@@ -186,3 +188,63 @@ def test_rank_changes_are_places_and_equal_scores_stay_in_order() -> None:
     assert rank_changes(before, before * 7).tolist() == [0, 0, 0, 0]
     assert rank_changes(before, torch.tensor([0.0, 1.0, 2.0, 3.0])).tolist() == [3, 0, 0, 3]
     assert rank_changes(torch.zeros(3), torch.ones(3)).tolist() == [0, 0, 0]
+
+
+# --- draws without replacement in one go --------------------------------------------------------------------------
+
+
+@given(scores=SCORES, count=st.integers(1, 40), smoothing=st.floats(0.01, 2))
+def test_a_batch_includes_a_sample_in_proportion_until_it_is_certain(
+    scores: Tensor, count: int, smoothing: float
+) -> None:
+    importances = smoothed(scores, smoothing)
+    expected = included(importances, count)
+    assert float(expected.sum()) == pytest.approx(count)
+    if count > len(scores):
+        assert torch.allclose(expected, count * importances / importances.sum())
+        return
+    assert float(expected.max()) <= 1 + 1e-9
+    below = expected < 1 - 1e-9
+    assert torch.allclose(
+        expected[below], (expected[below].sum() * importances / importances[below].sum())[below]
+    )
+    if bool(below.any()) and not bool(below.all()):
+        assert float(importances[~below].min()) >= float(importances[below].max()) * (1 - 1e-9)
+
+
+@given(scores=SCORES, count=st.integers(1, 40), seed=st.integers(0, 100))
+def test_a_systematic_draw_rounds_each_expected_number_up_or_down(
+    scores: Tensor, count: int, seed: int
+) -> None:
+    expected = included(smoothed(scores, 0.02), count)
+    rows = systematic(expected, random(seed))
+    assert len(rows) == count
+    times = torch.bincount(rows, minlength=len(scores))
+    assert bool((times >= (expected - 1e-9).floor()).all())
+    assert bool((times <= (expected + 1e-9).ceil()).all())
+
+
+def test_a_systematic_draw_includes_each_sample_as_often_as_it_should() -> None:
+    expected, tries, source = included(torch.tensor([0.1, 1, 2, 3, 4, 9.0]).double(), 3), 4000, random()
+    found = (
+        torch.bincount(torch.cat([systematic(expected, source) for _ in range(tries)]), minlength=6) / tries
+    )
+    assert bool(((found - expected).abs() <= 4 * (expected * (1 - expected) / tries).sqrt()).all())
+    assert found[5] == 1
+
+
+def test_no_period_in_the_data_meets_the_interval_of_the_draw() -> None:
+    """Classes in turn, ten of them, and a batch that takes one sample in ten."""
+    for seed in range(100):
+        rows = systematic(torch.full((200,), 0.1).double(), random(seed))
+        assert len((rows % 10).unique()) > 2
+
+
+@given(seed=st.integers(0, 1000))
+def test_the_variance_ratio_of_drawn_samples_estimates_that_of_all(seed: int) -> None:
+    scores = torch.randn(4000, generator=random(seed)).double().exp()
+    expected = included(smoothed(scores.roll(1) + scores, 0.25), 800)
+    rows = systematic(expected, random(seed))
+    weights = 0.2 / expected[rows]
+    found = variance_ratio(scores[rows], smoothed(scores[rows], 0.02, weights), weights)
+    assert found == pytest.approx(variance_ratio(scores, smoothed(scores, 0.02)), rel=0.25)

@@ -186,6 +186,7 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
         SCADLES,
         {**SCADLES, "schedule": "pipelined(width=2)"},
         {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
+        {"sampler": "grouped_importance(rule='paper', groups='bacc', chunk=2, every=2)"},
         {"sampler": "grouped_importance(groups='bacc', chunk=2, every=2)"},
     ],
     ids=str,
@@ -248,14 +249,16 @@ def test_steps_left_out_in_virtual_time_are_left_out_in_a_real_run(pool: Pool) -
     assert pool.run(3, "tests.worlds.jobs.wall_served", replay=decided, **CODED) == first
 
 
-BACC = "grouped_importance(groups='bacc', chunk=8, every=2"
+BACC = "grouped_importance(rule='paper', groups='bacc', chunk=8, every=2"
 
 
 @pytest.mark.parametrize(
     "parts",
     [
         {"sampler": f"{BACC})"},
-        {"sampler": f"{BACC}, scored_by='gradient_bound', estimator='exact')"},
+        {"sampler": f"{BACC}, scored_by='gradient_bound')"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2)", "codec": "int8"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='two')"},
         {"sampler": f"{BACC})", "schedule": "pipelined(width=2)", "codec": "int8"},
         {"sampler": f"{BACC})", "schedule": "delayed(delay=2)", "codec": "error_feedback(topk(0.1))"},
         {"sampler": f"{BACC})", "schedule": "local_sgd(sync_every=2)"},

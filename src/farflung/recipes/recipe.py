@@ -210,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
             "mercury",
             "Mercury: batches by scores that are made in waits; important samples change owner (Zeng et al. 2021)",
             collective="ring",
-            sampler="grouped_importance(groups='bacc')",
+            sampler="grouped_importance(rule='paper', groups='bacc')",
             sharing="resharding",
         ),
         Recipe(

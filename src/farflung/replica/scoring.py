@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
-from farflung.errors import ConfigError
+from farflung.sampling.scores import scores_by
 from farflung.types import Batch, Cost, PoolView, Runtime, SampleIds, ScoredBy, Scores, Spare, Workload
 
 __all__ = ["Scoring", "scores_of"]
@@ -59,67 +56,7 @@ class Scoring:
 
 
 def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) -> Tensor:
-    """One score per sample, float32 and on the host, without a trace in the model.
-
-    The model is in evaluation mode: no statistics of a batch norm move, and nothing is dropped. ``"gradient_bound"``
-    needs no backward pass through the model either: it is the norm of the gradient with respect to the model's output,
-    for cross-entropy that of the probabilities less the target's, to which the norm of the whole gradient is bounded in
-    proportion (Katharopoulos & Fleuret 2018, section 3.2).
-
-    Raises:
-      ConfigError: a loss that is not one number per sample; for ``"gradient_bound"`` also a model whose output is no
-        tensor with a row per sample, or a loss that does not depend on it.
-    """
-    if model.training:  # to go through all modules for every chunk takes a small model as long as scoring it
-        model.eval()
-    if by == "loss":
-        with torch.no_grad():
-            losses = _checked(workload, workload.loss(model, batch), batch)
-        return losses.float().cpu()
-    tap = _Tap(model)
-    losses = _checked(workload, workload.loss(tap, batch), batch)
-    gradient = tap.gradient(losses)
-    if gradient is None or len(gradient) != len(batch):
-        raise ConfigError(
-            f"workload {workload.name}: scored_by='gradient_bound' needs a loss of what the model's forward returns, a "
-            "row for each sample: choose scored_by='loss'"
-        )
-    norms: Tensor = torch.linalg.vector_norm(gradient.reshape(len(batch), -1), dim=1)
-    return norms.float().cpu()
-
-
-def _checked(workload: Workload, losses: Tensor, batch: Batch) -> Tensor:
-    if losses.shape != (len(batch),):
-        raise ConfigError(
-            f"workload {workload.name}: its loss of {len(batch)} samples has shape {tuple(losses.shape)}, and "
-            "importance needs one number for each: leave out the reduction, or choose --sampler uniform"
-        )
-    return losses
-
-
-class _Tap(nn.Module):
-    """A model whose output is where gradients end.
-
-    Args:
-      model: the whole.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-        self._output: Tensor | None = None
-
-    @override
-    def forward(self, *inputs: Any) -> Any:
-        with torch.no_grad():
-            output: Any = self._model(*inputs)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            self._output = output = output.detach().requires_grad_()
-        return output
-
-    def gradient(self, losses: Tensor) -> Tensor | None:
-        """Of the sum of losses with respect to the output; ``None`` where there is none."""
-        if self._output is None or not losses.requires_grad:
-            return None
-        found: Tensor | None = torch.autograd.grad(losses.sum(), self._output, allow_unused=True)[0]
-        return found
+    """One score for each sample of a workload's batch; see :func:`farflung.sampling.scores.scores_by`."""
+    return scores_by(
+        f"workload {workload.name}", lambda tapped: workload.loss(tapped, batch), model, len(batch), by
+    )

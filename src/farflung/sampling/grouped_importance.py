@@ -1,15 +1,15 @@
-"""Mercury's importance sampling: samples are scored group by group, and drawn by scores that are not too old."""
+"""Importance sampling: samples are scored in waits, and batches are drawn by their scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from farflung.errors import ConfigError, RunLost
-from farflung.options import flag_option, number_option, whole_option
+from farflung.errors import ConfigError
+from farflung.options import choice_option, flag_option, number_option, whole_option
 from farflung.sampling.bacc import Bacc
 from farflung.sampling.importance import (
     Renewal,
@@ -23,155 +23,141 @@ from farflung.sampling.importance import (
     with_replacement,
     without_replacement,
 )
+from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule, filled
+from farflung.sampling.scores import check_scores
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
 from farflung.types import Decision, Draw, Json, PoolView, SampleIds, ScoredBy, Spare, State
 
 __all__ = ["GroupedImportance"]
 
-Estimator = Literal["paper", "exact"]
-
 NAME = "grouped_importance"
-NEVER = -1.0
-"""The score of a sample that was never scored; others are at least 0."""
+INERTIA = 0.9
 UNKNOWN = -1
 """In place of the step at which a score was made here: none was, or its sample has come from another replica."""
-INERTIA = 0.9
+FEWEST = 2
+"""Batches that a group by time has at least, outside the paper's rule: of fewer there is little to choose."""
 PERCENTS = (5, 25, 50, 75, 95)
 """Of the scores of a group, for telemetry."""
-
-
-class _Take(NamedTuple):
-    """What a batch takes of one group.
-
-    Args:
-      stamp: of the group.
-      size: samples.
-      factor: what each weighs besides its weight within the group.
-    """
-
-    stamp: int
-    size: int
-    factor: float
+PAPER = {"chosen": 2, "beta": 0.5, "switch": False}
+"""Options of the paper's rule alone."""
 
 
 class GroupedImportance:
     r"""Draws by scores, a part of which is made anew in each step's wait for exchanges.
 
-    Samples that were scored in the wait of the same step are a *group*; :math:`M_i` is its size. A step's batch B is
-    drawn on two levels. First ``chosen`` groups, each by how fresh it is: with :math:`a_i` steps since its scoring,
+    Samples that were scored in the wait of the same step are a *group*. How many these are: ``groups``, a whole number
+    D, for one D-th of the replica's samples; ``"bacc"`` for as many as there is time for, see
+    :class:`farflung.sampling.Bacc`; ``None`` for ten batches, with the paper's rule 8 groups.
+
+    **Rules** ``auto``, ``pool`` and ``two`` draw a batch without replacement from the newest group, see
+    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are
+    held are the candidates, and those whose score is oldest are scored, first those without any; ``two`` is refused
+    there, and ``auto`` is ``pool``.
+
+    **Rule** ``paper`` is Mercury's, for its figures. Batches are drawn on two levels: first ``chosen`` groups without
+    replacement, each by how fresh it is. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
 
     .. math:: r_i = e^{-\beta a_i} / \textstyle\sum_k e^{-\beta a_k}.
 
-    Then samples of each with replacement, by their smoothed scores:
+    Then :math:`|B| M_i / \sum_{k \text{ chosen}} M_k` samples of each, rounded up or down at random, with replacement
+    by their smoothed scores; one weighs :math:`\bar{I}_i / I_{ij}`, at most :math:`(1 + c)/c`:
 
     .. math::
         q_{ij} = I_{ij} / \textstyle\sum_m I_{im}, \qquad I_{ij} = s_{ij} + c\, \bar{s}_i
 
-    With ``estimator="paper"`` groups are chosen without replacement, a group gives
-    :math:`|B| M_i / \sum_{k \text{ chosen}} M_k` samples, rounded up or down at random, and a sample weighs
-    :math:`1 / (M_i q_{ij}) = \bar{I}_i / I_{ij}`, at most :math:`(1 + c)/c`. That corrects for scores, not for
-    freshness: the mean over a batch expects to be that over the chosen groups. It is the mean over all samples since
-    groups are made at random and take turns in being fresh.
+    That corrects for scores, not for freshness: the mean over a batch expects to be that over the chosen groups. It is
+    the mean over all samples since groups are made at random and take turns in being fresh. Samples are scored in turn
+    in one random order; where groups are sized by time, a sample that is scored anew leaves its group for the newest.
 
-    With ``estimator="exact"`` d groups are chosen with replacement, each gives :math:`b = |B| / d` samples, and one
-    weighs
+    Where all samples are at hand, the batch weighs, in the mean over the replicas, as many batches as the replica has
+    samples over the mean of all. What a batch of a stream weighs is the stream's choice. A sample without a score
+    counts as the mean of those beside it, and all as alike where none has one, so the first batch is uniform.
 
-    .. math:: \frac{|B|}{d\, b} \cdot \frac{M_i}{N r_i} \cdot \frac{1}{M_i q_{ij}}
-
-    so that the mean over a batch expects to be the mean over all N samples, whatever the groups. Old groups weigh much,
-    and so does its variance.
-
-    Where all samples are at hand, they are scored in turn in one random order. With a whole number D as ``groups``
-    that makes D groups that stay the same, each scored once in D steps, with N / D samples, rounded up or down. With
-    ``"bacc"`` a group is as large as there is time for, see :class:`farflung.sampling.Bacc`, and a sample that is
-    scored anew leaves its group for the newest. The batch weighs, in the mean over the replicas, as many batches as the
-    replica has samples over the mean of all.
-
-    Of a stream those held are scored whose score is oldest, first those without any; ``groups`` divides what is held.
-    What arrives joins the newest group. What the batch weighs is the stream's choice.
-
-    A sample without a score counts as the mean of its group, and all as alike where none has one, so the first batch is
-    uniform.
-
-    Telemetry: ``groups`` there are, ``scored`` samples of the newest; estimated by their scores, ``variance_ratio``
-    (:func:`farflung.sampling.importance.variance_ratio`) and ``tau``, :math:`\tau` of
-    :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0 on; the scores that 5, 25,
-    50, 75 and 95 % of them do not exceed (``score_quantiles``, ``None`` where none is scored); the ``largest_weight``
-    of the batch; and what :class:`farflung.sampling.importance.Renewal` tells of samples that were scored afresh in
-    the step before.
+    Telemetry: ``rule`` of the batch (``pool``, ``two`` or ``paper``), ``groups`` there are, ``scored`` samples of the
+    newest; estimated by their scores, ``variance_ratio`` (:func:`farflung.sampling.importance.variance_ratio`) and
+    ``tau``, :math:`\tau` of :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0
+    on; the scores that 5, 25, 50, 75 and 95 % of them do not exceed (``score_quantiles``, ``None`` where none is
+    scored); the ``largest_weight`` of the batch; and the figures of :class:`farflung.sampling.importance.Renewal` for
+    samples that were scored afresh in the step before.
 
     Args:
       seed: of all that is random here; unlike on replicas with samples of their own.
-      groups: D, or ``"bacc"``.
-      chosen: d, of how many groups a batch is; of as many as there are until then.
-      beta: :math:`\beta`; with 0 age does not matter.
-      smoothing: c; without any, weights have no bound and samples with a score of 0 are not drawn.
-      scored_by: see :data:`farflung.types.ScoredBy`.
-      estimator: ``"paper"`` or ``"exact"``.
+      rule: ``"auto"``, ``"pool"``, ``"two"`` or ``"paper"``.
+      groups: see above.
+      scored_by: see :data:`farflung.types.ScoredBy`; ``None``: ``"gradient_bound"``, with the paper's rule ``"loss"``.
+      smoothing: c; ``None``: 0.02, with the paper's rule 0.5. Without any, which the paper's rule allows, weights have
+        no bound and samples with a score of 0 are not drawn.
+      chosen: d, of how many groups a batch is; of as many as there are until then. The paper's rule alone.
+      beta: :math:`\beta`; with 0 age does not matter. The paper's rule alone.
       switch: whether batches are uniform while :math:`\tau \leq (M + 3|B|) / 3|B|`, with M samples in the newest group.
-        That counts the time of scoring as lost, which in a wait it is not, and so asks for much.
+        That counts the time of scoring as lost, which in a wait it is not, and so asks for much. The paper's rule
+        alone.
       chunk: samples that are scored at once.
       most: samples of a group at most, for ``"bacc"``: beyond that a longer wait is left idle; ``None``: all there are.
       every: steps between two choices of a group's size, for ``"bacc"``.
       share: of computing that scoring may take, for ``"bacc"``, where exchanges overlap with computing.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option out of its range, or of another rule.
 
     References: Zeng et al. 2021 (Mercury), sections on group-wise importance; Katharopoulos & Fleuret 2018 for
-    ``switch`` and :math:`\tau`. The paper gives no D, d, :math:`\beta` or smoothing. Its released code draws from the
-    newest group alone and smooths by its mean: the script by half a running mean, a class beside it by the mean itself.
-    Ours is half the mean of each group, at the time of a draw, so groups of unlike age are each smoothed by their own.
-    Our choices as well: ``most``, rounding at random, the weight by samples, which the paper's proof needs and its
-    update leaves out, and what becomes of samples without a score.
+    ``switch``, ``"gradient_bound"`` and :math:`\tau`. The paper gives no D, d, :math:`\beta` or smoothing. Its released
+    code draws from the newest group alone and smooths by its mean: the script by half a running mean, a class beside it
+    by the mean itself. Under the paper's rule half the mean of each group is added, at the time of a draw. This
+    project's own choices as well: ``most``, rounding at random, the weight by samples, which the paper's proof needs
+    and its update leaves out, and samples without a score.
     """
 
     def __init__(
         self,
         seed: int,
         *,
-        groups: int | Literal["bacc"] = 8,
+        rule: Literal["auto", "pool", "two", "paper"] = "auto",
+        groups: int | Literal["bacc"] | None = None,
+        scored_by: ScoredBy | None = None,
+        smoothing: float | None = None,
         chosen: int = 2,
         beta: float = 0.5,
-        smoothing: float = 0.5,
-        scored_by: ScoredBy = "loss",
-        estimator: Estimator = "paper",
         switch: bool = False,
         chunk: int = 64,
         most: int | None = None,
         every: int = 10,
         share: float = 0.25,
     ) -> None:
-        if groups != "bacc":
+        choice_option(NAME, "rule", rule, (*TWO_STAGE, "paper"))
+        paper = rule == "paper"
+        groups = 8 if paper and groups is None else groups
+        if groups is not None and groups != "bacc":
             if isinstance(groups, str):
                 raise ConfigError(f"{NAME}: groups {groups!r} must be a whole number or 'bacc'")
             whole_option(NAME, "groups", groups, 1)
+        for option, value in {"chosen": chosen, "beta": beta, "switch": switch}.items():
+            if not paper and value != PAPER[option]:
+                raise ConfigError(f"{NAME}: {option} {value!r} is of the paper's rule: give rule='paper' too")
         whole_option(NAME, "chosen", chosen, 1)
-        if groups != "bacc" and chosen > groups:
+        if paper and isinstance(groups, int) and chosen > groups:
             raise ConfigError(f"{NAME}: chosen {chosen} must be at most groups, {groups}")
         number_option(NAME, "beta", beta, 0)
+        smoothing = (0.5 if paper else 0.02) if smoothing is None else smoothing
         number_option(NAME, "smoothing", smoothing, 0)
-        _one_of("scored_by", scored_by, get_args(ScoredBy))
-        _one_of("estimator", estimator, get_args(Estimator))
+        scored_by = ("loss" if paper else "gradient_bound") if scored_by is None else scored_by
+        choice_option(NAME, "scored_by", scored_by, get_args(ScoredBy))
         flag_option(NAME, "switch", switch)
         whole_option(NAME, "chunk", chunk, 1)
         if most is not None:
             whole_option(NAME, "most", most, chunk)
-        self._groups, self._chosen, self._beta, self._smoothing = (
-            groups,
-            chosen,
-            float(beta),
-            float(smoothing),
-        )
-        self._scored_by, self._exact, self._chunk, self._most = scored_by, estimator == "exact", chunk, most
+        self._groups, self._chosen = groups, chosen
+        self._beta, self._smoothing = float(beta), float(smoothing)
+        self._scored_by, self._chunk, self._most = scored_by, chunk, most
         self._seed, self._order = seed, Passes(derive(seed, "order"))
+        self._rule = None if paper else Rule(NAME, rule, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform")) if switch else None
         self._tau, self._cursor = 0.0, 0
         self._renewal = Renewal()
         none = torch.empty(0, dtype=torch.int64)
-        self._put(none, none.float(), none, none)
+        self._put(none, none.float(), none, none, none.double())
 
     @property
     def scored_by(self) -> ScoredBy:
@@ -184,17 +170,21 @@ class GroupedImportance:
         """A batch by the scores there are.
 
         Raises:
-          ConfigError: more groups than samples.
+          ConfigError: more groups than samples, or rule ``two`` for a stream.
         """
         self._hold(view)
-        newest = int(self._stamps.max())
-        scores = self._scores[(self._stamps == newest) & (self._scores >= 0)]
+        newest = self._stamps.max()
+        at = (self._stamps == newest) & (self._scores >= 0)
+        scores, first = self._scores[at], self._first[at]
         if newest == view.step - 1 and len(scores):
             self._tau = INERTIA * self._tau + (1 - INERTIA) * speed_up(scores)
+            if self._rule is not None:
+                self._rule.judge(scores, first)
         told: dict[str, Json] = {
+            "rule": "paper" if self._rule is None else "two" if self._rule.two else "pool",
             "groups": len(self._present()[0]),
             "scored": len(scores),
-            "variance_ratio": variance_ratio(scores, smoothed(scores, self._smoothing)),
+            "variance_ratio": variance_ratio(scores, smoothed(scores, self._smoothing, first), first),
             "tau": self._tau,
             "score_quantiles": [*quantiles(scores, PERCENTS)] if len(scores) else None,
             "largest_weight": 1.0,
@@ -204,33 +194,38 @@ class GroupedImportance:
         if self._uniform is not None:
             if self._tau <= speed_up_threshold(len(scores), view.batch_size):
                 return Draw(self._uniform.next(view).ids, None, weight, told)
-        random = generator(self._seed, "draw", view.step, view.rank)
-        rows, weights = [], []
-        for take in self._takes(view.batch_size, random):
-            members = self._members(take.stamp)
-            importances = self._importances(members)
-            drawn = with_replacement(importances, take.size, random)
-            rows.append(members[drawn])
-            weights.append(take.factor * importance_weights(importances)[drawn])
-        weighed = torch.cat(weights).float()
-        told["largest_weight"] = float(weighed.max())
-        return Draw(self._ids[torch.cat(rows)], weighed, weight, told)
+        if self._rule is None:
+            rows, weights = self._by_groups(view)
+        else:
+            if self._rule.two and not isinstance(view.pool, int):
+                raise ConfigError(
+                    f"{NAME}: rule 'two' draws candidates from all of a replica's samples, and a stream holds those "
+                    "that have arrived: give rule='pool'"
+                )
+            pool = self._members(int(newest)) if isinstance(view.pool, int) else torch.arange(len(self._ids))
+            drawn, weights = self._rule.batch(
+                self._scores[pool], self._first[pool], view.batch_size, view.step, view.rank
+            )
+            rows = pool[drawn]
+        told["largest_weight"] = float(weights.max())
+        return Draw(self._ids[rows], weights, weight, told)
 
-    def _takes(self, size: int, random: torch.Generator) -> list[_Take]:
-        """What a batch of some size takes of which groups."""
+    def _by_groups(self, view: PoolView) -> tuple[Tensor, Tensor]:
+        """Rows and weights of a batch by the paper's rule."""
+        random = generator(self._seed, "draw", view.step, view.rank)
         stamps, sizes = self._present()
         logs = -self._beta * (stamps[-1] - stamps).double()
-        if not self._exact:
-            at = without_replacement(logs, min(self._chosen, len(stamps)), random)
-            counts = quotas(size, sizes[at], random)
-            return [_Take(*both, 1.0) for both in zip(stamps[at].tolist(), counts.tolist(), strict=True)]
-        fresh, chosen = torch.softmax(logs, 0), min(self._chosen, size)
-        takes = []
-        for nth, at in enumerate(with_replacement(fresh, chosen, random).tolist()):
-            count = size // chosen + (nth < size % chosen)
-            group = float(sizes[at]) / (len(self._ids) * float(fresh[at]))
-            takes.append(_Take(int(stamps[at]), count, size / (chosen * count) * group))
-        return takes
+        at = without_replacement(logs, min(self._chosen, len(stamps)), random)
+        rows, weights = [], []
+        for stamp, size in zip(
+            stamps[at].tolist(), quotas(view.batch_size, sizes[at], random).tolist(), strict=True
+        ):
+            members = self._members(stamp)
+            importances = self._importances(members)
+            drawn = with_replacement(importances, size, random)
+            rows.append(members[drawn])
+            weights.append(importance_weights(importances)[drawn])
+        return torch.cat(rows), torch.cat(weights).float()
 
     def _present(self) -> tuple[Tensor, Tensor]:
         """Stamps and sizes of the groups, oldest first."""
@@ -244,10 +239,7 @@ class GroupedImportance:
 
     def _importances(self, members: Tensor) -> Tensor:
         """I of a group."""
-        scores = self._scores[members].double()
-        known = scores >= 0
-        scores[~known] = scores[known].mean() if known.any() else 1.0
-        return smoothed(scores, self._smoothing)
+        return smoothed(filled(self._scores[members]), self._smoothing)
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
@@ -259,17 +251,23 @@ class GroupedImportance:
         if self._groups == "bacc":
             most = count if self._most is None else min(self._most, count)
             chunks = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide)
-            size = min(chunks * self._chunk, most)
-        elif isinstance(view.pool, int):
+            size = chunks * self._chunk
+            size = min(size if self._rule is None else max(size, FEWEST * view.batch_size), most)
+        elif self._groups is None:
+            size = min(CANDIDATES * view.batch_size, count)
+        elif self._rule is None and isinstance(view.pool, int):
             size = _to_boundary(self._cursor, count, self._groups)
         else:
             size = -(-count // self._groups)
         if not size:
             return []
-        if isinstance(view.pool, int):
+        if not isinstance(view.pool, int):
+            ids = view.pool[self._need(view.pool).argsort(stable=True)[:size]]
+        elif self._rule is None:
             ids = self._order.order(0, count)[(self._cursor + torch.arange(size)) % count]
         else:
-            ids = view.pool[self._need(view.pool).argsort(stable=True)[:size]]
+            ids, first = self._rule.candidates(self._scores, size, view.batch_size, view.step)
+            self._first[ids] = first
         return list(torch.split(ids, self._chunk))
 
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
@@ -279,18 +277,7 @@ class GroupedImportance:
           RunLost: scores that are not finite.
           ConfigError: scores below 0.
         """
-        odd = int((~scores.isfinite()).sum())
-        if odd:
-            raise RunLost(
-                f"{NAME}: {odd} of {len(scores)} scores at step {step} are not finite: "
-                "lower the learning rate or look at the data there"
-            )
-        below = int((scores < 0).sum())
-        if below:
-            raise ConfigError(
-                f"{NAME}: {below} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
-                "them: choose scored_by='gradient_bound', or a loss that is never negative"
-            )
+        check_scores(NAME, scores, step)
         rows, there = self._find(ids)
         rows, scores = rows[there], scores[there].to(self._scores)
         again = self._made[rows] >= 0
@@ -347,25 +334,29 @@ class GroupedImportance:
             "scores": self._scores.clone(),
             "stamps": self._stamps.clone(),
             "made": self._made.clone(),
+            "first": self._first.clone(),
             "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
             "tau": self._tau,
+            "rule": {} if self._rule is None else self._rule.state_dict(),
             "bacc": self._bacc.state_dict(),
             "uniform": {} if self._uniform is None else self._uniform.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
-        columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made"))
+        columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made", "first"))
         self._put(*columns)
         self._renewal.load_state_dict(state["renewal"])
         self._cursor, self._tau = state["cursor"], state["tau"]
         self._bacc.load_state_dict(state["bacc"])
+        if self._rule is not None:
+            self._rule.load_state_dict(state["rule"])
         if self._uniform is not None:
             self._uniform.load_state_dict(state["uniform"])
 
     def _hold(self, view: PoolView) -> None:
         """Forgets samples that are gone, and takes up new ones."""
-        if isinstance(view.pool, int) and self._groups != "bacc" and self._groups > view.pool:
+        if isinstance(view.pool, int) and isinstance(self._groups, int) and self._groups > view.pool:
             raise ConfigError(
                 f"{NAME}: groups {self._groups} for the {view.pool} samples of this replica: ask for fewer groups, or "
                 "for fewer replicas"
@@ -373,19 +364,21 @@ class GroupedImportance:
         ids = torch.arange(view.pool) if isinstance(view.pool, int) else view.pool
         if torch.equal(ids, self._ids):
             return
-        scores, stamps, made = (
+        scores, stamps, made, first = (
             torch.full(ids.shape, NEVER, dtype=torch.float32),
             torch.full_like(ids, view.step - 1),
             torch.full_like(ids, UNKNOWN),
+            torch.ones(ids.shape, dtype=torch.float64),
         )
         rows, there = self._find(ids)
         scores[there], stamps[there] = self._scores[rows[there]], self._stamps[rows[there]]
-        made[there] = self._made[rows[there]]
-        self._put(ids.clone(), scores, stamps, made)
+        made[there], first[there] = self._made[rows[there]], self._first[rows[there]]
+        self._put(ids.clone(), scores, stamps, made, first)
         self._cursor %= len(ids)
 
-    def _put(self, ids: SampleIds, scores: Tensor, stamps: Tensor, made: Tensor) -> None:
+    def _put(self, ids: SampleIds, scores: Tensor, stamps: Tensor, made: Tensor, first: Tensor) -> None:
         self._ids, self._scores, self._stamps, self._made = ids, scores, stamps, made
+        self._first = first
         self._sorted, self._sorting = ids.sort()
 
     def _find(self, ids: SampleIds) -> tuple[Tensor, Tensor]:
@@ -400,8 +393,3 @@ def _to_boundary(position: int, count: int, groups: int) -> int:
     """Samples from a position to the end of its group; the end of group g is at ``count * (g + 1) // groups``."""
     group = -(-(position + 1) * groups // count) - 1
     return count * (group + 1) // groups - position
-
-
-def _one_of(option: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{NAME}: {option} {value!r} must be {' or '.join(map(repr, known))}")

@@ -13,31 +13,36 @@ from farflung.types import Json, State
 __all__ = [
     "Renewal",
     "importance_weights",
+    "included",
     "probabilities",
     "quantiles",
     "quotas",
     "rank_changes",
+    "second_moments",
     "smoothed",
     "speed_up",
     "speed_up_threshold",
+    "systematic",
     "variance_ratio",
     "with_replacement",
     "without_replacement",
 ]
 
 
-def smoothed(scores: Tensor, smoothing: float) -> Tensor:
-    r""":math:`I_j = s_j + c \bar{s}`; all 1 where all scores are 0.
+def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) -> Tensor:
+    r""":math:`I_j = v_j (s_j + c\, \overline{v s})`, float64; v where all scores are 0.
 
-    With c above 0 no weight exceeds :math:`(1 + c) / c`, and no sample is left out for a score of 0.
+    With c above 0 no weight exceeds :math:`(1 + c \bar{v}) / c`, and no sample is left out for a score of 0.
 
     Args:
       scores: s, none below 0.
       smoothing: c.
+      weights: v, of samples that have been drawn themselves; all 1 when not given.
     """
     scores = scores.double()
-    mean = scores.mean()
-    return scores + smoothing * mean if mean > 0 else torch.ones_like(scores)
+    mean = scores.mean() if weights is None else (weights * scores).mean()
+    importances = scores + smoothing * mean if mean > 0 else torch.ones_like(scores)
+    return importances if weights is None else weights * importances
 
 
 def probabilities(importances: Tensor) -> Tensor:
@@ -52,32 +57,37 @@ def importance_weights(importances: Tensor) -> Tensor:
     return importances.mean() / importances
 
 
-def variance_ratio(norms: Tensor, importances: Tensor) -> float:
-    r"""The second moment of a drawn sample's weighted gradient, over that of a sample drawn uniformly.
+def second_moments(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
+    r"""The second moment of a drawn sample's weighted gradient, and that of a sample drawn uniformly.
 
     .. math::
-        \frac{E_q \lVert w_j g_j \rVert^2}{E_u \lVert g_j \rVert^2}
-        = \bar{I} \cdot \frac{\frac{1}{n} \sum_j s_j^2 / I_j}{\frac{1}{n} \sum_j s_j^2}
-
-    Both variances are these moments less the same square of the mean gradient, so importance sampling has the smaller
-    variance just where this is below 1. It is least, :math:`\bar{s}^2 / \overline{s^2}`, for I = s.
+        E_q \lVert w_j g_j \rVert^2 = \bar{I} \cdot \frac{1}{n} \sum_j v_j^2 s_j^2 / I_j, \qquad
+        E_u \lVert g_j \rVert^2 = \frac{1}{n} \sum_j v_j s_j^2
 
     Args:
       norms: s, of the samples' gradients or what stands for them: where scores do, it is an estimate that is as good
-        as they are.
+        as they are; one at least.
       importances: I, by which samples are drawn.
-
-    Returns:
-      1 where all norms are 0.
+      weights: v, of samples that have been drawn themselves; all 1 when not given.
 
     References: after Alain et al. 2015.
     """
-    squares = norms.double() ** 2
-    if not squares.any():
+    squares, importances = norms.double() ** 2, importances.double()
+    v = torch.ones_like(squares) if weights is None else weights
+    weighted = torch.where(squares > 0, v**2 * squares / importances, 0.0)
+    return float(importances.mean() * weighted.mean()), float((v * squares).mean())
+
+
+def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> float:
+    r"""The first of :func:`second_moments` over the second; 1 where all norms are 0.
+
+    Both variances are these moments less the same square of the mean gradient, so importance sampling has the smaller
+    variance just where this is below 1. It is least, :math:`\overline{v s}^2 / \overline{v s^2}`, for I = v s.
+    """
+    if not norms.any():
         return 1.0
-    importances = importances.double()
-    weighted = torch.where(squares > 0, squares / importances, 0.0)
-    return float(importances.mean() * weighted.mean() / squares.mean())
+    drawn, uniform = second_moments(norms, importances, weights)
+    return drawn / uniform
 
 
 def speed_up(scores: Tensor) -> float:
@@ -151,6 +161,42 @@ def with_replacement(importances: Tensor, count: int, generator: torch.Generator
     bounds = importances.double().cumsum(0)
     at = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
     return torch.searchsorted(bounds, at, right=True)
+
+
+def included(importances: Tensor, count: int) -> Tensor:
+    r"""The probability that each sample is among ``count`` distinct ones: :math:`\pi_i = \min(1, \lambda I_i)`.
+
+    Args:
+      importances: I, above 0, float64.
+      count: the sum of :math:`\pi`. With fewer samples than that, expected numbers of times in proportion to I.
+    """
+    expected = count * importances / importances.sum()
+    if count > len(importances):
+        return expected
+    certain = expected > 1
+    while bool((expected > 1).any()):
+        certain |= expected > 1
+        rest = importances.where(~certain, 0.0)
+        expected = ((count - certain.sum()) * rest / rest.sum()).nan_to_num(0.0)
+    return expected.where(~certain, 1.0)
+
+
+def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
+    """Positions of samples, each as often as expected, rounded up or down; in random order.
+
+    One random number decides, so the number of positions is the sum exactly. The order is random, so that no period in
+    the data meets the interval of the draw.
+
+    Args:
+      expected: how often each comes, float64; the sum is a whole number.
+      generator: of the order and of the random number.
+    """
+    order = torch.randperm(len(expected), generator=generator)
+    bounds = expected[order].cumsum(0)
+    count = round(float(bounds[-1]))
+    marks = torch.rand((), dtype=torch.float64, generator=generator) + torch.arange(count)
+    places = torch.searchsorted(bounds * (count / bounds[-1]), marks, right=True)
+    return order[places.clamp(max=len(order) - 1)]
 
 
 def without_replacement(logs: Tensor, count: int, generator: torch.Generator) -> Tensor:

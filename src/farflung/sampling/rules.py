@@ -1,0 +1,133 @@
+"""Draws a batch without replacement from candidates that were scored for it, and candidates by older scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from farflung.errors import ConfigError
+from farflung.options import choice_option, number_option
+from farflung.sampling.importance import included, second_moments, smoothed, systematic
+from farflung.seeding import Passes, generator
+from farflung.types import State
+
+__all__ = ["CANDIDATES", "NEVER", "TWO_STAGE", "Rule", "filled"]
+
+CANDIDATES = 10
+"""Samples scored for each one of a batch, where nothing else sets their number."""
+NEVER = -1.0
+"""The score of a sample that was never scored; others are at least 0."""
+MEMORY = 0.99
+"""The share of a moving average that remains at each step."""
+CACHED = 0.25
+"""The smoothing of older scores: q = 0.8 of the score over the mean, plus 0.2."""
+TWO_STAGE = ("auto", "pool", "two")
+
+
+class Rule:
+    r"""The rules ``pool`` and ``two``: candidates, and a batch from them.
+
+    With M candidates that weigh v, scores s of the model's present state and a batch of b, sample i has
+
+    .. math::
+        I_i = v_i (s_i + c\, \overline{v s}), \qquad \pi_i = \min(1, \lambda I_i), \qquad \textstyle\sum_i \pi_i = b,
+        \qquad w_i = v_i\, \frac{b}{M \pi_i} \leq \frac{1 + c \bar{v}}{c}
+
+    where :math:`\pi` is the probability that the batch includes it and w its weight in the mean over the batch. The
+    draw is systematic, in random order: one number u from [0, 1), and each sample in which the cumulated :math:`\pi`
+    passes one of u, u + 1, ... . With fewer candidates than b, :math:`\pi` is the expected number of times that a
+    sample comes.
+
+    ``pool``: candidates are the next ones of a random order and weigh 1. ``two``: candidates are drawn from all N
+    samples in the same way by their last scores, those without one at the mean, with :math:`\pi^{(1)}` from c = 0.25.
+    Then :math:`v = M / (N \pi^{(1)}) \leq 5`, and the weighted mean is unbiased for the mean over all N, however old
+    those scores are. ``auto``: ``pool``, and ``two`` while the variance ratio, a moving average, is below b/M: then the
+    number of candidates is what limits ``pool``. ``two`` lasts until the ratio exceeds twice that.
+
+    Args:
+      name: of the sampler, for messages.
+      rule: ``auto``, ``pool`` or ``two``.
+      smoothing: c, above 0.
+      seed: of all draws.
+
+    Raises:
+      ConfigError: an option out of its range.
+
+    References: candidates and scores follow Katharopoulos & Fleuret 2018; inclusion probabilities and the systematic
+    draw are those of Madow 1949. The second stage is this project's own.
+    """
+
+    def __init__(self, name: str, rule: str, smoothing: float, seed: int) -> None:
+        choice_option(name, "rule", rule, TWO_STAGE)
+        number_option(name, "smoothing", smoothing, 0)
+        if smoothing == 0:
+            raise ConfigError(f"{name}: smoothing 0 must be above 0, or samples scored 0 are never drawn")
+        self._rule, self._smoothing, self._seed = rule, float(smoothing), seed
+        self._order = Passes(seed)
+        self._cursor, self._moments = 0, [0.0, 0.0]
+        self.two = rule == "two"
+        """Whether the last candidates were drawn by their scores."""
+
+    def candidates(self, scores: Tensor, size: int, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
+        """Chooses the next candidates.
+
+        Args:
+          scores: the last ones of all samples, :data:`NEVER` where there is none.
+          size: M, at most as many as there are samples.
+          batch_size: b.
+          at: what this choice is numbered by.
+
+        Returns:
+          Their positions, and v.
+        """
+        if self._rule == "auto":
+            self.two = self.variance_ratio < (2 if self.two else 1) * batch_size / size
+        if self.two:
+            expected = included(smoothed(filled(scores), CACHED), size)
+            rows = systematic(expected, generator(self._seed, "candidates", *at))
+            return rows, size / (len(scores) * expected[rows])
+        order = self._order.order(0, len(scores))
+        rows = order[(self._cursor + torch.arange(size)) % len(scores)]
+        self._cursor = (self._cursor + size) % len(scores)
+        return rows, torch.ones(size, dtype=torch.float64)
+
+    def judge(self, scores: Tensor, weights: Tensor) -> None:
+        """Learns what the scores of a set of candidates are worth, once; one score at least."""
+        importances = smoothed(scores, self._smoothing, weights)
+        for at, moment in enumerate(second_moments(scores, importances, weights)):
+            self._moments[at] = MEMORY * self._moments[at] + (1 - MEMORY) * moment
+
+    @property
+    def variance_ratio(self) -> float:
+        """That of moving averages of both second moments, since rare scores may be missing among candidates."""
+        drawn, uniform = self._moments
+        return drawn / uniform if uniform else 1.0
+
+    def batch(self, scores: Tensor, weights: Tensor, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
+        """Draws a batch from candidates.
+
+        Args:
+          scores: s, :data:`NEVER` where there is none.
+          weights: v.
+          batch_size: b.
+          at: what this draw is numbered by.
+
+        Returns:
+          Positions among the candidates, and w, float32.
+        """
+        expected = included(smoothed(filled(scores), self._smoothing, weights), batch_size)
+        rows = systematic(expected, generator(self._seed, "draw", *at))
+        return rows, (weights * batch_size / (len(scores) * expected))[rows].float()
+
+    def state_dict(self) -> State:
+        return {"cursor": self._cursor, "moments": [*self._moments], "two": self.two}
+
+    def load_state_dict(self, state: State) -> None:
+        self._cursor, self._moments, self.two = state["cursor"], [*state["moments"]], state["two"]
+
+
+def filled(scores: Tensor) -> Tensor:
+    """Scores, float64, with their mean in place of those there are none of; all 1 where there is none at all."""
+    scores = scores.double()
+    known = scores >= 0
+    return torch.where(known, scores, scores[known].mean() if known.any() else 1.0)

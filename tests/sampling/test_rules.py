@@ -1,0 +1,80 @@
+"""Candidates and batches by the rules ``pool`` and ``two``: unbiased at both stages, whatever the scores are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from farflung.sampling import Rule
+from farflung.sampling.rules import NEVER
+
+N, M, B, TRIES = 120, 30, 6, 3000
+
+NOW = torch.randn(N, generator=torch.Generator().manual_seed(0)).exp()
+VALUES = NOW.double() * 2 + torch.linspace(0, 3, N, dtype=torch.float64)
+"""What the mean over is taken; it grows with scores, so draws that are not weighed in full miss it by far."""
+KNOWN = torch.arange(N) % 3 > 0
+CACHES = {
+    "fresh": NOW,
+    "none": torch.full((N,), NEVER),
+    "of long ago": NOW.flip(0),
+    "turned round": NOW.max() - NOW,
+    "of some": torch.where(KNOWN, NOW**2, NEVER),
+    "all zero": torch.zeros(N),
+}
+
+
+def off(means: list[Tensor]) -> float:
+    """How many standard errors the mean of some is off that over all samples."""
+    found = torch.stack(means)
+    return abs(float(found.mean() - VALUES.mean())) / (float(found.std()) / math.sqrt(len(found)) + 1e-12)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_both_stages_expect_the_mean_over_all_samples(cache: str) -> None:
+    rule = Rule("tried", "two", 0.02, 4)
+    first, second = [], []
+    for at in range(TRIES):
+        rows, weights = rule.candidates(CACHES[cache], M, B, at)
+        assert len(rows.unique()) == M
+        first.append((weights * VALUES[rows]).mean())
+        drawn, weighed = rule.batch(NOW[rows], weights, B, at)
+        assert len(drawn.unique()) == B
+        second.append((weighed * VALUES[rows[drawn]]).mean())
+    assert off(first) < 4
+    assert off(second) < 4
+
+
+@pytest.mark.parametrize("size", [B // 2, B, M])
+def test_a_batch_expects_the_mean_over_its_candidates(size: int) -> None:
+    """Also of fewer than a batch takes."""
+    rule, rows = Rule("tried", "pool", 0.02, 4), torch.arange(size)
+    means = []
+    for at in range(TRIES):
+        drawn, weights = rule.batch(NOW[rows], torch.ones(size).double(), B, at)
+        assert len(drawn) == B
+        means.append((weights * VALUES[drawn]).mean() - VALUES[rows].mean() + VALUES.mean())
+    assert off(means) < 4
+
+
+def test_candidates_of_the_pool_are_all_samples_in_turn() -> None:
+    rule = Rule("tried", "pool", 0.02, 4)
+    taken = [rule.candidates(NOW, M, B, at)[0] for at in range(8)]
+    for turn in (taken[:4], taken[4:], taken[2:6]):
+        assert sorted(torch.cat(turn).tolist()) == list(range(N))
+    assert sorted(taken[0].tolist()) != taken[0].tolist()
+
+
+def test_weights_have_their_bounds() -> None:
+    rule = Rule("tried", "two", 0.02, 4)
+    for cache in CACHES.values():
+        for at in range(50):
+            rows, weights = rule.candidates(cache, M, B, at)
+            assert float(weights.max()) <= 5 * (1 + 1e-9)
+            for scores in (NOW[rows], NOW[rows] ** 8, torch.zeros(M)):
+                _, weighed = rule.batch(scores, weights, B, at)
+                assert float(weighed.max()) <= (1 + 0.02 * float(weights.mean())) / 0.02 * (1 + 1e-6)
+                assert float(weighed.min()) > 0
