@@ -297,7 +297,7 @@ SEEDS = (0, 1)
 PUBLISHED = {row.name: row.published is not None for row in load_expected(FOLDER)}
 CANARIES = (
     "preset synchronous",
-    "dgc, pipelined",
+    "pipelined, plain",
     "pipelined, predicted",
     "pipelined, corrected",
     "preset ssp",
@@ -310,7 +310,7 @@ def canary(schedule: str) -> str:
         return f"preset {schedule.partition('(')[0]}"
     if "correction" in schedule:
         return "pipelined, corrected"
-    return "dgc, pipelined" if "predict=False" in schedule else "pipelined, predicted"
+    return "pipelined, plain" if "predict=False" in schedule else "pipelined, predicted"
 
 
 TRAININGS: Trainings[Trial, list[list[float]]] = Trainings(

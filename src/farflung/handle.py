@@ -92,7 +92,7 @@ def _nearest_schedule(schedule: Schedule) -> Schedule:
         case DelayedGradient():
             return Delayed(schedule.delay, schedule.period, pull="swap")
         case Pipelined():
-            return replace(schedule, predict=False)
+            return replace(schedule, predict=None)
         case SSP():
             return Delayed("auto" if schedule.bound is None else schedule.bound)
     return Synchronous()

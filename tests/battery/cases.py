@@ -91,6 +91,7 @@ def _presets() -> list[Case]:
 _OTHERS = (
     Case("synchronous", {"momentum": 0.0, "weight_decay": 0.0}, "4g"),
     Case("synchronous, adam, clipped", {"optimizer": "adam", "learning_rate": 1e-3, "clip_norm": 0.5}),
+    Case("pipelined, plain", {"schedule": "pipelined(width=2, predict=False)"}),
     Case("pipelined, predicted", {"schedule": "pipelined(width=3, predict=True)", "workers": 3}, "4g"),
     Case("pipelined, corrected", {"schedule": "pipelined(width=2, warmup=3, correction=0.1)"}, "4g"),
     Case("delayed_gradient", {"schedule": "delayed_gradient(delay=3, period=2)", "workers": 3}, "4g"),
@@ -121,10 +122,15 @@ _OTHERS = (
         "int8 on hops",
         {"codec": "int8", "reducer": "codec(phases='hops')", "collective": "ring", "workers": 3},
     ),
-    Case("dgc, pipelined", {"codec": "dgc(density=0.02)", "schedule": "pipelined(width=2)"}),
+    Case("dgc, pipelined", {"codec": "dgc(density=0.02)", "schedule": "pipelined(width=2, predict=False)"}),
     Case(
         "powersgd, pipelined",
-        {"reducer": "powersgd", "schedule": "pipelined(width=2)", "collective": "ring", "workers": 3},
+        {
+            "reducer": "powersgd",
+            "schedule": "pipelined(width=2, predict=False)",
+            "collective": "ring",
+            "workers": 3,
+        },
     ),
     Case(
         "powersgd, delayed",
@@ -143,7 +149,7 @@ _OTHERS = (
         "gradiveq, pipelined",
         {
             "reducer": WINDOWS.format(", windows='paper', variance_left=0.1"),
-            "schedule": "pipelined(width=2)",
+            "schedule": "pipelined(width=2, predict=False)",
         },
         "4g",
     ),

@@ -25,7 +25,7 @@ REFUSED = {
     "pipelined(warmup=-1)": "warmup -1 must be at least 0",
     "pipelined(correction=-0.1)": "correction -0.1 must be 0 or more",
     "pipelined(correction='much')": "correction 'much' must be a number",
-    "pipelined(predict='yes')": "predict 'yes' must be True or False",
+    "pipelined(predict='yes')": "predict 'yes' must be True, False or None",
     "pipelined(width=1, predict=True)": "width 1 delays nothing",
     "pipelined(width=1, correction=1)": "width 1 delays nothing",
     "pipelined(predict=True, correction=1)": "predict or correction, not both",

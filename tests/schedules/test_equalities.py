@@ -99,8 +99,21 @@ def test_what_is_predicted_alone_is_what_comes(width: int, settings: dict[str, A
     one = Run(f"pipelined({width}, predict=True)", 1, settings=settings).whole()
     other = Run("synchronous", 1, settings=settings).whole()
     assert distance(one.weights(), other.weights()) < 1e-6
-    plain = Run(f"pipelined({width})", 1, settings=settings).whole()
+    plain = Run(f"pipelined({width}, predict=False)", 1, settings=settings).whole()
     assert distance(plain.weights(), other.weights()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "predict"),
+    [(2, {}, True), (2, {"optimizer": "adam"}, False), (3, {}, False)],
+    ids=str,
+)
+def test_weights_are_predicted_by_default_at_width_2_with_sgd(
+    width: int, settings: dict[str, Any], predict: bool
+) -> None:
+    one = Run(f"pipelined({width})", 2, settings=settings).steps(6)
+    other = Run(f"pipelined({width}, predict={predict})", 2, settings=settings).steps(6)
+    assert same_bits(one.weights(), other.weights())
 
 
 def test_pipelined_applies_gradients_in_order_and_late() -> None:

@@ -243,7 +243,7 @@ def test_swaps_are_the_recurrences(
 @pytest.mark.parametrize("delay", DELAYS[:3])
 def test_stale_means_and_predictions_are_the_recurrences(momentum: float, delay: int) -> None:
     rate = 0.5 * largest_rate(late, momentum, delay)
-    run = two_valleys(f"pipelined({delay + 1})", rate, momentum)
+    run = two_valleys(f"pipelined({delay + 1}, predict=False)", rate, momentum)
     start, (one, other) = run.mean().numpy(), least(run)
     run.steps(60)
     mean = followed(late, start, (one + other) / 2, (rate, momentum, delay), 60)[0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import whole_option
 from farflung.schedules.base import Fixed
-from farflung.types import Merge, Part, Replace, State, Transfer
+from farflung.types import Part, Replace, State, Transfer
 
 __all__ = ["Pipelined"]
 
@@ -33,7 +33,8 @@ class Pipelined(Fixed):
     a time:
 
     * ``predict``: each gradient is taken at :math:`w - \eta \sum g` with the own gradients g that are still under
-      way (through SGD's momentum and weight decay, where it has them), and applied at w;
+      way (through SGD's momentum and weight decay, where it has them), and applied at w. By default a width of 2 does
+      so where it can: in farflung's own loop, with plain SGD. It costs a copy of the parameters;
     * ``correction``: the mean, taken at :math:`w'`, is applied as
       :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
 
@@ -57,7 +58,8 @@ class Pipelined(Fixed):
     Args:
       width: K, the pipeline's width.
       warmup: steps at the start that are synchronous.
-      predict: whether to predict weights.
+      predict: whether to predict weights; ``None``: at width 2 without a correction, where the loop and the optimizer
+        allow it.
       correction: :math:`\lambda`; 0 corrects nothing.
 
     Raises:
@@ -70,7 +72,7 @@ class Pipelined(Fixed):
 
     width: int = 2
     warmup: int = 0
-    predict: bool = False
+    predict: bool | None = None
     correction: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,8 +83,8 @@ class Pipelined(Fixed):
             raise ConfigError(f"pipelined: correction {correction!r} must be a number")
         if not 0 <= correction < math.inf:
             raise ConfigError(f"pipelined: correction {correction!r} must be 0 or more")
-        if self.predict not in (True, False):
-            raise ConfigError(f"pipelined: predict {self.predict!r} must be True or False")
+        if self.predict not in (True, False, None):
+            raise ConfigError(f"pipelined: predict {self.predict!r} must be True, False or None")
         if self.width == 1 and (self.predict or self.correction):
             raise ConfigError(
                 "pipelined: width 1 delays nothing, so there is nothing to predict or correct: use width 2"
@@ -94,9 +96,10 @@ class Pipelined(Fixed):
             )
 
     @property
-    def merges(self) -> tuple[Merge, ...]:
-        """Replaced, with the remedy asked for."""
-        return (Replace(self.correction, self.predict),)
+    def merges(self) -> tuple[Replace]:
+        """Replaced, with the remedy asked for, or with predicted weights where these are possible."""
+        where_possible = self.predict is None and self.width == 2 and not self.correction
+        return (Replace(self.correction, None if where_possible else bool(self.predict)),)
 
     @property
     @override
@@ -107,5 +110,5 @@ class Pipelined(Fixed):
         """One transfer for each bucket."""
         del state
         late = 0 if step < self.warmup else self.width - 1
-        merge = Replace(self.correction if late else 0.0, self.predict)
+        merge = self.merges[0] if late else replace(self.merges[0], correction=0.0)
         return [Transfer(part, step + late, merge) for part in parts]

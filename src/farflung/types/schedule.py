@@ -80,14 +80,15 @@ class Replace:
     Args:
       correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
         :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
-      predict: whether gradients are taken where the own ones still under way would lead.
+      predict: whether gradients are taken where the own ones still under way would lead; ``None``: where the loop is
+        farflung's own and the optimizer plain SGD.
     """
 
     moves: ClassVar[Moved] = "gradient"
     means: ClassVar[str] = "replaced by its mean"
 
     correction: float = 0.0
-    predict: bool = False
+    predict: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)

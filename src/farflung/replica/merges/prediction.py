@@ -11,18 +11,23 @@ from torch import Tensor, nn
 from farflung.errors import ConfigError
 from farflung.replica.buckets import GradientBuckets
 
-__all__ = ["check_predictable", "predicted"]
+__all__ = ["check_predictable", "predictable", "predicted"]
+
+
+def predictable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`predicted` knows where an optimizer leads: plain SGD, with momentum and weight decay."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(
+        group["nesterov"] or group["dampening"] for group in optimizer.param_groups
+    )
 
 
 def check_predictable(optimizer: torch.optim.Optimizer) -> None:
-    """Whether :func:`predicted` knows where an optimizer leads.
+    """Refuses an optimizer that is not :func:`predictable`.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: it is not.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or any(
-        group["nesterov"] or group["dampening"] for group in optimizer.param_groups
-    ):
+    if not predictable(optimizer):
         raise ConfigError(
             "pipelined(predict=True) follows plain SGD, with momentum and weight decay: use --optimizer sgd, or "
             "pipelined(correction=...)"

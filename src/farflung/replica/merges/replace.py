@@ -13,7 +13,7 @@ from typing_extensions import override
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.flights import Flight
 from farflung.replica.merges.merger import Merger
-from farflung.replica.merges.prediction import check_predictable, predicted
+from farflung.replica.merges.prediction import check_predictable, predictable, predicted
 from farflung.types import Replace, Transfer
 
 __all__ = ["Replacing"]
@@ -38,7 +38,9 @@ class Replacing(Merger):
 
     @override
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._predict:
+        if self._predict is None:
+            self._predict = predictable(optimizer)
+        elif self._predict:
             check_predictable(optimizer)
 
     @override
