@@ -234,6 +234,9 @@ METHODS = {
     "spread windows, K / 9": Method(_windows(ratio=9.0)),
     "spread windows, one sample in ten, K / 48": Method(_windows(ratio=48.0, compress_steps=900)),
     "4-bit QSGD on hops": Method(QSGD_RING, parts={"codec": "qsgd(bits=4)", **_HOPS}),
+    "4-bit QSGD on hops, errors fed back": Method(
+        QSGD_RING, parts={"codec": "error_feedback(qsgd(bits=4))", **_HOPS}
+    ),
     "4-bit QSGD on hops, two steps summed, errors fed back": Method(
         QSGD_RING, parts={**_SUMMED, **_HOPS}, period=2
     ),
