@@ -1,4 +1,4 @@
-"""Codecs and reducers for those who train by DistributedDataParallel: any of them as its communication hook."""
+"""Runs any codec or reducer as a communication hook of DistributedDataParallel."""
 
 import atexit
 from collections.abc import Callable, Iterator, Sequence

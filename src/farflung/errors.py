@@ -160,7 +160,7 @@ class DeadlinePassed(RunLost):
     """A wait ran out.
 
     Args:
-      rank: who was waited for; ``None`` when any replica would have done.
+      rank: the rank that was waited for; ``None``: any rank would have done.
       what: what was waited for.
       waited_s: for how long, in seconds.
       slow: whether it may only have been slow; then the message says how to wait longer.
@@ -168,23 +168,23 @@ class DeadlinePassed(RunLost):
 
     def __init__(self, rank: int | None, what: str, waited_s: float, *, slow: bool = False) -> None:
         self.rank, self.what, self.waited_s = rank, what, waited_s
-        whom = "any rank" if rank is None else f"rank {rank}"
+        peer = "any rank" if rank is None else f"rank {rank}"
         longer = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)" if slow else ""
-        super().__init__(f"lost {whom}: waited {waited_s:.1f} s for {what}{longer}")
+        super().__init__(f"lost {peer}: waited {waited_s:.1f} s for {what}{longer}")
 
 
 class WaitEnded(FarflungError):
     """A wait was given up, because its exchange was forgotten.
 
     Args:
-      rank: who was waited for; ``None`` when any replica would have done.
+      rank: the rank that was waited for; ``None``: any rank would have done.
       what: what was waited for.
     """
 
     def __init__(self, rank: int | None, what: str) -> None:
         self.rank, self.what = rank, what
-        whom = "any rank" if rank is None else f"rank {rank}"
-        super().__init__(f"a wait for {what} from {whom} was given up: it was forgotten")
+        peer = "any rank" if rank is None else f"rank {rank}"
+        super().__init__(f"a wait for {what} from {peer} was given up: it was forgotten")
 
 
 class PeerFailed(RunLost):
@@ -213,11 +213,11 @@ class NonFinite(RunLost):
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
         self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
         if self.ranks:
-            who = f"rank {', '.join(map(str, self.ranks))}"
+            which = f"rank {', '.join(map(str, self.ranks))}"
         else:
-            who = f"{count} ranks"
+            which = f"{count} ranks"
         super().__init__(
-            f"non-finite {what} at step {step} on {who}: stopped everywhere before the update; "
+            f"non-finite {what} at step {step} on {which}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"
         )
 

@@ -105,7 +105,7 @@ def naming(where: Path | str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line, and no longer than is good for anybody."""
+    """The text on one line, shortened."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     return text if len(text) <= 200 else f"{text[:200]}…"
 
@@ -187,7 +187,7 @@ def json_lines(
 
 
 def _is_cut(line: str) -> bool:
-    """Whether a line without an end is the beginning of an object that somebody was about to write."""
+    """Whether a line without an end is the beginning of an object whose write was cut short."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -341,9 +341,9 @@ def held(folder: Path, what: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
-            who = f" (process {holder})" if holder else ""
+            process = f" (process {holder})" if holder else ""
             raise ConfigError(
-                f"{folder}: another command{who} {what} there: wait until it has ended"
+                f"{folder}: another command{process} {what} there: wait until it has ended"
             ) from None
         except OSError as error:
             if error.errno not in _UNLOCKABLE:  # a file system that has no locks

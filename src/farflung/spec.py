@@ -61,7 +61,7 @@ def name_of(kind: str, text: str) -> str:
 
 
 def parse(kind: str, text: str) -> ast.expr:
-    """The expression that ``text`` is, for :func:`unparse` and for those who read it themselves.
+    """The expression that ``text`` is, for :func:`unparse` and for other readers.
 
     Raises:
       ConfigError: it is none.
@@ -226,7 +226,7 @@ def options_of(member: Callable[..., object]) -> str:
 
 
 def _instead(name: str, member: Callable[..., object], given: Iterable[str]) -> str:
-    """What a member takes, for whoever has given it something else."""
+    """Describes the values that a member accepts, for an error message."""
     takes = options_of(member)
     known = [option.partition("=")[0] for option in takes.split(", ")]
     close = [near for one in given if one not in known for near in get_close_matches(one, known, n=1)]

@@ -108,7 +108,7 @@ class Table:
         """What ``build`` makes of this table; an error of its own gets file and table in front.
 
         Raises:
-          ConfigError: that error, or a key that nobody asked for.
+          ConfigError: that error, or a key that was not read.
         """
         unknown = sorted(self._content.keys() - self._asked)
         if unknown:

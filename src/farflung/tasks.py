@@ -1,8 +1,8 @@
 """Coroutines without an event loop of their own: :class:`Pending` results and the :class:`Task` that drives one.
 
-The core is written as ``async def`` functions whose only suspension is ``await pending``. Who drives them is the
-runtime's business: on the wall clock a communication thread, in virtual time a heap. A driver hands each task a
-``schedule`` function that queues a callback to run later on the driver's own thread, so a task never runs on two.
+The core is written as ``async def`` functions whose only suspension is ``await pending``. The runtime drives them: on the
+wall clock a communication thread, in virtual time a heap. A driver hands each task a ``schedule`` function that queues
+a callback to run later on the driver's own thread, so a task never runs on two.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Task(Pending[T]):
     Args:
       coroutine: what to run; its only suspensions are awaited :class:`Pending` results.
       schedule: queues a callback on the driver's thread.
-      at_once: whether to run up to the first suspension in place, by whoever is on the driver's thread; otherwise the
+      at_once: whether to run up to the first suspension in place, on the driver's thread; otherwise the
         first step is scheduled too.
     """
 

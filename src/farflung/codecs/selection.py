@@ -36,7 +36,7 @@ def largest(tensor: Tensor, k: int) -> Tensor:
 
     On a CPU a threshold is guessed from a sample, low enough that hardly ever too few entries reach it; of those
     that do, the ``k`` largest are found exactly. Where too few do, all entries are looked at. Elsewhere every shape is
-    known beforehand, so that nobody waits for the device.
+    known beforehand, so that the host does not wait for the device.
 
     Args:
       tensor: flat.

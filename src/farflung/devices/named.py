@@ -37,7 +37,7 @@
     begin_s = 60
     end_s = 120
     factor = 3
-    ranks = [2]                    # optional: everybody
+    ranks = [2]                    # optional: all ranks
 """
 
 from __future__ import annotations

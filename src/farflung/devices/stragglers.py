@@ -14,7 +14,7 @@ __all__ = ["Moment", "Occasional", "Scheduled", "Straggler", "Varying"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When and for whom a slow-down is asked.
+    """When and for which rank a slow-down is asked.
 
     Args:
       seed: of the world.
@@ -93,7 +93,7 @@ class Scheduled:
       begin_s: in seconds on the run's clock.
       end_s: the same.
       factor: how much longer computations take.
-      ranks: who; everybody that has the profile where it is empty.
+      ranks: the ranks; where it is empty, all that have the profile.
 
     Raises:
       ConfigError: a value out of its range; begins with its name.

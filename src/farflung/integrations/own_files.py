@@ -1,4 +1,4 @@
-"""Files that each rank keeps beside a checkpoint of somebody else's loop."""
+"""Files that each rank keeps beside the checkpoint of another library's loop."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class _Line:
             self._epoll.register(device, select.EPOLLIN)
 
     def run(self) -> None:
-        """Until nobody is left to tell it anything."""
+        """Until no process is left that could report to it."""
         now, queues, epoll, node = time.monotonic, self._queues, self._epoll, self._node
         watched = [epoll.fileno()]
         while True:

@@ -56,7 +56,7 @@ _SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _SO_TIMESTAMPNS, _UDP_SEGMENT = 33, 32, 35, 10
 _ROOM_NBYTES = 1 << 24
 
 Pair = tuple[int, int]
-"""Who sends, and who receives."""
+"""The sending and the receiving host."""
 
 
 @dataclass(frozen=True, slots=True)

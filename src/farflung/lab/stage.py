@@ -1,4 +1,4 @@
-"""Faults in a lab: they strike processes and links, and nobody is told."""
+"""Faults in a lab: they strike processes and links without notice."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "ssp",
-            "a parameter server: updates as they arrive, nobody over 2 steps ahead of the slowest (Ho et al. 2013)",
+            "a parameter server: updates as they arrive, no rank over 2 steps ahead of the slowest (Ho et al. 2013)",
             schedule="ssp(bound=2)",
         ),
         Recipe(

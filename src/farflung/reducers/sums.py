@@ -36,7 +36,7 @@ _LATE = 1 << 20
 def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
     """Bytes of each tensor that the collective ``auto`` sums in a step, for :func:`farflung.comm.resolve_collective`.
 
-    Found by letting the reducer carry zeros where nobody else is, up to the first payload that it waits for. What is
+    Found by letting the reducer carry zeros in a world of one rank, up to the first payload that it waits for. What is
     encoded inside a sum does not count, for that is always ``direct``.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a run amounts to, for people: its course, its end, how its data was split, and who sent what to whom."""
+"""Tables and pictures of a run: its course, its end, the split of its data, and the bytes between ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Who has sent how much to whom, and what for: a table and a picture of pairs."""
+"""Bytes sent from each rank to each other, by purpose: a table and a picture of pairs."""
 
 from __future__ import annotations
 
@@ -50,12 +50,10 @@ def sent_by_kind(events_by_rank: Mapping[int, Iterable[Event]]) -> SentByKind:
 def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
     ends = [event for event in events if event.get("event") == "end"]
     if not ends:
-        raise DataError(
-            f"rank {rank} has not come to the end of the run, where it tells what it has sent to whom"
-        )
+        raise DataError(f"rank {rank} has not come to the end of the run, where it reports what it has sent")
     sent: Any = ends[-1].get("bytes_sent_to")
     if sent is None:
-        raise DataError(f"rank {rank} has not told what it has sent to whom: the run is of an older version")
+        raise DataError(f"rank {rank} has not reported what it has sent: the run is of an older version")
     lists = list(sent.values()) if isinstance(sent, dict) else [None]
     counts = [count for one in lists for count in (one if isinstance(one, list) else [None])]
     if not all(type(count) is int and count >= 0 for count in counts):

@@ -136,13 +136,13 @@ class Contest:
         watch: Watch | None = None,
         stop_asked: Callable[[], bool] = never,
     ) -> Comparison | None:
-        """Makes all runs that are not there yet; ``None`` where somebody asked to stop.
+        """Makes all runs that are not there yet; ``None`` where a stop was asked for.
 
         Args:
           out: the folder of all runs; when not given, the files go with the comparison.
           target: the score to reach; when not given, the best that every run reached.
           watch: follows it.
-          stop_asked: whether somebody asked to stop; a run that is cut short is removed.
+          stop_asked: whether a stop was asked for; a run that is cut short is removed.
 
         Raises:
           BadInput: a target that is no number, a folder that cannot be written or that another command uses.
@@ -164,7 +164,7 @@ class Contest:
     def _made(
         self, folder: Path, watch: Watch | None, stop_asked: Callable[[], bool]
     ) -> tuple[list[Run], list[Course]] | None:
-        """All runs in a folder that nobody else uses; ``None`` where somebody asked to stop."""
+        """All runs in a folder that no other process uses; ``None`` where a stop was asked for."""
         from farflung.report import Course
 
         runs: list[Run] = []
@@ -242,7 +242,7 @@ def compare(
         recipes, networks, seeds=seeds, evaluate_every=evaluate_every, settings={**settings, "device": device}
     )
     comparison = asked.run(None if out is None else Path(out), target, watch)
-    assert comparison is not None  # nobody asks to stop
+    assert comparison is not None  # no stop is asked for
     return comparison
 
 

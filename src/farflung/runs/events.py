@@ -18,7 +18,7 @@ from farflung.telemetry import Event, Sink
 __all__ = ["EVENTS", "Buffered", "listener", "teller"]
 
 EVENTS = "FARFLUNG_EVENTS"
-"""Names the datagram socket on which whoever started the workers listens to them."""
+"""Names the datagram socket on which the process that started the workers listens to them."""
 
 LISTEN_S = 0.05
 BUFFERED = 1024

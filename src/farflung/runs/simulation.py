@@ -124,7 +124,7 @@ def simulate_prepared(
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       checkpointed: whether checkpoints are kept.
       trace: whether to tell of every exchange.
-      said: the methods without rates of which somebody was told; grows.
+      said: the methods without rates that were named in a message; grows.
 
     Raises:
       BadInput: another run is there or being made there, or it cannot be written.
@@ -255,7 +255,7 @@ def retime_prepared(
       run: the configuration of the stored run, with another network or device; and where to keep it.
       stored: the run.
       show: gets the events of all replicas.
-      said: the methods without rates of which somebody was told; grows.
+      said: the methods without rates that were named in a message; grows.
 
     Raises:
       BadInput: the run cannot be retimed; says why.

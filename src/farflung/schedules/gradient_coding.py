@@ -24,16 +24,16 @@ class GradientCoding(Fixed):
     .. math:: c_i = \sum_j B_{ij} g_j
 
     which is one backward pass, since a gradient is linear in the weights of losses. From the first n - s that come
-    rank 0, in a role beside its training, makes the mean of all n shares, and sends it to everybody:
+    rank 0, in a role beside its training, makes the mean of all n shares, and sends it to all ranks:
 
     .. math:: \bar g = \frac{1}{n} \sum_{i \in A} a_i c_i, \qquad a^T B_A = 1^T
 
     So each step is one of synchronous SGD up to rounding, for any model, and costs s + 1 times the computation. A late
     sum is dropped. Its replica takes the step's mean and goes on; steps whose means are there before it has begun them
-    it does not compute. Who came first is recorded for each bucket, and so is which steps a replica left out; a replay
-    ends with the same bits.
+    it does not compute. The order of arrival is recorded for each bucket, and so are the steps that a replica left out;
+    a replay ends with the same bits.
 
-    What is tolerated is slowness, of any s replicas at a time, in computing or in sending. Whoever is lost ends the
+    What is tolerated is slowness, of any s replicas at a time, in computing or in sending. A lost rank ends the
     run as with other schedules. Evaluations and checkpoints on the wall clock, and the end of a run, wait for all.
     A late replica still needs every mean, so rank 0 keeps for it what it has not taken yet: a gradient for each step
     that it is behind.
@@ -44,7 +44,7 @@ class GradientCoding(Fixed):
 
     A replica's own loss is its coded sum of losses, which may be negative; the mean loss is decoded. Where a loss among
     those decoded is not finite there is no mean, and ``exclude`` skips the step as ``skip`` does. A parameter that no
-    loss reached has a gradient of zeros. Who is asked to stop is heard at the next step at which it is not late.
+    loss reached has a gradient of zeros. A request to stop takes effect at its rank's next step that is not late.
 
     With cyclic codes errors of rounding grow by the factor :math:`\max_j \sum_i |a_i B_{ij}|`, over six seeds and the
     worst of 60 sets of replicas: up to 6 at n = 4, s = 1, up to 32 at n = 8, s = 1, up to 900 at n = 8, s = 3. By

@@ -1,4 +1,4 @@
-"""The schedule of Pipe-SGD: gradients take effect some steps late, and nobody waits for them."""
+"""The schedule of Pipe-SGD: gradients take effect some steps late, without a wait."""
 
 from __future__ import annotations
 

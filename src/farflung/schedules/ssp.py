@@ -23,8 +23,8 @@ class SSP(Fixed):
 
     and waits for its answer otherwise. So what a replica at clock c reads holds all updates of all replicas' first
     c - s steps, its own without exception, and of later ones those that happened to be there. With a bound of 0 this
-    is synchronous SGD up to rounding, with momentum too, and nobody goes on before all have come (BSP); without a
-    bound nobody waits for another (ASP).
+    is synchronous SGD up to rounding, with momentum too, and no rank goes on before all have arrived (BSP); without a
+    bound no rank waits for another (ASP).
 
     An update is what a replica's own optimizer made of its own gradient, after learning rate, momentum, weight decay
     or Adam; optimizers are the replicas', and the server has none. With :math:`\Delta_i` the update, :math:`b_i` the
@@ -42,7 +42,7 @@ class SSP(Fixed):
     replicas wait for each other to be evaluated, and no longer than the deadline: where some may be that far behind,
     evaluate at the end alone, or raise the deadline.
 
-    Nobody waits for losses that are not finite either: to skip a step is to leave out that replica's update, as
+    No rank waits for losses that are not finite either: to skip a step is to leave out that replica's update, as
     ``exclude`` does.
 
     A step's messages to the server and back are as large as the model, without a codec, and all of them use rank 0's

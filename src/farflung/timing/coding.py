@@ -39,7 +39,7 @@ __all__ = ["CodingTask", "coding_points", "coding_tasks", "ladder", "tensors_lik
 T = TypeVar("T")
 
 REPLICAS = 2
-"""Who exchange with each other while the stopwatch runs, unless said otherwise; each computes for itself."""
+"""Ranks that exchange with each other while the stopwatch runs, unless said otherwise; each computes for itself."""
 WARM_UP = 2
 """Exchanges that are not counted: the first ones allocate."""
 LATE = 1 << 20

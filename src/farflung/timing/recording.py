@@ -231,7 +231,7 @@ class _WatchedChannel:
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         if src is None:
-            raise Unsupported("the traffic of an exchange that takes whoever is first cannot be recorded")
+            raise Unsupported("the traffic of an exchange that takes the first arrival cannot be recorded")
         self._ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 

@@ -131,8 +131,8 @@ class Communicator(Protocol):
         """Done when the message has left this process.
 
         Args:
-          payload: given away: nobody writes in its tensors until all receivers have provably read them.
-          dst: whom it is for.
+          payload: given away: its tensors must not be modified until all receivers have provably read them.
+          dst: the rank that receives it.
           tag: of the message.
           priority: of those to one receiver the smallest leaves first, and equal ones in their order; below 0 it waits
             behind no message of 0 or more, however much of that is under way.
@@ -150,7 +150,7 @@ class Communicator(Protocol):
         """The message with this tag from ``src``; its tensors are read-only.
 
         Args:
-          src: who sends it.
+          src: the rank that sends it.
           tag: of the message.
           expect: what its tensors are; any up to the communicator's bound when not given. Others fail the wait with
             :class:`ProtocolError`.
@@ -162,7 +162,7 @@ class Communicator(Protocol):
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
     ) -> Pending[tuple[int, Payload]]:
-        """The first message with this tag from anybody, and who has sent it; see :meth:`recv`."""
+        """The first message with this tag from any rank, and its sender; see :meth:`recv`."""
         ...
 
     def forget(self, exchange: int) -> None:
@@ -294,7 +294,7 @@ class Channel(Protocol):
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         """Runs ``fn`` now, on the wall and in virtual time, which charges the modelled seconds.
 
-        What is sent afterwards leaves when the seconds charged so far are over. Whoever ends an exchange awaits
+        What is sent afterwards leaves when the seconds charged so far are over. The end of an exchange awaits
         :meth:`computed`.
         """
         ...
@@ -359,7 +359,7 @@ class Runtime(Protocol):
         ...
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
-        """Done at a time, or when another thread says that samples are there; counts against nobody's deadline.
+        """Done at a time, or when another thread says that samples are there; counts against no deadline.
 
         In virtual time a stream tells times. What another thread completes has no time there: the clock stands still
         until it is done.

@@ -78,7 +78,7 @@ class Demo(OutputOptions):
     data: str = "auto"
     """a9a, synthetic, or auto: the former where it is at hand."""
     seed: int = 0
-    """Of synthetic data, of the code, and of who is killed."""
+    """Of synthetic data, of the code, and of the devices that are killed."""
     folder: Path | None = None
     """Keeps the run; a new one under runs/ when not given."""
 
@@ -169,7 +169,7 @@ class Demo(OutputOptions):
                 ("the same without a code", f"{summary['uncoded_objective']:.10g} ({away:.0e} away)"),
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", encoding_words(summary)),
-                ("vanished", "; ".join(vanished) or "nobody"),
+                ("vanished", "; ".join(vanished) or "none"),
                 ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
                 ("duration", duration_words(summary["duration_s"])),
             ],
@@ -233,7 +233,7 @@ def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
 
 
 def _vanished(events: list[Event]) -> list[str]:
-    """Who, when, and with what."""
+    """The process, the time and the result."""
     brought, found = {}, []
     for event in events:
         if event["event"] == "came":

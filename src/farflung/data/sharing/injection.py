@@ -23,7 +23,7 @@ class Injection:
     trains on its own rows and on all that it has received, each augmented by itself; its weight in the mean is the
     number of samples.
 
-    **Privacy.** Samples leave the device as they are, and every other replica may keep them. Who sends changes from
+    **Privacy.** Samples leave the device as they are, and every other replica may keep them. Senders change from
     step to step, so in the long run every replica sends about :math:`\alpha \beta` of what it trains on.
 
     Args:

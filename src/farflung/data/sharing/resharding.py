@@ -33,7 +33,7 @@ class Resharding:
     link: on one that was free, its bytes over the bandwidth, and the latency. Where exchanges go on beside computing
     (pipelined and delayed schedules) there is no such time. While some are under way there, the first of a pair
     leaves the link alone for so long between two pieces that samples are on it for a share of the time; but never for
-    longer than 20 s, a third of the usual deadline, since to the partner who waits a rest is silence. So where a piece
+    longer than 20 s, a third of the usual deadline, since to the waiting partner a rest is silence. So where a piece
     and its answer take seconds, or the deadline is set lower, give a piece fewer bytes.
 
     **Privacy.** Samples leave the device as they are; in the long run every sample may come to every replica.
@@ -51,7 +51,7 @@ class Resharding:
       ConfigError: an option out of its range.
 
     References: Zeng, Yan & Zhang 2021 (Mercury), section on importance-aware data resharding, where a round too is
-    paused by aggregations and goes on afterwards. Who swaps with whom, how often, when it takes effect, the pieces
+    paused by aggregations and goes on afterwards. Pairs, how often they swap, when it takes effect, the pieces
     and what an incoming sample's score is are our choice.
     """
 
@@ -136,7 +136,7 @@ class _Way:
 
     Args:
       channel: of the round.
-      partner: who answers.
+      partner: the rank that answers.
       gate: says when one may set out.
       share: of the time, for messages where exchanges go on beside computing.
     """

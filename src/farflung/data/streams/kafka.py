@@ -41,7 +41,7 @@ NOT_READY = frozenset(
         "_WAIT_COORD",
     }
 )
-"""What brokers answer while they settle who leads a partition: right after a topic is made, or a broker restarted."""
+"""Answers of brokers while a partition has no leader: right after a topic is made, or a broker restarted."""
 
 QUEUE = {"fetch.queue.backoff.ms": 20}
 """How long the client fetches nothing once it has read far ahead; a second otherwise, and what it has lasts less."""
