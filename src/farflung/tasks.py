@@ -1,8 +1,8 @@
 """Coroutines without an event loop of their own: :class:`Pending` results and the :class:`Task` that drives one.
 
-The core is written as ``async def`` functions whose only suspension is ``await pending``. The runtime drives them: on the
-wall clock a communication thread, in virtual time a heap. A driver hands each task a ``schedule`` function that queues
-a callback to run later on the driver's own thread, so a task never runs on two.
+The core is written as ``async def`` functions whose only suspension is ``await pending``. The runtime drives them: on
+the wall clock a communication thread, in virtual time a heap. A driver hands each task a ``schedule`` function that
+queues a callback to run later on the driver's own thread, so a task never runs on two.
 """
 
 from __future__ import annotations
