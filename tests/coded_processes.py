@@ -23,8 +23,8 @@ from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
-from farflung.coded.held import HeldProducts
 from farflung.coded.meeting import Address, coordinating
+from farflung.coded.problem import HeldProducts
 from farflung.coded.roster import Roster
 from farflung.coded.settings import Settings
 from farflung.comm.channel import in_words

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from farflung.cli.main import main
-from farflung.coded.held import HeldProducts
-from farflung.coded.learner import Learner
-from farflung.coded.linear_model import LinearModel
-from farflung.coded.problem import Problem
+from farflung.coded.linear_model import Learner, LinearModel
+from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.solvers import solve
 from farflung.comm.keys import make_keys
 from farflung.tasks import Task
@@ -72,12 +70,7 @@ def says(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
         (["--model", "svc", "--loss", "log"], "unknown loss 'log'; known: hinge, squared_hinge"),
         (["--loss", "hinge"], "loss = 'hinge': it is the svc's"),
         (["--C", "0"], "objective: C 0.0 must be a number above 0"),
-        (
-            ["--model", "svc", "--loss", "hinge", "--solver", "lbfgs"],
-            "solver = 'lbfgs': it gets stuck where a loss has kinks; use bundle or gd",
-        ),
-        (["--solver", "bundle"], "solver = 'bundle': it is for the hinge; use lbfgs or gd"),
-        (["--solver", "newton"], "unknown solver 'newton'; known: bundle, gd, lbfgs"),
+        (["--solver", "newton"], "unknown solver 'newton'; known: gd, lbfgs"),
         (["--tolerance", "-1"], "lbfgs: tol -1.0 must be a number of at least 0"),
         (["--max-iterations", "0"], "--max-iterations 0: must be 1 or more"),
         (["--at", "here"], "'here': an address is HOST:PORT"),

@@ -36,10 +36,10 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def descent(problem: Problem, rate: float, seen: Callable[[Tensor], object]) -> Any:
-    """Tells the weights of every iterate, not only of the best."""
+    """Tells the weights of every iterate."""
 
     def tell(state: GDState) -> None:
-        seen(state.point)
+        seen(state.weights)
 
     return solve(GD(learning_rate=rate, tol=1e-300), problem, max_iterations=ITERATIONS, tell=tell)
 

@@ -1,15 +1,16 @@
 """Coded training: linear models on devices that may vanish at any moment, with exact answers."""
 
+import warnings
+
 from farflung.coded.codes import CODES, MDS, RLNC, Code, Replication, Uncoded
 from farflung.coded.decoder import MAX_CONDITION, Decoder
-from farflung.coded.held import HeldProducts
+from farflung.coded.linear_model import LinearModel
 from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
 from farflung.coded.plan import Plan, Plans
-from farflung.coded.problem import Problem
-from farflung.coded.products import Products
+from farflung.coded.problem import HeldProducts, Problem, Products
 from farflung.coded.recombination import combination
 from farflung.coded.redundancy import rank, redundancy
-from farflung.coded.solvers import GD, LBFGS, SOLVERS, Bundle, Iterate, OneVsRest, Solver, solve
+from farflung.coded.solvers import GD, LBFGS, SOLVERS, Iterate, OneVsRest, Solver, solve
 
 __all__ = [
     "CODES",
@@ -19,12 +20,12 @@ __all__ = [
     "MDS",
     "RLNC",
     "SOLVERS",
-    "Bundle",
     "Code",
     "Decoder",
     "HeldProducts",
     "Hinge",
     "Iterate",
+    "LinearModel",
     "Logistic",
     "Multinomial",
     "Objective",
@@ -42,3 +43,11 @@ __all__ = [
     "redundancy",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Gives what stands in place of a name of 0.1, with a warning; until 0.3."""
+    if name != "Bundle":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("farflung.coded.Bundle is now LBFGS, for the hinge too", FutureWarning, stacklevel=2)
+    return LBFGS

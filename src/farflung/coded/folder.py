@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from farflung.coded.classes import Classes
+from farflung.coded.linear_model import Classes
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import held, json_lines, json_of, read_text, reading, write_json, writing
 from farflung.telemetry import Event

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.coded.classes import Classes
 from farflung.coded.codes import CODES
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.folder import Folder
-from farflung.coded.learner import Learner
-from farflung.coded.linear_model import LinearModel
+from farflung.coded.linear_model import Classes, Learner, LinearModel
 from farflung.coded.meeting import Address, coordinating
 from farflung.coded.record import Record
 from farflung.coded.settings import Settings

@@ -24,12 +24,11 @@ from farflung.cli.output import OutputOptions, print_files, print_table
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.folder import Folder
-from farflung.coded.held import HeldProducts
-from farflung.coded.learner import Learner
+from farflung.coded.linear_model import Learner
 from farflung.coded.local import partitioned
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
-from farflung.coded.problem import Problem
+from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.run import CodedRun
 from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, solve
