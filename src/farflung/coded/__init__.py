@@ -2,13 +2,11 @@
 
 import warnings
 
-from farflung.coded.codes import CODES, MDS, RLNC, Code, Replication, Uncoded
-from farflung.coded.decoder import MAX_CONDITION, Decoder
+from farflung.coded.codes import CODES, MDS, RLNC, Code
+from farflung.coded.decoding import MAX_CONDITION, Decoder, Plan, Plans, combination
 from farflung.coded.linear_model import LinearModel
 from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
-from farflung.coded.plan import Plan, Plans
 from farflung.coded.problem import HeldProducts, Problem, Products
-from farflung.coded.recombination import combination
 from farflung.coded.redundancy import rank, redundancy
 from farflung.coded.solvers import GD, LBFGS, SOLVERS, Iterate, OneVsRest, Solver, solve
 
@@ -34,10 +32,8 @@ __all__ = [
     "Plans",
     "Problem",
     "Products",
-    "Replication",
     "Solver",
     "SquaredHinge",
-    "Uncoded",
     "combination",
     "rank",
     "redundancy",

@@ -21,10 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.coded.linear_model import LOSSES, targets_of, without_bundle
-from farflung.coded.local import fit_locally, local_settings
 from farflung.coded.objectives import Logistic, Multinomial, Objective
 from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
+from farflung.coded.training import fit_locally, local_settings
 from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]

@@ -1,4 +1,4 @@
-"""A picture of coded training: who was there, how many could have vanished, and how far the objective was."""
+"""A picture of coded training: its devices, how many of them could have vanished, and the objective."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _course(events: Iterable[Event]) -> _Course:
         if kind == "begins":
             for device in there.values():
                 device.becomes(course.end, gone=True)
-                device.asked = True  # nobody knows how it went
+                device.asked = True  # its end is not in the events
             there, before, paused = {}, course.end, None
             course.begins.append(before)
         t = course.end = before + number(event, "t")

@@ -23,12 +23,11 @@ from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.folder import Folder
 from farflung.coded.linear_model import Learner
-from farflung.coded.local import partitioned
 from farflung.coded.meeting import Address
-from farflung.coded.parts import read_samples
+from farflung.coded.parts import partitioned, read_samples
 from farflung.coded.problem import HeldProducts, Problem
+from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun
 from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, solve
@@ -71,13 +70,13 @@ class Demo(OutputOptions):
     redundancy: int = 1
     """How many devices may vanish at any time; blocks are made that make up for lost ones."""
     code: str = "rlnc"
-    """How coded blocks are drawn: rlnc, mds, replication or uncoded."""
+    """How coded blocks are drawn: rlnc or mds."""
     model: str = "logistic"
     """logistic or svc."""
     data: str = "auto"
     """a9a, synthetic, or auto: the former where it is at hand."""
     seed: int = 0
-    """Of synthetic data, of the code, and of who is killed."""
+    """Of synthetic data, of the code, and of the devices that are killed."""
     folder: Path | None = None
     """Keeps the run; a new one under runs/ when not given."""
 
@@ -168,7 +167,7 @@ class Demo(OutputOptions):
                 ("the same without a code", f"{summary['uncoded_objective']:.10g} ({away:.0e} away)"),
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", encoding_words(summary)),
-                ("vanished", "; ".join(vanished) or "nobody"),
+                ("vanished", "; ".join(vanished) or "none"),
                 ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
                 ("duration", duration_words(summary["duration_s"])),
             ],
@@ -232,7 +231,7 @@ def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
 
 
 def _vanished(events: list[Event]) -> list[str]:
-    """Who, when, and with what."""
+    """Lists rank, time and partition of each device that vanished."""
     brought, found = {}, []
     for event in events:
         if event["event"] == "came":

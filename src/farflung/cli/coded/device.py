@@ -120,7 +120,7 @@ class _Seat:
     """The device as it has met coordinators, one after the other.
 
     Args:
-      tell: says something to whoever watches.
+      tell: prints a line.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
