@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.coded import tags
+from farflung.coded import messages
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -42,18 +42,18 @@ __all__ = ["COMMANDS", "FETCHES", "REPORTS", "WORK", "answer", "damaged", "odd_t
 FEATURES = 10
 _SOURCES = (Source(2, 1, 1.0), Source(3, 0, -0.5))
 COMMANDS: Sequence[Command] = (
-    Welcome("run", 0, "rlnc", 0),
+    Welcome("run", 0),
     Meet(3, first=True),
     Lost(3),
-    Rows(20, 30, FEATURES, -1, (), _SOURCES),
-    Rows(21, 30, FEATURES, 2, _SOURCES),
-    Rows(22, 1 << 20, 1 << 14, -1, (), _SOURCES),  # 128 GB
-    Rows(23, 1 << 40, 1 << 40, -1, (), _SOURCES),
+    Rows(20, 30, FEATURES, _SOURCES),
+    Rows(21, 30, FEATURES, ()),
+    Rows(22, 1 << 20, 1 << 14, _SOURCES),  # 128 GB
+    Rows(23, 1 << 40, 1 << 40, _SOURCES),
     Columns(24, (1.0, 0.5), (0, 5, FEATURES), (Part(0, 20, raw=True, sources=_SOURCES),)),
     Columns(25, (1.0,), (0, 1 << 20), (Part(0, 1 << 14, raw=True, sources=_SOURCES),)),
     Columns(26, (0.0, 1.0), (5, 0, FEATURES), (Part(0, 20, raw=False, sources=_SOURCES),)),
     Drop((1, 2, 1 << 40)),
-    Probe(3),
+    Probe(),
 )
 WORK: Sequence[Command] = (
     Multiply(1, 1, (0, 1), (), 20, 4, 0, torch.ones(FEATURES, 2, dtype=torch.float64)),
@@ -63,10 +63,10 @@ WORK: Sequence[Command] = (
     Multiply(1, 1, (0,), (), 20, 4, 0, torch.tensor(1.0, dtype=torch.float64)),
 )
 REPORTS: Sequence[Report] = (
-    Hello("part 9", -1, 3, FEATURES, (4, 5), "run", torch.ones(3, dtype=torch.float64)),
-    Hello("part 9", -1, 3, 1 << 40, (), "", torch.ones(3, dtype=torch.float64)),
-    Hello("part 9", -1, 1 << 40, FEATURES, (), "", torch.ones(3, dtype=torch.float64)),
-    Hello("", -1, 0, 0),
+    Hello("part 9", 3, FEATURES, (4, 5), "run", torch.ones(3, dtype=torch.float64)),
+    Hello("part 9", 3, 1 << 40, (), "", torch.ones(3, dtype=torch.float64)),
+    Hello("part 9", 1 << 40, FEATURES, (), "", torch.ones(3, dtype=torch.float64)),
+    Hello("", 0, 0),
     Ready(2),
     Ready(1 << 40),
     Built(1, (), 8),
@@ -98,9 +98,9 @@ def tensors_of(payload: Payload) -> tuple[dict[str, Any], list[Tensor]]:
     return json.loads(text.numpy().tobytes()), tensors
 
 
-def damaged(draw: random.Random, messages: Sequence[Message]) -> Payload:
+def damaged(draw: random.Random, intact: Sequence[Message]) -> Payload:
     """One of these messages, with one to three things wrong with it; at times with none."""
-    body, tensors = tensors_of(packed(draw.choice([*messages, *messages, *OTHERS])))
+    body, tensors = tensors_of(packed(draw.choice([*intact, *intact, *OTHERS])))
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
         draw.choice((_change, _change, _change, _lack, _add, _tensor))(draw, body, tensors)
     text = json.dumps(body).encode()
@@ -142,7 +142,7 @@ def odd_tensor(draw: random.Random) -> Tensor:
 
 def kept_for_later(draw: random.Random, rounds: int) -> tuple[Tag, Payload]:
     """An answer to one of so many rounds, or to one that there will never be."""
-    return tags.answers(draw.choice((draw.randrange(rounds), 1 << 30))), answer(draw)
+    return messages.answers(draw.choice((draw.randrange(rounds), 1 << 30))), answer(draw)
 
 
 def _odd(draw: random.Random) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from farflung.coded.roster import Roster
+from farflung.coded.registry import Registry
 from farflung.types import Json
 from tests.coded_processes import ITERATIONS, Crowd, Told, rank_of
 
@@ -30,7 +30,7 @@ class Plan:
       seed: of all that is drawn.
       crowd: the devices.
       notes: tells what happens.
-      roster: of the coordinator.
+      registry: of the coordinator.
       cut: makes the link of a process dead, or alive again; ``None``: links stay alive.
     """
 
@@ -39,10 +39,10 @@ class Plan:
         seed: int,
         crowd: Crowd,
         notes: Told,
-        roster: Roster,
+        registry: Registry,
         cut: Callable[[int, bool], object] | None = None,
     ) -> None:
-        self.draw, self.crowd, self.notes, self.roster = random.Random(seed), crowd, notes, roster
+        self.draw, self.crowd, self.notes, self.registry = random.Random(seed), crowd, notes, registry
         self._cuts = cut
         self.done: list[str] = []
         self.awaited = DEVICES
@@ -80,12 +80,12 @@ class Plan:
     def victims(self, *kinds: str) -> list[int]:
         """As many devices as may be lost at once, up to three; nobody where that is none."""
         away = self._gone | self._cut_off
-        there = [rank for rank in self.roster.members if rank not in away]
+        there = [rank for rank in self.registry.members if rank not in away]
         self.draw.shuffle(there)
         found: list[int] = []
         for rank in there:
             lost = {*away, *found, rank}
-            if all(rank_of(self.roster, kind, lost) == PARTITIONS for kind in kinds):
+            if all(rank_of(self.registry, kind, lost) == PARTITIONS for kind in kinds):
                 found.append(rank)
             if len(found) == 3:
                 break

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.coded import tags
+from farflung.coded import messages
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
-from farflung.coded.held import HeldProducts
 from farflung.coded.meeting import Address, coordinating
-from farflung.coded.roster import Roster
+from farflung.coded.problem import HeldProducts
+from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
 from farflung.comm.channel import in_words
 from farflung.runtime import WallRuntime
@@ -105,7 +105,7 @@ def attend(
     reason = take_part(Address(host, port), holding, patience_s=2 * PATIENCE_S, met=note)
     device, runtime = met[-1]
     # A command that came in one burst with the end is not carried out any more.
-    kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != tags.COMMAND]
+    kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
     left = {
         "reason": reason,
         "refused": device.first_refusal,
@@ -196,16 +196,16 @@ class Crowd:
 # --- what is left ------------------------------------------------------------------------------------------------
 
 
-def rank_of(roster: Roster, kind: str, without: set[int]) -> int:
+def rank_of(registry: Registry, kind: str, without: set[int]) -> int:
     """The rank of the blocks of a kind that are made, and with none of these devices."""
     if kind == "rows":
-        unknowns = [one.number for one in roster.partitions]
+        unknowns = [one.number for one in registry.partitions]
     else:
-        unknowns = list(range(len(roster.bounds) - 1))
-    whole = {one.number for one in roster.partitions}
+        unknowns = list(range(len(registry.bounds) - 1))
+    whole = {one.number for one in registry.partitions}
     rows = [
         [block.coefficients.get(one, 0.0) for one in unknowns]
-        for block in roster.blocks.values()
+        for block in registry.blocks.values()
         if block.kind == kind and block.ready and block.holder not in {None, *without}
         if kind == "rows" or block.parts >= whole
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, PartitionsChanged
 from farflung.coded.device import Device
-from farflung.coded.roster import Roster
+from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
 from farflung.faults import FaultPlan
 from farflung.network import Link
@@ -43,11 +43,11 @@ class Notes:
         self.events: list[tuple[str, dict[str, Json]]] = []
         self.kept: Any = None
 
-    def roster(self) -> Roster | None:
-        return None if self.kept is None else Roster.from_tree(self.kept)
+    def registry(self) -> Registry | None:
+        return None if self.kept is None else Registry.from_tree(self.kept)
 
-    def keep_roster(self, roster: Roster) -> None:
-        self.kept = roster.tree()
+    def keep_registry(self, registry: Registry) -> None:
+        self.kept = registry.tree()
 
     def tell(self, event: str, **values: Json) -> None:
         self.events.append((event, values))

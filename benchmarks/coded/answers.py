@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.coded.encoding import LAWS, SIZES
+from benchmarks.coded.codes import LAWS, Masked
+from benchmarks.coded.encoding import SIZES
 from benchmarks.common import Measured
-from farflung.coded import CODES, RLNC, Code, Decoder
-from farflung.coded.span import TOLERANCE
+from farflung.coded import CODES, Code, Decoder
+from farflung.coded.decoding import TOLERANCE
 from farflung.spec import build
 
 __all__ = ["beyond", "extra_answers", "full_rank", "laws_of_coefficients", "needed", "tables"]
@@ -101,7 +102,7 @@ def full_rank(law: Literal["binary", "masked"], missing: int, extra: int, draws:
 
     Coefficients are independent, so columns of one wide code are as good as many codes.
     """
-    code = RLNC(law)
+    code = Masked(values=law == "masked")
     rows: Tensor = torch.stack([code.row(index, missing * draws, 0) for index in range(missing + extra)])
     values = torch.linalg.svdvals(rows.reshape(-1, draws, missing).movedim(0, 1))
     return float((values[:, -1] > TOLERANCE * values[:, 0]).double().mean())

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.coded.answers import beyond
-from benchmarks.coded.encoding import LAWS, SIZES
+from benchmarks.coded.codes import LAWS, Masked
+from benchmarks.coded.encoding import SIZES
 from benchmarks.coded.pictures import draw_curve
 from benchmarks.common.kept import Kept
 from farflung.coded import CODES, Code
-from farflung.coded.codes.normal import normal_row
-from farflung.noise import uniform_row
-from farflung.seeding import derive
 from farflung.spec import build
 
 __all__ = ["Point", "main", "measure", "points"]
@@ -59,18 +57,9 @@ class Point:
 
     def _row(self, index: int, seed: int) -> Tensor:
         if self.law in ("binary", "masked"):
-            return self._sparse(index, seed)
+            return Masked(self.law == "masked", self.density).row(index, self.partitions, seed)
         code: Code = build("code", LAWS.get(self.law, self.law), CODES)
         return code.row(index, self.partitions, seed)
-
-    def _sparse(self, index: int, seed: int) -> Tensor:
-        columns, attempt = np.arange(self.partitions), 0
-        values = normal_row(derive(seed, "curve", "values"), index, columns)
-        while True:
-            mask = uniform_row(derive(seed, "curve", "mask", attempt), index, columns) < self.density
-            if mask.any():
-                return torch.from_numpy(np.where(mask, values if self.law == "masked" else 1.0, 0.0))
-            attempt += 1
 
 
 def points() -> list[Point]:

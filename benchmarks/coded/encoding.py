@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from benchmarks.coded.codes import LAWS
 from benchmarks.coded.world import noise, run
 from benchmarks.common import Measured
 from farflung.coded.coordinator import Coordinator
@@ -19,7 +20,6 @@ SIZES = ((20, 16), (50, 40))
 """N and K."""
 ROWS_EACH, FEATURES_OF_K = 20, 4
 """Rows of a partition, and features over K: column blocks are equal."""
-LAWS = {"balanced": "rlnc", "binary": "rlnc(law='binary')", "masked": "rlnc(law='masked')"}
 Transposed = Literal["columns", "repair"]
 
 

@@ -24,7 +24,7 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
 from farflung.coded.redundancy import rank, redundancy
-from farflung.coded.roster import Roster
+from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
 from farflung.faults import FaultPlan
 from farflung.network import Link
@@ -66,7 +66,6 @@ def joined(
     settings = Settings(
         partitions=partitions,
         devices=partitions,
-        coded=0,
         code=code,
         seed=seed,
         redundancy=0,
@@ -85,7 +84,7 @@ def joined(
         for place in range(1, joins + 2):
             while runtime.now() < (place - 0.1) * EVERY_S:
                 await coordinator.times(operand)
-            seen.append(_rows(coordinator.roster))
+            seen.append(_rows(coordinator.registry))
         await coordinator.end()
 
     async def attend(runtime: VirtualRuntime) -> None:
@@ -101,11 +100,11 @@ def joined(
     return by_device, seen
 
 
-def _rows(roster: Roster) -> Tensor:
+def _rows(registry: Registry) -> Tensor:
     """Coefficients of the blocks of rows that are made."""
-    unknowns = roster.unknowns("rows")
+    unknowns = registry.unknowns("rows")
     return torch.tensor(
-        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in roster.there("rows")],
+        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in registry.there("rows")],
         dtype=torch.float64,
     )
 

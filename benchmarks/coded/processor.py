@@ -55,7 +55,7 @@ def decode_times(code: Code, draws: int) -> list[float]:
             decoder.add(device, rows[device])
             if decoder.rank == partitions and decoder.complete:
                 break
-        decoder.plan().apply({device: answers[device] for device in decoder.who})
+        decoder.plan().apply({device: answers[device] for device in decoder.used})
         found.append(1e3 * (time.process_time() - begin))
     return found
 
@@ -124,7 +124,7 @@ def iteration_times(settings: Settings, iterations: int, quick: bool) -> tuple[l
                 state = await solver.step(problem, state)
                 whole.append(1e3 * (time.process_time() - begin))
                 begin = time.process_time()
-                await coordinator.transposed_times(await coordinator.times(state.point[:-1]))
+                await coordinator.transposed_times(await coordinator.times(state.weights[:-1]))
                 products.append(1e3 * (time.process_time() - begin))
             await coordinator.end()
             return whole, products

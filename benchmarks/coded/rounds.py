@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.coded.codes import REPLICATION
 from benchmarks.coded.world import Body, noise, run
 from benchmarks.common import Measured
 from farflung.coded.coordinator import Coordinator
@@ -56,15 +57,15 @@ class Coded:
         return Settings(
             partitions=self.partitions,
             devices=DEVICES,
-            coded=DEVICES - self.partitions,
-            code=self.code,
+            code=REPLICATION if self.code == "replication" else self.code,
             redundancy=0,
             pieces=pieces,
             least_s=60.0,
         )
 
 
-UNCODED = Coded("uncoded", DEVICES)
+UNCODED = Coded("rlnc", DEVICES)
+"""As many partitions as devices: there is no coded block."""
 
 
 def both_products(iterations: int, pause_s: float = 0.0) -> Body[list[float]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
-from farflung.coded.local import partitioned
+from farflung.coded.parts import partitioned
 from farflung.coded.settings import Settings
 from farflung.devices import DeviceProfile
 from farflung.network import Link

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from farflung.coded import MDS, RLNC, Code, Replication, Uncoded
+from benchmarks.coded.codes import Masked, Replication
+from farflung.coded import MDS, RLNC, Code
 
 CODE_ROWS: dict[str, Code] = {
     "mds": MDS(),
     "replication": Replication(),
     "rlnc": RLNC(),
-    "rlnc binary": RLNC("binary"),
-    "rlnc masked": RLNC("masked"),
-    "uncoded": Uncoded(),
+    "rlnc binary": Masked(values=False),
+    "rlnc masked": Masked(),
 }
 
 
@@ -26,11 +26,8 @@ def row_of(*coefficients: float) -> Tensor:
 
 
 def coded_rows(code: Code, blocks: int, partitions: int, seed: int) -> Tensor:
-    """The first so many, or as many as there are."""
-    most = code.most(partitions)
-    rows = [
-        code.row(index, partitions, seed) for index in range(blocks if most is None else min(blocks, most))
-    ]
+    """The first so many."""
+    rows = [code.row(index, partitions, seed) for index in range(blocks)]
     return torch.stack(rows) if rows else torch.zeros(0, partitions, dtype=torch.float64)
 
 

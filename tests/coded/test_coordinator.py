@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.coded.codes import LAWS
 from farflung.coded import record as record_module
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
@@ -25,7 +26,7 @@ EXACT = 1e-9
 PLAN = FaultPlan()
 
 
-@pytest.mark.parametrize("code", ["rlnc", "rlnc(law='binary')", "rlnc(law='masked')", "mds", "replication"])
+@pytest.mark.parametrize("code", ["rlnc", "mds", LAWS["binary"], "benchmarks.coded.codes:Replication"])
 @pytest.mark.parametrize("options", [{}, {"pieces": 1}, {"transposed": "repair"}], ids=str)
 def test_both_products_are_exact(code: str, options: dict[str, Any]) -> None:
     seen = Run(settings={"code": code, **options})(products_agree())
@@ -53,7 +54,7 @@ def test_an_mds_device_fetches_every_partition() -> None:
 
 def test_an_rlnc_device_fetches_and_holds_what_it_drew_alone() -> None:
     run, seen = encoding("rlnc", 8, 12, transposed="repair")
-    blocks = [block for block in seen.coordinator.roster.of("rows") if block.raw is None]
+    blocks = [block for block in seen.coordinator.registry.of("rows") if block.raw is None]
     assert len(blocks) == 4
     for block in blocks:
         assert block.holder is not None
@@ -107,7 +108,7 @@ def test_lost_blocks_are_made_up_for() -> None:
     seen = Run(faults=PLAN.crash(2, at_s=0.3))(products_agree(20))
     (gone,) = seen.notes.of("gone")
     assert gone["redundancy"] in ([0, 0], [0, 1], [1, 0])
-    assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
+    assert min(seen.coordinator.registry.redundancy(kind) for kind in ("rows", "columns")) >= 1
 
 
 def test_a_device_that_hangs_is_silent_until_it_is_heard_again() -> None:
@@ -134,7 +135,7 @@ def test_training_pauses_until_a_lost_partition_comes_back() -> None:
 def test_patience_ends_and_names_what_is_missing() -> None:
     faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
     with pytest.raises(
-        RunLost, match=r"nobody came for 7 s: 3 devices are heard of; lost with their devices: part "
+        RunLost, match=r"no device came for 7 s: 3 devices are heard of; lost with their devices: part "
     ):
         Run(faults=faults, settings={"redundancy": 0, "patience_s": 7.0})(products_agree(20))
 
@@ -145,12 +146,12 @@ def test_training_goes_on_without_what_is_lost_where_it_may() -> None:
     assert seen.found < EXACT
     lost = {event["partition"] for event in seen.notes.of("lost")}
     assert lost
-    assert {one.name for one in seen.coordinator.roster.active} == {f"part {n}" for n in range(4)} - lost
+    assert {one.name for one in seen.coordinator.registry.active} == {f"part {n}" for n in range(4)} - lost
 
 
 def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
     faults = PLAN.crash(2, at_s=0.05)
-    run = Run(4, 4, faults=faults, settings={"coded": 1, "redundancy": 0, "patience_s": 3.0})
+    run = Run(4, 5, faults=faults, settings={"redundancy": 0, "patience_s": 3.0})
     with pytest.raises(RunLost, match="lost with their devices: part 1"):
         run(products_agree())
     assert [event["partition"] for event in run.notes.of("lost")] == ["part 1"]
@@ -158,7 +159,7 @@ def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
 
 def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:
     run = Run(holdings={2: _Withheld("part 1", *part(1))}, settings={"patience_s": 20.0, "least_s": 0.5})
-    with pytest.raises(RunLost, match="nobody came for 20 s: 6 devices are heard of; column blocks"):
+    with pytest.raises(RunLost, match="no device came for 20 s: 6 devices are heard of; column blocks"):
         run(products_agree())
     failed = [event for event in run.notes.of("failed") if event["rank"] != 2]
     assert {(event["blamed"], event["why"]) for event in failed} == {(2, "it has no such block")}
@@ -185,17 +186,18 @@ def test_a_device_without_data_makes_up_for_a_loss() -> None:
     seen = Run(later=[None], faults=faults)(products_agree(40))
     assert seen.found < EXACT
     for kind in ("rows", "columns"):
-        assert any(block.holder == 7 for block in seen.coordinator.roster.there(kind))
+        assert any(block.holder == 7 for block in seen.coordinator.registry.there(kind))
 
 
-def test_the_first_coded_block_gets_all_that_no_other_has() -> None:
-    """As one block, whatever its row was drawn to have."""
-    seen = Run(8, 8, later=[None], faults=PLAN.join(9, at_s=0.2), settings={"coded": 0, "redundancy": 0})(
-        products_agree(20)
-    )
+def test_devices_without_data_get_complementary_blocks() -> None:
+    faults = PLAN.join(9, at_s=0.2).join(10, at_s=0.4)
+    seen = Run(8, 8, later=[None, None], faults=faults, settings={"redundancy": 0})(products_agree(20))
     assert seen.found < EXACT
-    (block,) = [one for one in seen.coordinator.roster.there("rows") if one.holder == 9]
-    assert block.coefficients.keys() == set(range(8))
+    first, second = (
+        block.coefficients.keys() for block in seen.coordinator.registry.there("rows") if block.raw is None
+    )
+    assert len(first) == len(second) == 4
+    assert first | second == set(range(8))
 
 
 @pytest.mark.parametrize("transposed", ["columns", "repair"])
@@ -203,9 +205,9 @@ def test_new_data_are_taken_in(transposed: str) -> None:
     run = Run(later=[9], faults=PLAN.join(7, at_s=0.2), settings={"transposed": transposed})
     seen = run(products_agree(20))
     assert seen.found < EXACT
-    roster = seen.coordinator.roster
-    assert [one.name for one in roster.active] == [*(f"part {n}" for n in range(4)), "part 9"]
-    assert any(4 in block.coefficients for block in roster.there("rows") if block.raw is None)
+    registry = seen.coordinator.registry
+    assert [one.name for one in registry.active] == [*(f"part {n}" for n in range(4)), "part 9"]
+    assert any(4 in block.coefficients for block in registry.there("rows") if block.raw is None)
 
 
 def test_a_device_that_leaves_hands_its_data_over_first() -> None:
@@ -219,8 +221,8 @@ def test_a_device_that_leaves_hands_its_data_over_first() -> None:
 
     seen = run(body)
     assert seen.found < EXACT
-    assert 2 not in seen.coordinator.roster.members
-    holders = {block.holder for block in seen.coordinator.roster.there("rows") if block.raw == 1}
+    assert 2 not in seen.coordinator.registry.members
+    holders = {block.holder for block in seen.coordinator.registry.there("rows") if block.raw == 1}
     assert holders
     assert holders.isdisjoint({2, None})
 
@@ -233,7 +235,7 @@ def test_a_coordinator_comes_again_with_what_it_kept_and_what_devices_hold() -> 
     seen = again(products_agree(3))
     assert seen.found < EXACT
     assert "encoding" not in seen.sent, "nothing is made anew"
-    assert seen.coordinator.roster.tree()["blocks"] == before.coordinator.roster.tree()["blocks"]
+    assert seen.coordinator.registry.tree()["blocks"] == before.coordinator.registry.tree()["blocks"]
 
 
 def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
@@ -250,29 +252,29 @@ def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
     run = Run(later=[9], faults=PLAN.crash(2, at_s=0.3).join(7, at_s=1.0))
     with closing(Record(tmp_path)) as record:
         run.notes = record  # type: ignore[assignment]
-        roster = run(products_agree(40)).coordinator.roster
+        registry = run(products_agree(40)).coordinator.registry
     assert written.count(("labels", True)) == 2, "of the first partitions, and with that of the new device"
     assert written.count(("roster", False)) > 10, "without a tensor"
     with closing(Record(tmp_path)) as record:
-        again = record.roster()
+        again = record.registry()
     assert again is not None
     assert [one.name for one in again.partitions] == [*(f"part {n}" for n in range(4)), "part 9"]
     assert all(
-        torch.equal(a.labels, b.labels) for a, b in zip(again.partitions, roster.partitions, strict=True)
+        torch.equal(a.labels, b.labels) for a, b in zip(again.partitions, registry.partitions, strict=True)
     )
 
 
 def test_a_roster_of_0_1_which_has_the_labels_in_it_is_read(tmp_path: Path) -> None:
-    roster = Run()(products_agree(1)).coordinator.roster
-    save_tree(tmp_path / "roster.safetensors", roster.tree())
+    registry = Run()(products_agree(1)).coordinator.registry
+    save_tree(tmp_path / "roster.safetensors", registry.tree())
     with closing(Record(tmp_path)) as record:
-        again = record.roster()
+        again = record.registry()
         assert again is not None
-        assert all(map(torch.equal, *([one.labels for one in book.partitions] for book in (again, roster))))
-        record.keep_roster(again)
-        kept = record.roster()
+        assert all(map(torch.equal, *([one.labels for one in book.partitions] for book in (again, registry))))
+        record.keep_registry(again)
+        kept = record.registry()
     assert kept is not None
-    assert kept.tree()["blocks"] == roster.tree()["blocks"]
+    assert kept.tree()["blocks"] == registry.tree()["blocks"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_a_coordinator_comes_again_to_devices_that_have_kept_nothing(options: di
     seen = again(products_agree(3))
     assert seen.found < EXACT
     if not options:
-        assert min(seen.coordinator.roster.redundancy(kind) for kind in ("rows", "columns")) >= 1
+        assert min(seen.coordinator.registry.redundancy(kind) for kind in ("rows", "columns")) >= 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farflung.coded import GD, HeldProducts, Hinge, Logistic, Objective, Problem, solve
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.local import partitioned
+from farflung.coded.parts import partitioned
 from farflung.coded.solvers.gd import GDState
 from farflung.data import a9a
 from farflung.data.source import find
@@ -36,10 +36,10 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def descent(problem: Problem, rate: float, seen: Callable[[Tensor], object]) -> Any:
-    """Tells the weights of every iterate, not only of the best."""
+    """Tells the weights of every iterate."""
 
     def tell(state: GDState) -> None:
-        seen(state.point)
+        seen(state.weights)
 
     return solve(GD(learning_rate=rate, tol=1e-300), problem, max_iterations=ITERATIONS, tell=tell)
 

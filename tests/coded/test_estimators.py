@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from farflung.coded.learner import Learner
-from farflung.coded.solvers import GD, LBFGS, Bundle
+from farflung import coded
+from farflung.coded.linear_model import Learner
+from farflung.coded.solvers import GD, LBFGS
 from farflung.data import a9a
 from farflung.data.source import find
 from farflung.errors import BadInput, BadLabels, ConfigError
@@ -51,7 +52,7 @@ PAIRS: dict[str, tuple[CodedClassifier, Any]] = {
         LinearSVC(dual=False, intercept_scaling=4.0, C=0.1, tol=1e-10, max_iter=10**5),
     ),
     "hinge": (
-        CodedLinearSVC(loss="hinge", tol=1e-9),
+        CodedLinearSVC(loss="hinge"),
         LinearSVC(loss="hinge", dual=True, tol=1e-9, max_iter=10**7, random_state=0),
     ),
 }
@@ -65,9 +66,10 @@ def test_as_scikit_learn(name: str, data: Callable[[], tuple[torch.Tensor, torch
     mine, theirs = (model.fit(rows, labels) for model in PAIRS[name])
     assert mine.classes_.tolist() == theirs.classes_.tolist()
     assert mine.n_features_in_ == rows.shape[1]
-    np.testing.assert_allclose(mine.coef_, theirs.coef_, atol=5e-4)
-    np.testing.assert_allclose(mine.intercept_, theirs.intercept_, atol=5e-4)
-    np.testing.assert_allclose(mine.decision_function(rows), theirs.decision_function(rows), atol=5e-3)
+    atol = 1e-2 if name == "hinge" else 5e-4  # its kink is a parabola of that width
+    np.testing.assert_allclose(mine.coef_, theirs.coef_, atol=atol)
+    np.testing.assert_allclose(mine.intercept_, theirs.intercept_, atol=atol)
+    np.testing.assert_allclose(mine.decision_function(rows), theirs.decision_function(rows), atol=10 * atol)
     assert (mine.predict(rows) == theirs.predict(rows)).all()
     assert mine.score(rows, labels) == theirs.score(rows, labels)
     if hasattr(theirs, "predict_proba"):
@@ -105,13 +107,8 @@ def test_one_class_is_bad_input_and_a_value_error() -> None:
     [
         (CodedLogisticRegression(C=-1), "C -1 must be"),
         (CodedLogisticRegression(devices=0), "devices = 0: must be 1 or more"),
-        (CodedLogisticRegression(solver="bundle"), "unknown solver of CodedLogisticRegression 'bundle'"),
-        (
-            CodedLinearSVC(solver="newton"),
-            "unknown solver of CodedLinearSVC 'newton'; known: bundle, gd, lbfgs",
-        ),
+        (CodedLinearSVC(solver="newton"), "unknown solver of CodedLinearSVC 'newton'; known: gd, lbfgs"),
         (CodedLinearSVC(loss="log"), "unknown loss 'log'; known: hinge, squared_hinge"),
-        (CodedLinearSVC(loss="hinge", solver="lbfgs"), "lbfgs: it gets stuck where a loss has kinks"),
     ],
 )
 def test_parameters_that_do_not_fit_are_value_errors(model: CodedClassifier, message: str) -> None:
@@ -120,12 +117,20 @@ def test_parameters_that_do_not_fit_are_value_errors(model: CodedClassifier, mes
     assert isinstance(caught.value, ConfigError)
 
 
+def test_the_solver_of_0_1_for_the_hinge_warns() -> None:
+    rows, codes = (part.numpy() for part in cancer())
+    with pytest.warns(FutureWarning, match="solver = 'bundle' is now lbfgs"):
+        old = CodedLinearSVC(loss="hinge", solver="bundle").fit(rows, codes)
+    np.testing.assert_array_equal(old.coef_, CodedLinearSVC(loss="hinge").fit(rows, codes).coef_)
+    with pytest.warns(FutureWarning, match="Bundle is now LBFGS"):
+        assert coded.Bundle is LBFGS
+
+
 def test_the_default_tolerance_is_as_said_and_a_larger_one_is_less_exact() -> None:
     assert "by default 1e-10." in str(CodedLogisticRegression.__doc__)
-    assert "by default 1e-10, and 1e-4 for" in str(CodedLinearSVC.__doc__)
-    assert "when not given 1e-10, and 1e-4 for" in str(Learner.__doc__)
+    assert "by default 1e-10." in str(CodedLinearSVC.__doc__)
+    assert "1e-10 when not given" in str(Learner.__doc__)
     assert LBFGS().tol == GD().tol == 1e-10
-    assert Bundle().tol == 1e-4
     rows, codes = (part.numpy() for part in cancer())
     models = [CodedLogisticRegression(tol=tol).fit(rows, codes) for tol in (1e-8, None, 1e-10)]
     assert models[0].objective_ > models[1].objective_ == models[2].objective_
@@ -158,16 +163,16 @@ def test_a9a(name: str) -> None:
 
 
 def test_hinge_on_a9a() -> None:
-    """The gap is a proof, so of the objective nothing else is needed to compare with."""
+    """With a parabola in place of the kink, so near the optimum and not at it."""
     if find(a9a.SOURCE) is None:
         pytest.skip("a9a is not at hand")
     rows, labels, unseen, answers = whole_a9a()
     model = CodedLinearSVC(loss="hinge").fit(rows, labels)
     short = np.maximum(0, 1 - labels * model.decision_function(rows)).sum()
     objective = 0.5 * (model.coef_**2).sum() + 0.5 * float(model.intercept_[0]) ** 2 + short
-    assert model.objective_ == pytest.approx(objective, rel=1e-12)
-    assert model.objective_ < 11433.7007 * (1 + 1e-4)  # its optimum, to a gap of 1e-7
-    assert model.n_iter_ < 100
+    assert objective <= model.objective_ < objective * (1 + 1e-4)
+    assert objective < 11433.7007 * (1 + 2e-5)  # the optimum, to a gap of 1e-7
+    assert model.n_iter_ < 300
     assert model.score(unseen, answers) > 0.848
     theirs = LinearSVC(loss="hinge", dual=True, tol=1e-6, max_iter=10**5, random_state=0).fit(rows, labels)
     assert (model.predict(unseen) == theirs.predict(unseen)).mean() >= 0.999

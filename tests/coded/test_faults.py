@@ -47,10 +47,10 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @contextmanager
-def crowd_of(address: Any, folder: Path) -> Iterator[Crowd]:
+def crowd_of(address: Any, folder: Path, devices: int = DEVICES) -> Iterator[Crowd]:
     crowd = Crowd(address, folder)
     try:
-        for place in range(DEVICES):
+        for place in range(devices):
             crowd.join(place if place < PARTITIONS else None)
         yield crowd
     finally:
@@ -77,7 +77,7 @@ def expected() -> Tensor:
 
 def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
     """Three devices of 200 MB each: raw and coded rows, and columns."""
-    few = Settings(partitions=2, devices=3, coded=1, patience_s=2 * PATIENCE_S)
+    few = Settings(partitions=2, devices=3, patience_s=2 * PATIENCE_S)
     with run_on_loopback(few, Told()) as (runtime, coordinator, at):
         crowd = Crowd(at, tmp_path, data=much)
 
@@ -115,7 +115,7 @@ def much(number: int) -> tuple[Tensor, Tensor]:
 def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path, expected: Tensor) -> None:
     notes = Told()
     with run_on_loopback(settings(), notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:
-        plan = Plan(seed, crowd, notes, coordinator.roster)
+        plan = Plan(seed, crowd, notes, coordinator.registry)
 
         gathered: list[float] = []
 
@@ -151,8 +151,11 @@ def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
 ) -> None:
     """Of two devices that were killed, nothing makes up for what both had; one comes again, as another process."""
     notes = Told()
-    some = settings(redundancy=0, coded=1)
-    with run_on_loopback(some, notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:
+    some = settings(devices=PARTITIONS + 1, redundancy=0, code="mds")
+    with (
+        run_on_loopback(some, notes) as (runtime, coordinator, at),
+        crowd_of(at, tmp_path, some.devices) as crowd,
+    ):
         ranks: dict[str, int] = {}
 
         def hears(event: str, values: dict[str, Json]) -> None:

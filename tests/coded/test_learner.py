@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflung.coded.classes import Classes
-from farflung.coded.held import HeldProducts
-from farflung.coded.learner import Learner
-from farflung.coded.linear_model import LinearModel
+from farflung.coded.linear_model import Classes, Learner, LinearModel
 from farflung.coded.parts import Part
-from farflung.coded.problem import Problem
+from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.solvers import solve
 from farflung.errors import CheckpointError, DataError
 from farflung.tasks import Task

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.coded import HeldProducts, Logistic, Objective, Problem, SquaredHinge
-from farflung.coded.solvers.line_search import Ray, strong_wolfe
+from farflung.coded.solvers.lbfgs import Ray, strong_wolfe
 from farflung.seeding import generator
 from tests.coded.problems import run
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.coded import tags
+from farflung.coded import messages
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.device import Device
@@ -40,8 +40,8 @@ from farflung.coded.messages import (
     packed,
     unpacked,
 )
+from farflung.coded.queues import Work
 from farflung.coded.settings import Settings
-from farflung.coded.work import Work
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
 from farflung.network import Link
@@ -147,9 +147,10 @@ def test_damaged_messages_are_refused_or_read(seed: int) -> None:
     "text",
     [
         b'{"":"source","rank":1}',
-        b'{"":"probe","round":1' + b"0" * 400 + b"}",
-        b'{"":"probe","round":1.0}',
-        b'{"":"probe","round":true}',
+        b'{"":"ready","rank":1' + b"0" * 400 + b"}",
+        b'{"":"ready","rank":1.0}',
+        b'{"":"ready","rank":true}',
+        b'{"":"probe","rank":1}',
         b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1e999],"bounds":[]}',
         b'{"":"fetch","reply":1,"block":1,"begin":0,"end":1,"partition":-1,"weights":[1'
         + b"0" * 400
@@ -205,7 +206,7 @@ async def hears_the_end(runtime: Runtime) -> None:
 
 def hostile_of(coordinator: Coordinator) -> int:
     """The one that could make no block."""
-    (rank,) = [rank for rank, member in coordinator.roster.members.items() if member.unable]
+    (rank,) = [rank for rank, member in coordinator.registry.members.items() if member.unable]
     return rank
 
 
@@ -215,7 +216,7 @@ async def speaks(runtime: Runtime, seed: int) -> dict[str, int]:
     await comm.recv(0, BEGIN, deadline_s=math.inf)
     others = [rank for rank in range(1, HOSTILE + 1) if rank != comm.rank]
     for rank in others:
-        while (await outcome(comm.send(damaged(draw, FETCHES), rank, tags.ASK))) is not None:
+        while (await outcome(comm.send(damaged(draw, FETCHES), rank, messages.ASK))) is not None:
             await runtime.sleep_until(runtime.now() + 0.02)
     said = dict.fromkeys(("report", "answer", "ask", "command", "operand"), 0)
     for turn in range(COUNT):
@@ -223,15 +224,15 @@ async def speaks(runtime: Runtime, seed: int) -> dict[str, int]:
         said[what] += 1
         rank = draw.choice(others)
         if what == "report":
-            left = comm.send(damaged(draw, REPORTS), 0, tags.REPORT)
+            left = comm.send(damaged(draw, REPORTS), 0, messages.REPORT)
         elif what == "answer":
             where, payload = kept_for_later(draw, 200)
             left = comm.send(payload, 0, where)
         elif what == "ask":
-            left = comm.send(damaged(draw, FETCHES), rank, tags.ASK)
+            left = comm.send(damaged(draw, FETCHES), rank, messages.ASK)
         else:
-            tag_, messages = (tags.COMMAND, COMMANDS) if what == "command" else (tags.OPERAND, WORK)
-            left = comm.send(Payload((damaged(draw, messages), BULK)), rank, tag_)
+            tag_, intact = (messages.COMMAND, COMMANDS) if what == "command" else (messages.OPERAND, WORK)
+            left = comm.send(Payload((damaged(draw, intact), BULK)), rank, tag_)
         if turn % 50 == 0:
             assert await outcome(left) is None
             await runtime.sleep_until(runtime.now() + 0.001)
@@ -258,8 +259,8 @@ def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], sai
     # Beside what is refused there is what speaks of nothing, such as a block of another device.
     assert coordinator.counters.refused > said["report"] // 2
     assert sum(device.refused for device in devices) > said["ask"] // 2
-    assert len(coordinator.roster.members) >= DEVICES
-    assert {one.name for one in coordinator.roster.partitions} == {
+    assert len(coordinator.registry.members) >= DEVICES
+    assert {one.name for one in coordinator.registry.partitions} == {
         f"part {place}" for place in range(PARTITIONS)
     }
 
@@ -354,30 +355,30 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
 
     async def told(runtime: Runtime) -> Tensor:
         comm, draw = runtime.comm, random.Random(3)
-        await comm.recv(1, tags.REPORT)
+        await comm.recv(1, messages.REPORT)
         for turn in range(COUNT):
             at_work = draw.random() < 0.5
             payload = damaged(draw, WORK if at_work else COMMANDS)
             if b"end" not in b"".join(tensor.numpy().tobytes() for tensor in payload.tensors()):
-                comm.send(payload, 1, tags.OPERAND if at_work else tags.COMMAND)
+                comm.send(payload, 1, messages.OPERAND if at_work else messages.COMMAND)
             if turn % 50 == 0:
                 await runtime.sleep_until(runtime.now() + 0.001)
-        comm.send(packed(Welcome("again", 7, "rlnc", 0)), 1, tags.COMMAND)
-        comm.send(packed(Rows(70, len(data), FEATURES, -1, (), (Source(1, 7, 2.0),))), 1, tags.COMMAND)
+        comm.send(packed(Welcome("again", 7)), 1, messages.COMMAND)
+        comm.send(packed(Rows(70, len(data), FEATURES, (Source(1, 7, 2.0),))), 1, messages.COMMAND)
         parts = (Part(0, len(data), raw=True, sources=(Source(1, 7, 1.0),)),)
-        comm.send(packed(Columns(71, (1.0, 1.0), (0, 5, FEATURES), parts)), 1, tags.COMMAND)
+        comm.send(packed(Columns(71, (1.0, 1.0), (0, 5, FEATURES), parts)), 1, messages.COMMAND)
         made: set[int] = set()
         while not made >= {70, 71}:
             try:
-                report = unpacked(await comm.recv(1, tags.REPORT), (Built, Failed))
+                report = unpacked(await comm.recv(1, messages.REPORT), (Built, Failed))
             except Malformed:
                 continue
             if isinstance(report, Built):
                 made.add(report.block)
         weights = torch.ones(FEATURES, 1, dtype=torch.float64)
-        comm.send(packed(Multiply(LAST, LAST, (70,), (), len(data), 1, 0, weights)), 1, tags.OPERAND)
-        _, product = (await comm.recv(1, tags.answers(LAST))).tensors()
-        comm.send(packed(End()), 1, tags.OPERAND)
+        comm.send(packed(Multiply(LAST, LAST, (70,), (), len(data), 1, 0, weights)), 1, messages.OPERAND)
+        _, product = (await comm.recv(1, messages.answers(LAST))).tensors()
+        comm.send(packed(End()), 1, messages.OPERAND)
         return product
 
     async def attend(runtime: Runtime) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.coded.codes import Masked
 from farflung.coded import RLNC, Code, Decoder
-from farflung.coded.span import TOLERANCE
+from farflung.coded.decoding import TOLERANCE
 from tests.coded.generators import CODE_ROWS, coded_rows, generator_matrix
 
 DRAWS = 5000
@@ -21,7 +22,9 @@ def full_rank(law: Literal["binary", "masked"], missing: int, extra: int) -> flo
 
     Coefficients are independent, so columns of one wide code are as good as many codes.
     """
-    rows = coded_rows(RLNC(law), missing + extra, missing * DRAWS, 17).reshape(-1, DRAWS, missing)
+    rows = coded_rows(Masked(values=law == "masked"), missing + extra, missing * DRAWS, 17).reshape(
+        -1, DRAWS, missing
+    )
     values = torch.linalg.svdvals(rows.movedim(0, 1))
     return float((values[:, -1] > TOLERANCE * values[:, 0]).double().mean())
 

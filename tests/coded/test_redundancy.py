@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.coded import MDS, RLNC, Replication, rank, redundancy
-from farflung.coded.roster import Block, Member, Partition, Roster
+from benchmarks.coded.codes import Replication
+from farflung.coded import MDS, RLNC, rank, redundancy
+from farflung.coded.registry import Block, Member, Partition, Registry
 from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
@@ -79,13 +80,13 @@ def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """4,950 pairs of devices, of 100 blocks of 80 partitions each: 40 million numbers."""
-    roster = Roster()
+    registry = Registry()
     for place, row in enumerate(generator_matrix(MDS(), 20, 80, 1)):
-        roster.members[place] = Member(place)
+        registry.members[place] = Member(place)
         if place < 80:
-            roster.partitions.append(Partition(place, str(place), torch.zeros(1), place, active=True))
+            registry.partitions.append(Partition(place, str(place), torch.zeros(1), place, active=True))
         coefficients = {k: float(weight) for k, weight in enumerate(row) if weight}
-        roster.blocks[place] = Block(place, "rows", coefficients, place, ready=True)
+        registry.blocks[place] = Block(place, "rows", coefficients, place, ready=True)
     numbers, svdvals = list[int](), torch.linalg.svdvals
 
     def counted(matrices: Tensor) -> Any:
@@ -93,17 +94,17 @@ def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
         return svdvals(matrices)
 
     monkeypatch.setattr(torch.linalg, "svdvals", counted)
-    assert roster.redundancy("rows", 2) == 2
+    assert registry.redundancy("rows", 2) == 2
     assert sum(numbers) < 200_000
 
 
 def test_of_two_orders_for_a_block_of_columns_each_is_there_when_it_was_made() -> None:
-    roster = Roster()
-    block = roster.blocks[0] = Block(0, "columns", {0: 1.0}, 1, ready=True, parts={0})
+    registry = Registry()
+    block = registry.blocks[0] = Block(0, "columns", {0: 1.0}, 1, ready=True, parts={0})
     block.making |= {1, 2}
-    roster.built(block, (1,))
+    registry.built(block, (1,))
     assert (block.parts, block.making) == ({0, 1}, {2})
-    roster.built(block, (2, 7))
+    registry.built(block, (2, 7))
     assert (block.parts, block.making) == ({0, 1, 2}, set()), "what was not ordered does not count"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from farflung.coded import (
     GD,
     LBFGS,
     SOLVERS,
-    Bundle,
     HeldProducts,
     Hinge,
     Logistic,
@@ -28,9 +26,8 @@ from farflung.coded import (
     SquaredHinge,
     solve,
 )
-from farflung.coded.solvers.bundle import BundleState
-from farflung.coded.solvers.simplex import over_simplex
-from farflung.errors import ConfigError, Unsupported
+from farflung.coded.solvers import lbfgs
+from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
 
@@ -40,18 +37,16 @@ TABLE: dict[str, tuple[Solver[Any], Objective, int]] = {
     "lbfgs logistic": (LBFGS(), Logistic(), 2),
     "lbfgs multinomial": (LBFGS(), Multinomial(classes=3), 3),
     "lbfgs squared_hinge": (LBFGS(), SquaredHinge(), 2),
-    "lbfgs refreshed": (LBFGS(refresh=2, memory=5), Logistic(fit_intercept=False), 2),
+    "lbfgs hinge": (LBFGS(), Hinge(C=0.1), 2),
+    "lbfgs refreshed": (LBFGS(memory=5), Logistic(fit_intercept=False), 2),
     "gd logistic": (GD(tol=1e-12), Logistic(C=0.01), 2),
     "gd multinomial": (GD(tol=1e-12), Multinomial(C=0.01, classes=3), 3),
     "gd squared_hinge": (GD(tol=1e-12), SquaredHinge(C=0.01), 2),
-    "gd hinge": (GD(), Hinge(C=0.01), 2),
-    "bundle hinge": (Bundle(tol=1e-7), Hinge(), 2),
-    "bundle few planes": (Bundle(tol=1e-5, planes=12), Hinge(C=0.1), 2),
+    "gd hinge": (GD(tol=1e-6), Hinge(C=0.01), 2),
     "one_vs_rest lbfgs": (OneVsRest(LBFGS()), SquaredHinge(), 3),
-    "one_vs_rest bundle": (OneVsRest(Bundle(tol=1e-7)), Hinge(), 3),
 }
-ERRORS = {"gd hinge": 1e-3, "bundle few planes": 1e-5}
-"""Of the objective, relative; of all others 1e-6."""
+ERRORS = {"gd hinge": 1e-3, "lbfgs hinge": 1e-3}
+"""Of the objective, relative, for the parabola in place of the kink; of all others 1e-6."""
 
 
 def data_of(objective: Objective, classes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,9 +96,10 @@ def test_the_optimum_is_scikit_learns(name: str) -> None:
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     state = run(solve(solver, Problem(HeldProducts(matrix), objective, targets), max_iterations=3000))
-    assert state.converged == (name != "gd hinge")
+    assert state.converged
     assert state.objective == pytest.approx(value(objective, matrix, targets, state.weights), rel=1e-12)
-    assert -1e-7 < state.objective / optimum(objective, classes) - 1 < ERRORS.get(name, 1e-6)
+    least = -1e-3 if isinstance(objective, Hinge) else -1e-7
+    assert least < state.objective / optimum(objective, classes) - 1 < ERRORS.get(name, 1e-6)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -134,7 +130,9 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("one_vs_rest")])
-def test_an_iterate_is_two_rounds(name: str) -> None:
+def test_an_iterate_is_two_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "lbfgs refreshed":
+        monkeypatch.setattr(lbfgs, "_REFRESH", 2)
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     products = Counted(matrix)
@@ -148,9 +146,8 @@ def test_an_iterate_is_two_rounds(name: str) -> None:
     assert set(products.rounds[beginning:]) == {problem.shape[1]} | refreshed
 
 
-@pytest.mark.parametrize("one", [LBFGS(), Bundle()], ids=["lbfgs", "bundle"])
-def test_outputs_travel_together_and_do_not_meet(one: Solver[Any]) -> None:
-    objective: Objective = Hinge() if isinstance(one, Bundle) else SquaredHinge()
+def test_outputs_travel_together_and_do_not_meet() -> None:
+    one, objective = LBFGS(), SquaredHinge()
     matrix, _, targets = data_of(objective, 3)
     products = Counted(matrix)
     state = run(solve(OneVsRest(one), Problem(products, objective, targets), max_iterations=500))
@@ -186,15 +183,14 @@ def test_steps_of_gradient_descent(objective: Objective) -> None:
     assert state.learning_rate == 0.02
     for number in range(1, 5):
         after = run(solver.step(problem, state))
-        rate = 0.02 / number**0.5 if isinstance(objective, Hinge) else 0.02
-        torch.testing.assert_close(after.point, state.point - rate * state.gradient)
+        torch.testing.assert_close(after.weights, state.weights - 0.02 * state.gradient)
         assert after.iterations == number
-        assert after.objective <= state.objective
         state = after
 
 
-def test_lbfgs_notices_margins_that_drifted() -> None:
-    problem, solver = problem_of(Logistic(), 2), LBFGS(refresh=10**6)
+def test_lbfgs_notices_margins_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lbfgs, "_REFRESH", 10**6)
+    problem, solver = problem_of(Logistic(), 2), LBFGS()
     state = run(solve(solver, problem, max_iterations=5))
     drifted = replace(state, margins=state.margins + 0.3)
     found = run(solve(solver, problem, max_iterations=500, state=drifted))
@@ -202,47 +198,16 @@ def test_lbfgs_notices_margins_that_drifted() -> None:
     assert found.objective == pytest.approx(optimum(Logistic(), 2), rel=1e-7)
 
 
-def test_the_bound_of_the_bundle_never_falls() -> None:
-    states: list[BundleState] = []
-    run(solve(Bundle(tol=1e-6, planes=5), problem_of(Hinge(), 2), max_iterations=60, tell=states.append))
-    best = optimum(Hinge(), 2)
-    assert len(states) == 61
-    for before, after in itertools.pairwise(states):
-        assert before.bound * (1 - 1e-9) <= after.bound <= best * (1 + 1e-9)
-        shares = over_simplex(after.normals @ after.normals.T, after.offsets)
-        kept = float(shares @ after.offsets) - 0.5 * float((shares @ after.normals).square().sum())
-        assert kept == pytest.approx(after.bound, rel=1e-9)
-        assert after.objective <= before.objective * (1 + 1e-12)
-        assert len(after.offsets) <= 5
-        assert after.gap == pytest.approx(1 - after.bound / after.objective)
-
-
-def test_few_samples_do_not_stop_the_bundle() -> None:
-    """There the plane at the best weights often cuts nothing off."""
-    from sklearn.datasets import load_iris
-
-    rows, classes = load_iris(return_X_y=True)
-    problem = Problem(HeldProducts(torch.from_numpy(rows)), Hinge(), signs(torch.from_numpy(classes)))
-    assert run(solve(OneVsRest(Bundle()), problem, max_iterations=40)).converged
-
-
-@pytest.mark.parametrize("solver", [LBFGS(), GD(), Bundle()], ids=["lbfgs", "gd", "bundle"])
+@pytest.mark.parametrize("solver", [LBFGS(), GD()], ids=["lbfgs", "gd"])
 def test_samples_that_say_nothing(solver: Solver[Any]) -> None:
     targets = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    objective: Objective = Hinge() if isinstance(solver, Bundle) else Logistic()
-    problem = Problem(HeldProducts(torch.zeros(2, 3, dtype=torch.float64)), objective, targets)
+    problem = Problem(HeldProducts(torch.zeros(2, 3, dtype=torch.float64)), Logistic(), targets)
     state = run(solve(solver, problem, max_iterations=10))
     assert state.converged
     assert float(state.weights.abs().max()) < 1e-9
 
 
-def test_what_solvers_refuse() -> None:
-    with pytest.raises(Unsupported, match="lbfgs: it gets stuck where a loss has kinks; use bundle or gd"):
-        run(LBFGS().init(problem_of(Hinge(), 2)))
-    with pytest.raises(Unsupported, match="bundle: it is for the hinge; use lbfgs"):
-        run(Bundle().init(problem_of(Logistic(), 2)))
-    with pytest.raises(Unsupported, match="bundle: it solves one output at a time, not 3; use one_vs_rest"):
-        run(Bundle().init(problem_of(Hinge(), 3)))
+def test_a_learning_rate_that_diverges() -> None:
     with pytest.raises(ConfigError, match=r"gd: diverged at iterate \d+: lower learning_rate 100000"):
         run(solve(GD(learning_rate=1e5), problem_of(SquaredHinge(), 2), max_iterations=1000))
 
@@ -252,11 +217,7 @@ def test_what_solvers_refuse() -> None:
     [
         (LBFGS, {"tol": -1}, "lbfgs: tol -1 must be"),
         (LBFGS, {"memory": 0}, "lbfgs: memory 0 must be at least 1"),
-        (LBFGS, {"flatness": 1.0}, "lbfgs: flatness 1.0 must be above 0.0001 and below 1"),
-        (LBFGS, {"refresh": 0}, "lbfgs: refresh 0 must be at least 1"),
         (GD, {"learning_rate": -0.1}, "gd: learning_rate -0.1 must be"),
-        (GD, {"power_rounds": 0}, "gd: power_rounds 0 must be at least 1"),
-        (Bundle, {"planes": 1}, "bundle: planes 1 must be at least 2"),
     ],
 )
 def test_settings_out_of_range(kind: type[Any], options: dict[str, object], message: str) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from farflung.coded import LBFGS, HeldProducts, Iterate, Logistic, Problem, solve
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.local import partitioned
 from farflung.coded.meeting import Address, coordinating
+from farflung.coded.parts import partitioned
 from farflung.coded.settings import Settings
 from farflung.data import a9a
 from farflung.data.source import find
@@ -104,7 +104,7 @@ def test_the_minimum_is_that_without_losses(
             for place in range(DEVICES):
                 crowd.join(place if place < PARTITIONS else None)
             coordinator = Coordinator(runtime, some, run="run", record=notes)  # type: ignore[arg-type]
-            plan = Plan(seed, crowd, notes, coordinator.roster, cut)
+            plan = Plan(seed, crowd, notes, coordinator.registry, cut)
 
             async def body() -> Iterate:
                 await coordinator.gather()

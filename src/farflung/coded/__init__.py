@@ -1,15 +1,14 @@
 """Coded training: linear models on devices that may vanish at any moment, with exact answers."""
 
-from farflung.coded.codes import CODES, MDS, RLNC, Code, Replication, Uncoded
-from farflung.coded.decoder import MAX_CONDITION, Decoder
-from farflung.coded.held import HeldProducts
+import warnings
+
+from farflung.coded.codes import CODES, MDS, RLNC, Code
+from farflung.coded.decoding import MAX_CONDITION, Decoder, Plan, Plans, combination
+from farflung.coded.linear_model import LinearModel
 from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
-from farflung.coded.plan import Plan, Plans
-from farflung.coded.problem import Problem
-from farflung.coded.products import Products
-from farflung.coded.recombination import combination
+from farflung.coded.problem import HeldProducts, Problem, Products
 from farflung.coded.redundancy import rank, redundancy
-from farflung.coded.solvers import GD, LBFGS, SOLVERS, Bundle, Iterate, OneVsRest, Solver, solve
+from farflung.coded.solvers import GD, LBFGS, SOLVERS, Iterate, OneVsRest, Solver, solve
 
 __all__ = [
     "CODES",
@@ -19,12 +18,12 @@ __all__ = [
     "MDS",
     "RLNC",
     "SOLVERS",
-    "Bundle",
     "Code",
     "Decoder",
     "HeldProducts",
     "Hinge",
     "Iterate",
+    "LinearModel",
     "Logistic",
     "Multinomial",
     "Objective",
@@ -33,12 +32,18 @@ __all__ = [
     "Plans",
     "Problem",
     "Products",
-    "Replication",
     "Solver",
     "SquaredHinge",
-    "Uncoded",
     "combination",
     "rank",
     "redundancy",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Gives what stands in place of a name of 0.1, with a warning; until 0.3."""
+    if name != "Bundle":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("farflung.coded.Bundle is now LBFGS, for the hinge too", FutureWarning, stacklevel=2)
+    return LBFGS

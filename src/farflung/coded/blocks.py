@@ -1,4 +1,4 @@
-r"""The blocks that a device holds, and their products with a vector, piece by piece.
+r"""The blocks of a device, and their products, piece by piece.
 
 With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a
 partition itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk}
@@ -32,16 +32,16 @@ __all__ = [
 ]
 
 MAX_PIECES = 1 << 12
-"""In how many a product is answered, at most."""
+"""The most pieces of a product."""
 _MAX_NBYTES = 1 << 31
 """Of a message."""
 _MAX_NAME = 200
 CHUNK_NBYTES = 1 << 20
-"""What one device gives another at once; a block may be larger than the memory that is left beside it."""
+"""The most that one device gives another at once; a block may be larger than the memory that is left beside it."""
 
 
 def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
-    """Where a piece begins and ends.
+    """Computes where a piece begins and ends.
 
     >>> [piece_of(10, 4, piece) for piece in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
@@ -50,7 +50,7 @@ def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
 
 
 def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
-    """Where column blocks begin, all but the last ones of one width, and where the last ends.
+    """Computes where column blocks begin, all but the last ones of one width, and where the last ends.
 
     >>> bounds_of(7, 3)
     (0, 3, 6, 7)
@@ -60,7 +60,7 @@ def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
 
 
 def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -> Tensor:
-    """The weighted sum of column blocks of some rows, transposed.
+    """Sums weighted column blocks of some rows, transposed.
 
     Args:
       rows: (rows, features).
@@ -93,13 +93,13 @@ class RowBlock:
         return self.data.nbytes
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        """How many samples have as many numbers as are multiplied."""
+        """Computes the number of samples that have as many numbers as are multiplied."""
         if not task.partitions:
             return len(self.data[begin:end])
         return -(-self.data[: len(task.operand), begin:end].numel() // self.data.shape[1])
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Rows of it times the weights in the operand; or columns of it times the residuals of one partition there.
+        """Multiplies rows by the weights in the operand; or columns by the residuals of one partition there.
 
         Of the block and the residuals the higher one counts as if it ended with the other.
         """
@@ -109,7 +109,7 @@ class RowBlock:
         return self.data[:rows, begin:end].T @ task.operand[:rows]
 
     def give(self, request: Fetch) -> Tensor:
-        """Rows of it, or the sums of their columns, transposed."""
+        """Gives rows, or the sums of their columns, transposed."""
         rows = self.data[request.begin : request.end]
         return column_sums(rows, request.weights, request.bounds) if request.weights else rows
 
@@ -131,11 +131,11 @@ class ColumnBlock:
         return sum(part.nbytes for part in self.parts.values())
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        """How many samples have as many numbers as are multiplied."""
+        """Computes the number of samples that have as many numbers as are multiplied."""
         return -(-sum(self.parts[one][begin:end].numel() for one in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Columns of it times the residuals in the operand; those partitions count whose parts are here."""
+        """Multiplies columns by the residuals in the operand; those partitions count whose parts are here."""
         total: Tensor | None = None
         at = 0
         for partition in task.partitions:
@@ -147,12 +147,12 @@ class ColumnBlock:
         return total
 
     def give(self, request: Fetch) -> Tensor:
-        """Of the rows of one partition."""
+        """Gives the columns of some rows of one partition."""
         return self.parts[request.partition][:, request.begin : request.end].contiguous()
 
 
 class Holding:
-    """What a device has, for as long as it lives: it outlasts a connection to a coordinator.
+    """The data and blocks of a device; they outlast its connection to a coordinator.
 
     Args:
       partition: the name of the data that it brings; empty: none.
@@ -170,9 +170,9 @@ class Holding:
             )
         self.partition, self.data, self.labels = partition, data, labels
         self.raw = -1
-        """The number of the block that its own data are."""
+        """The number of its own data as a block."""
         self.run = ""
-        """Whose numbers these are."""
+        """The run that the numbers of blocks are of."""
         self.blocks: dict[int, RowBlock | ColumnBlock] = {}
 
     @property
@@ -185,7 +185,7 @@ class Holding:
         return sum(block.nbytes for block in self.blocks.values())
 
     def settle(self, run: str, raw: int) -> None:
-        """Belongs to a run, under whose number its own data go; blocks of another run are dropped."""
+        """Takes a run's number for its own data; blocks of another run are dropped."""
         if run != self.run:
             self.blocks.clear()
         self.blocks.pop(self.raw, None)
@@ -194,12 +194,12 @@ class Holding:
             self.blocks[raw] = RowBlock(self.data)
 
     def drop(self, block: int) -> None:
-        """One of them is not needed any more."""
+        """Removes a block that is not needed any more."""
         if block != self.raw:
             self.blocks.pop(block, None)
 
     def answering(self, task: Multiply) -> Mapping[int, RowBlock | ColumnBlock]:
-        """The blocks that a task names, as far as they are here and can be multiplied.
+        """Finds the blocks of a task that are here and can be multiplied.
 
         Raises:
           Malformed: the operand is not of their size, or the product is larger than any message.
@@ -225,7 +225,7 @@ class Holding:
         return chosen
 
     def give(self, request: Fetch) -> Tensor:
-        """What another device asks for.
+        """Gives rows that another device asks for.
 
         Raises:
           Malformed: there is no such block, or no such part of it, or it is more than is given at once.
@@ -250,16 +250,16 @@ class Holding:
 
 
 def rows_at_once(width: int) -> int:
-    """How many rows of so many numbers one device asks another for at once; it needs little beside its blocks."""
+    """Computes how many rows of a width are asked for at once; a device needs little memory beside its blocks."""
     return max(1, CHUNK_NBYTES // (8 * max(1, width)))
 
 
 def widest(weights: Sequence[float], bounds: Sequence[int]) -> int:
-    """Of the column blocks that have a weight."""
+    """Computes the largest width of the column blocks that have a weight."""
     return max((bounds[k + 1] - bounds[k] for k, weight in enumerate(weights) if weight), default=0)
 
 
 def fit(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
-    """Whether these are the bounds of as many column blocks as there are weights, in so many columns."""
+    """Tells whether these are the bounds of as many column blocks as there are weights, in so many columns."""
     ascending = all(0 <= begin <= end for begin, end in itertools.pairwise(bounds))
     return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

@@ -1,20 +1,19 @@
-"""A device: it brings data or room, makes coded blocks, and multiplies what it holds."""
+"""A device: it brings data or room, makes blocks, gives rows to other devices, and multiplies its blocks."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import torch
 
-from farflung.coded import tags
+from farflung.coded import messages
 from farflung.coded.blocks import Holding, piece_of
-from farflung.coded.codes import CODES
 from farflung.coded.fetching import Fetcher, SourceLost
-from farflung.coded.giving import Giver
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -22,6 +21,7 @@ from farflung.coded.messages import (
     Drop,
     End,
     Failed,
+    Fetch,
     Hello,
     Leaving,
     Lost,
@@ -33,37 +33,39 @@ from farflung.coded.messages import (
     Ready,
     Report,
     Rows,
-    Source,
     Welcome,
     packed,
+    sent,
     unpacked,
 )
-from farflung.coded.sending import sent
-from farflung.coded.work import Queue, Work
+from farflung.coded.queues import Queue, Work
 from farflung.errors import ConfigError, FarflungError, PeerLost
-from farflung.spec import build
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
 
 __all__ = ["Device"]
 
-COORDINATOR = 0
+_COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
-_AT_ONCE = 2
+_MAKERS = 2
 """Blocks that are made at a time; each takes memory beside itself."""
+_MOST_ASKED = 64
+"""Requests of one device that may wait; more are refused."""
+_NO_BLOCK = Payload(())
+"""The answer to a request for a block that is not there."""
 
 
 class Device:
-    """One device's part of a run, for as long as it hears of a coordinator.
+    """One device's part of a run, for as long as its coordinator is there.
 
     Args:
       runtime: the world; its rank is above 0.
       holding: its own data, and the blocks that it makes.
-      admit: lets another device in, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
-      opened: done when all that were let in so far may come.
-      patience_s: how long the coordinator may be silent, in seconds.
-      fetch_s: how long another device may take to give a few rows, in seconds.
-      room_nbytes: what blocks may take, its own data among them; half of the machine's memory when not given.
+      admit: admits another device, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
+      opened: done when all devices that were admitted so far may connect.
+      patience_s: the time for which the coordinator may be silent, in seconds.
+      fetch_s: the time in which another device gives a few rows, in seconds.
+      room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
     """
 
     def __init__(
@@ -78,19 +80,22 @@ class Device:
         room_nbytes: int | None = None,
     ) -> None:
         self.refused = 0
-        """Messages that were not of their form, or spoke of what there is not."""
+        """Messages that were not of their form, or about a block that there is not."""
         self.first_refusal = ""
         """Why the first of them was refused."""
         self.rounds = 0
-        """Rounds of which it has answered something."""
+        """Rounds of which a piece was answered."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
         self._admit, self._opened = admit, opened
         self._met: dict[int, Pending[None]] = {}
+        """Done once a device of a rank can be asked."""
+        self._asked: dict[int, deque[Fetch]] = {}
+        """Requests that wait, by the device that is being answered."""
         self._patience_s = patience_s
-        room_nbytes = _machine_nbytes() // 2 if room_nbytes is None else room_nbytes
+        if room_nbytes is None:
+            room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
         self._work, self._orders = Work(), Queue[Rows | Columns]()
-        self._code, self._seed = "", 0
         self._greeted, self._leaves = False, False
 
     @property
@@ -113,14 +118,12 @@ class Device:
           PeerLost: the coordinator is gone.
           DeadlinePassed: it is silent.
         """
-        giver = Giver(self._runtime, self._holding, self._refuse)
-        for service in (self._hear(), self._obey(), giver.run(), *(self._make() for _ in range(_AT_ONCE))):
+        for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
             self._runtime.launch(service)
-        brought = self._holding.data
-        rows, features = (0, 0) if brought is None else brought.shape
-        labels = torch.empty(0, dtype=torch.float64) if self._holding.labels is None else self._holding.labels
         held = self._holding
-        self._report(Hello(held.partition, held.raw, rows, features, held.coded, held.run, labels))
+        rows, features = (0, 0) if held.data is None else held.data.shape
+        labels = torch.empty(0, dtype=torch.float64) if held.labels is None else held.labels
+        self._report(Hello(held.partition, rows, features, held.coded, held.run, labels))
         self._greeted = True
         if self._leaves:
             self._report(Leaving())
@@ -136,7 +139,7 @@ class Device:
                 self._refuse(error)
 
     def leave(self) -> None:
-        """Tells the coordinator that this device would like to go; :meth:`run` ends once it may."""
+        """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
         self._leaves = True
         if self._greeted:
             self._report(Leaving())
@@ -144,10 +147,10 @@ class Device:
     # --- products ---------------------------------------------------------------------------------------------------
 
     async def _hear(self) -> None:
-        """Takes in what is to be multiplied, while something else is."""
+        """Takes in the tasks that come while another one is carried out."""
         try:
             while True:
-                told = self._comm.recv(COORDINATOR, tags.OPERAND, deadline_s=self._patience_s)
+                told = self._comm.recv(_COORDINATOR, messages.OPERAND, deadline_s=self._patience_s)
                 try:
                     task = unpacked(await told, (Multiply, End))
                 except Malformed as error:
@@ -159,10 +162,10 @@ class Device:
             self._work.put(error)
 
     async def _multiply(self, task: Multiply) -> None:
-        """Answers a round piece by piece, until the coordinator has what it needs.
+        """Answers a round piece by piece, until it is over.
 
-        Each piece of a block is a piece of the whole, so that what a slow device has done counts. Devices begin with
-        different ones.
+        Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
+        another piece.
         """
         blocks = self._holding.answering(task)
         if not blocks:
@@ -179,13 +182,13 @@ class Device:
                     Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
                 )
                 header = torch.tensor([number, piece])
-                self._send(Payload((header, product)), tags.answers(task.round))
+                self._send(Payload((header, product)), messages.answers(task.round))
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
     async def _obey(self) -> None:
         while True:
-            command = await self._comm.recv(COORDINATOR, tags.COMMAND, deadline_s=math.inf)
+            command = await self._comm.recv(_COORDINATOR, messages.COMMAND, deadline_s=math.inf)
             try:
                 self._carry_out(unpacked(command, _COMMANDS))
             except Malformed as error:
@@ -193,18 +196,15 @@ class Device:
 
     def _carry_out(self, message: Message) -> None:
         if isinstance(message, Welcome):
-            if ":" in message.code:  # a code of somebody's own would be imported
-                raise Malformed("a code that is not of the package")
             self._holding.settle(message.run, message.raw)
-            self._code, self._seed = message.code, message.seed
         elif isinstance(message, Meet):
             if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
                 raise Malformed("a device that there cannot be")
-            if self._meeting(message.rank).error is not None:  # another was there under this rank
+            if self._meeting(message.rank).error is not None:  # an earlier device had this rank
                 del self._met[message.rank]
             self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
             if message.first:
-                self._runtime.launch(self._says_ready(message.rank))
+                self._runtime.launch(self._report_ready(message.rank))
         elif isinstance(message, Lost):
             self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
         elif isinstance(message, (Rows, Columns)):
@@ -213,17 +213,19 @@ class Device:
             for block in message.blocks:
                 self._holding.drop(block)
         elif isinstance(message, Probe):
-            self._report(Probe(message.round))
+            self._report(Probe())
 
-    async def _says_ready(self, rank: int) -> None:
+    async def _report_ready(self, rank: int) -> None:
         await self._opened()
         self._report(Ready(rank))
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
 
     async def _make(self) -> None:
         """Makes the blocks that are ordered, one after the other."""
         while True:
             order = await self._orders.next()
-            making = self._rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
+            making = self._fetcher.rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
             await self._build(order, making)
 
     async def _build(self, order: Rows | Columns, making: Coroutine[Pending[Any], None, int]) -> None:
@@ -239,18 +241,46 @@ class Device:
             parts = order.parts if isinstance(order, Columns) else ()
             self._report(Built(block, tuple(part.partition for part in parts), fetched_nbytes))
 
-    async def _rows(self, order: Rows) -> int:
-        sources = order.sources
-        if order.index >= 0:
-            if not order.raw:
-                raise Malformed("a row of no columns")
-            weights = build("code", self._code, CODES).row(order.index, len(order.raw), self._seed)
-            sources = tuple(
-                Source(raw.rank, raw.block, float(weight))
-                for raw, weight in zip(order.raw, weights, strict=True)
-                if weight
-            )
-        return await self._fetcher.rows(order, sources)
+    async def _give(self) -> None:
+        """Takes in requests of other devices, and answers each device one request at a time."""
+        while True:
+            rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
+            try:
+                request = unpacked(payload, (Fetch,))
+                assert isinstance(request, Fetch)
+                if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
+                    raise Malformed("a request that cannot be answered")
+            except Malformed as error:
+                self._refuse(error)
+                continue
+            if rank in self._asked:
+                self._asked[rank].append(request)
+            else:
+                self._asked[rank] = deque([request])
+                self._runtime.launch(self._answer(rank))
+
+    async def _answer(self, rank: int) -> None:
+        asked = self._asked[rank]
+        try:
+            while asked:
+                request = asked.popleft()
+                await self._comm.send(self._given(request), rank, messages.reply(request.reply))
+        except FarflungError:  # the device that has asked is gone
+            return
+        finally:
+            del self._asked[rank]
+
+    def _given(self, request: Fetch) -> Payload:
+        """Gives the rows, or nothing where the block is gone: an order may be older than the end of a block."""
+        if request.block not in self._holding.blocks:
+            return _NO_BLOCK
+        try:
+            return Payload((self._holding.give(request),))
+        except Malformed as error:
+            self._refuse(error)
+            return _NO_BLOCK
+
+    # --- messages ---------------------------------------------------------------------------------------------------
 
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())
@@ -260,20 +290,15 @@ class Device:
         self.first_refusal = self.first_refusal or f"{type(why).__name__}: {_one_line(str(why))}"
 
     def _report(self, report: Report) -> None:
-        self._send(packed(report), tags.REPORT)
+        self._send(packed(report), messages.REPORT)
 
     def _send(self, payload: Payload, tag: Tag) -> None:
-        self._runtime.launch(sent(self._comm, payload, COORDINATOR, tag))
+        self._runtime.launch(sent(self._comm, payload, _COORDINATOR, tag))
 
 
 def _one_line(text: str) -> str:
-    """As much of a text as a message has."""
+    """Cuts a text to the length of a message, on one line."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:200])
-
-
-def _machine_nbytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pass_on(to: Pending[None], ended: Pending[None]) -> None:

@@ -7,7 +7,7 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.coded.held import HeldProducts
-from farflung.coded.local import fit_locally, local_settings
-from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
-from farflung.coded.problem import Problem
+from farflung.coded.linear_model import LOSSES, targets_of, without_bundle
+from farflung.coded.objectives import Logistic, Multinomial, Objective
+from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
+from farflung.coded.training import fit_locally, local_settings
 from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
@@ -36,8 +36,6 @@ _ROWS = 4096
 
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A linear classifier, whose objective is its subclass's."""
-
-    _solvers: ClassVar[tuple[str, ...]] = ("gd", "lbfgs")
 
     def __init__(
         self,
@@ -136,20 +134,13 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """What is minimised, and its targets, by the number of each sample's class."""
         raise NotImplementedError
 
-    def _solver(self, usual: str = "lbfgs") -> Solver[Any]:
+    def _solver(self) -> Solver[Any]:
         """Makes the minimiser of the objective."""
-        name = self.solver or usual
-        if name not in self._solvers:
-            raise UnknownName(f"solver of {type(self).__name__}", name, self._solvers)
+        name = without_bundle(self.solver) or "lbfgs"
+        if name not in SOLVERS:
+            raise UnknownName(f"solver of {type(self).__name__}", name, SOLVERS)
         options = {"tol": self.tol, "learning_rate": self.learning_rate if name == "gd" else None}
         return SOLVERS[name](**{key: value for key, value in options.items() if value is not None})
-
-
-def signs(codes: Tensor) -> Tensor:
-    """Targets of -1.0 and 1.0: one output for two classes, otherwise one for each class against the rest."""
-    classes = int(codes.max()) + 1
-    wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
-    return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
 
 
 def _dense(X: Any) -> Tensor:
@@ -203,7 +194,7 @@ class CodedLogisticRegression(CodedClassifier):
         options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
         classes = len(self.classes_)
         if classes == 2:
-            return Logistic(**options), signs(codes)
+            return Logistic(**options), targets_of(codes, len(self.classes_))
         return Multinomial(classes=classes, **options), codes
 
 
@@ -213,15 +204,13 @@ class CodedLinearSVC(CodedClassifier):
     The products of all classes travel in the same rounds.
 
     Args:
-      loss: ``"squared_hinge"`` or ``"hinge"``.
+      loss: ``"squared_hinge"`` or ``"hinge"``, whose kink is a parabola; see :class:`farflung.coded.Hinge`.
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       fit_intercept: whether there is an intercept; it is penalised as the weight of a constant feature.
       intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
-      solver: ``"lbfgs"`` for the squared hinge, ``"bundle"`` for the hinge, or ``"gd"`` for either; by default the one
-        for the loss. See :class:`farflung.coded.LBFGS`, :class:`farflung.coded.Bundle` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10, and 1e-4 for
-        ``"bundle"``, whose gap is a proof. It is another measure than scikit-learn's ``tol``: above the default the
-        coefficients are less exact.
+      solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
+      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
+        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
       devices: how many hold the samples.
@@ -237,8 +226,6 @@ class CodedLinearSVC(CodedClassifier):
       n_iter_: iterates that were taken; of the class that took most.
       objective_: what is minimised, at the end; the sum over the classes.
     """
-
-    _solvers: ClassVar[tuple[str, ...]] = ("bundle", "gd", "lbfgs")
 
     def __init__(
         self,
@@ -273,15 +260,14 @@ class CodedLinearSVC(CodedClassifier):
 
     @override
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        losses: dict[str, type[Hinge | SquaredHinge]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
-        if self.loss not in losses:
-            raise UnknownName("loss", self.loss, losses)
-        objective = losses[self.loss](
+        if self.loss not in LOSSES:
+            raise UnknownName("loss", self.loss, LOSSES)
+        objective = LOSSES[self.loss](
             C=self.C, fit_intercept=self.fit_intercept, intercept_scaling=self.intercept_scaling
         )
-        return objective, signs(codes)
+        return objective, targets_of(codes, len(self.classes_))
 
     @override
-    def _solver(self, usual: str = "lbfgs") -> Solver[Any]:
-        one = super()._solver("bundle" if self.loss == "hinge" else usual)
+    def _solver(self) -> Solver[Any]:
+        one = super()._solver()
         return one if len(self.classes_) == 2 else OneVsRest(one)

@@ -1,4 +1,4 @@
-"""How a device makes blocks out of what others hold: it asks for a few rows at a time, and adds them up."""
+"""Making of blocks: a device asks others for a few rows at a time, and adds them up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from farflung.coded import tags
+from farflung.coded import messages
 from farflung.coded.blocks import ColumnBlock, Holding, RowBlock, fit, rows_at_once, widest
 from farflung.coded.messages import Columns, Fetch, Malformed, Rows, Source, packed
 from farflung.errors import DeadlinePassed, FarflungError, RunLost
@@ -20,15 +20,15 @@ from farflung.types import Payload, Runtime
 
 __all__ = ["Fetcher", "SourceLost"]
 
-WINDOW = 4
-"""How many such questions are under way at a time."""
+_WINDOW = 4
+"""Requests that are under way at a time."""
 
 
 class SourceLost(RunLost):
-    """A device did not give what it was asked for.
+    """A device did not give the rows that it was asked for.
 
     Args:
-      rank: which.
+      rank: of the device.
       detail: what was seen.
     """
 
@@ -39,12 +39,12 @@ class SourceLost(RunLost):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Some rows of one source, and where they go.
+    """Some rows of one source.
 
     Args:
-      source: who has them.
-      request: what it is asked.
-      take: adds them, times their weight.
+      source: holds them.
+      request: for the source.
+      take: adds the rows to the block that is being made, times their weight.
     """
 
     source: Source
@@ -56,11 +56,11 @@ class Fetcher:
     """Makes the blocks of one device.
 
     Args:
-      runtime: the device's.
-      holding: what it has; blocks that are made are put there.
+      runtime: of the device.
+      holding: takes in the blocks that are made.
       met: done when another device can be asked.
-      deadline_s: how long a device may take to give a few rows.
-      room_nbytes: what all its blocks may take, those under way among them.
+      deadline_s: the time in which another device gives a few rows, in seconds.
+      room_nbytes: the most bytes of all its blocks, those under way among them.
     """
 
     def __init__(
@@ -75,12 +75,8 @@ class Fetcher:
         self._deadline_s, self._room_nbytes = deadline_s, room_nbytes
         self._asked = self._making_nbytes = 0
 
-    async def rows(self, order: Rows, sources: tuple[Source, ...]) -> int:
-        """Makes a coded block of rows.
-
-        Args:
-          order: which, and how high.
-          sources: whose rows it adds up, with their weights.
+    async def rows(self, order: Rows) -> int:
+        """Makes a block of rows.
 
         Returns:
           The bytes that other devices gave for it.
@@ -96,7 +92,7 @@ class Fetcher:
         def shares(block: Tensor) -> Iterator[_Share]:
             for begin in range(0, order.rows, step):
                 end = min(order.rows, begin + step)
-                for source in sources:
+                for source in order.sources:
                     yield _Share(
                         source, Fetch(0, source.block, begin, end), _adding(block[begin:end], source.weight)
                     )
@@ -108,7 +104,7 @@ class Fetcher:
         return fetched_nbytes
 
     async def columns(self, order: Columns) -> int:
-        """Makes a coded block of columns, or adds parts to it.
+        """Makes a block of columns, or adds parts to it.
 
         Returns:
           The bytes that other devices gave for it.
@@ -152,10 +148,10 @@ class Fetcher:
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[None]:
-        """For a block that is being made.
+        """Takes room for a block that is being made.
 
         Raises:
-          Malformed: there is none.
+          Malformed: there is not enough.
         """
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             raise Malformed(f"no room for {nbytes} bytes more")
@@ -173,14 +169,14 @@ class Fetcher:
                 if share.source.rank == self._comm.rank:
                     share.take(self._holding.give(share.request))
                     continue
-                if len(flying) == WINDOW:
+                if len(flying) == _WINDOW:
                     nbytes += await self._land(*flying.popleft())
                 flying.append(await self._ask(share))
             while flying:
                 nbytes += await self._land(*flying.popleft())
         finally:
             for _, number, _ in flying:
-                self._comm.forget(tags.reply(number).exchange)
+                self._comm.forget(messages.reply(number).exchange)
         return nbytes
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
@@ -192,8 +188,8 @@ class Fetcher:
             raise SourceLost(rank, str(met.error))
         self._asked += 1
         number = self._asked
-        answer = self._comm.recv(rank, tags.reply(number), deadline_s=self._deadline_s)
-        self._comm.send(packed(replace(share.request, reply=number)), rank, tags.ASK)
+        answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._deadline_s)
+        self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
         return share, number, answer
 
     async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
@@ -210,16 +206,16 @@ class Fetcher:
         except (FarflungError, Malformed) as error:
             raise SourceLost(share.source.rank, str(error)) from None
         finally:
-            self._comm.forget(tags.reply(number).exchange)
+            self._comm.forget(messages.reply(number).exchange)
 
 
 def _adding(into: Tensor, weight: float, most: int | None = None) -> Callable[[Tensor], object]:
-    """Adds what comes to a part of a block; what is smaller counts as if zeros followed.
+    """Makes a function that adds rows to a part of a block; smaller ones count as if zeros followed.
 
     Args:
       into: the part.
-      weight: what is added is multiplied by.
-      most: how many rows may come, where what lies beyond those of the part adds up to zeros.
+      weight: a factor of the rows.
+      most: the most rows that may come, where those beyond the part's add up to zeros.
     """
     room = len(into) if most is None else most
 

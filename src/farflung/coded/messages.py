@@ -1,7 +1,7 @@
-"""What coordinator and devices say to each other: a line of JSON, and the tensors that go with it.
+"""Messages between coordinator and devices: a line of JSON, the tensors beside it, and the tag that each goes by.
 
-Every message is checked against its dataclass before anything is used: kinds, names, types, how many tensors and of
-what shape. What is not of that form raises :class:`Malformed`, and whoever reads counts it and goes on.
+Each message is checked against its dataclass before anything is used: kinds, names, types, ranges, and the number and
+shape of tensors. What has another form raises :class:`Malformed`; its receiver counts it and goes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from typing import Any, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
-from farflung.types import Payload
+from farflung.comm.channel import Purpose
+from farflung.types import Communicator, Payload, Tag
 
 __all__ = [
+    "ASK",
+    "COMMAND",
+    "OPERAND",
+    "REPORT",
     "Built",
     "Columns",
     "Command",
@@ -41,13 +46,40 @@ __all__ = [
     "Rows",
     "Source",
     "Welcome",
+    "answers",
     "packed",
+    "reply",
+    "sent",
     "unpacked",
 ]
+
+COMMAND = Tag(Purpose.MEMBERS.at(0), 0)
+"""Commands of the coordinator to a device."""
+REPORT = Tag(Purpose.MEMBERS.at(0), 1)
+"""Reports of a device to the coordinator."""
+ASK = Tag(Purpose.MEMBERS.at(0), 2)
+"""Requests of one device to another."""
+OPERAND = Tag(Purpose.OPERANDS.at(0))
+"""Products to be made, and the end."""
 
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_STRING, _MAX_LIST, _MAX_FLOAT = 1 << 12, 1 << 12, sys.float_info.max
 _NOTHING = torch.empty(0, dtype=torch.float64)
+
+
+def reply(number: int) -> Tag:
+    """Gives the tag of the answer to a numbered request between devices."""
+    return Tag(Purpose.ENCODING.at(number))
+
+
+def answers(round: int) -> Tag:
+    """Gives the tag of the products of one round."""
+    return Tag(Purpose.ANSWERS.at(round))
+
+
+async def sent(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:
+    """Sends a message on the thread that carries it; to be launched. One to a lost rank is dropped."""
+    comm.send(payload, rank, tag)
 
 
 class Malformed(ValueError):
@@ -56,12 +88,12 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a share of a block comes from.
+    """A term of a block's sum.
 
     Args:
-      rank: the device.
-      block: that it holds.
-      weight: what its rows are multiplied by.
+      rank: of the device that holds the block.
+      block: its number.
+      weight: its coefficient.
     """
 
     rank: int
@@ -71,14 +103,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One partition's rows of a block of columns, and where they come from.
+    """The rows of one partition in a block of columns, and their sources.
 
     Args:
-      partition: whose rows.
-      rows: how many.
+      partition: its number.
+      rows: of it.
       raw: whether the sources hold the partition itself, or a coded block of its rows, and sum the columns they are
         asked for; otherwise they hold blocks of columns, whose part is taken as it is.
-      sources: of it; what they give is added.
+      sources: are summed.
     """
 
     partition: int
@@ -92,29 +124,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The device is in.
+    """The device is a member.
 
     Args:
-      run: whose.
-      raw: the number of the block that it has brought; -1: none.
-      code: of the run, as text.
-      seed: by which rows are drawn.
+      run: its name.
+      raw: the number of the block that the device has brought; -1: none.
     """
 
     run: str
     raw: int
-    code: str
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Another device is there, and may ask for blocks or be asked.
+    """Another device is a member, and may ask for blocks or be asked.
 
     Args:
       rank: of it.
-      first: whether this end is to be ready for it first, and to say so; the other, of a higher rank and so the one
-        that connects, is told then, and does not knock at a door that is not open yet.
+      first: whether this device gets ready for it first, and reports so. The other one, of a higher rank, connects; it
+        is told only then, so that it finds an open door.
     """
 
     rank: int
@@ -123,7 +151,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Another device is gone; who has not met it need not wait.
+    """Another device is gone; waits for its arrival end.
 
     Args:
       rank: of it.
@@ -134,28 +162,24 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Make a coded block of rows.
+    """Make a block of rows.
 
     Args:
       block: its number.
       rows: its height.
       features: its width.
-      index: of the code's row that the device draws; -1: ``sources`` say all.
-      raw: the raw blocks, in the order of the code's columns, with weights to be drawn.
-      sources: of a block whose coefficients are given.
+      sources: are summed.
     """
 
     block: int
     rows: int
     features: int
-    index: int
-    raw: tuple[Source, ...] = ()
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Make a coded block of columns, or add parts to one.
+    """Make a block of columns, or add parts to one.
 
     Args:
       block: its number.
@@ -176,12 +200,12 @@ class Multiply:
 
     Args:
       round: its number.
-      since: rounds below this one are over; what is left of them need not be done.
+      since: rounds below this one are over, and need not be carried on.
       blocks: to be multiplied, all of rows or all of columns.
       partitions: whose residuals lie in the operand, one after the other, and by one partition's blocks of rows may be
         multiplied, transposed; empty where they are multiplied by weights.
       length: rows of the highest block, or columns of the widest.
-      pieces: how many these are cut into; each is answered by itself.
+      pieces: into which these are cut; each is answered by itself.
       first: the piece to begin with.
       operand: (features, outputs) weights, or (samples, outputs) residuals.
     """
@@ -205,9 +229,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Are you there? A device answers with the same."""
-
-    round: int
+    """Asks for a sign of life; a device answers with the same message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,20 +248,18 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A device comes in.
+    """A device asks to become a member.
 
     Args:
-      partition: the name of what it brings; empty: nothing.
-      raw: the number of the block that this is already, or -1.
-      rows: of it.
-      features: of a row; 0 where it brings nothing.
-      held: coded blocks that it holds from an earlier meeting.
+      partition: the name of its data; empty: none.
+      rows: of its data.
+      features: of a row; 0 without data.
+      held: coded blocks that it has kept from an earlier connection.
       run: the run that these are of; empty: none.
       labels: (rows,) float64.
     """
 
     partition: str
-    raw: int
     rows: int
     features: int
     held: tuple[int, ...] = ()
@@ -249,10 +269,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The device is ready for another that was told of.
+    """The device is ready for another one that it was told of.
 
     Args:
-      rank: of that.
+      rank: of that one.
     """
 
     rank: int
@@ -263,9 +283,9 @@ class Built:
     """A block is made, or has been added to.
 
     Args:
-      block: which.
+      block: its number.
       partitions: of a block of columns, whose parts were made.
-      fetched_nbytes: what other devices gave for it.
+      fetched_nbytes: that other devices gave for it.
     """
 
     block: int
@@ -278,8 +298,8 @@ class Failed:
     """A block could not be made.
 
     Args:
-      block: which.
-      rank: of the device that did not give what it was asked for.
+      block: its number.
+      rank: of the device that the failure is blamed on.
       detail: what was seen.
     """
 
@@ -290,7 +310,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The device would like to leave, and stays until it is told to go."""
+    """The device asks to leave, and stays until it is told to go."""
 
 
 # --- between devices ------------------------------------------------------------------------------------------------
@@ -298,11 +318,11 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Give me some rows of a block.
+    """Asks for some rows of a block.
 
     Args:
-      reply: the number under which to send them.
-      block: which; raw, of coded rows, or of columns.
+      reply: the number of the answer's tag.
+      block: raw, of coded rows, or of columns.
       begin: the first row.
       end: behind the last.
       partition: of a block of columns, whose rows; -1: it is one of rows.
@@ -328,7 +348,7 @@ _FIELDS: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (*_
 
 
 def packed(message: Message) -> Payload:
-    """The message as it travels."""
+    """Encodes a message."""
     body: dict[str, Any] = {"": type(message).__name__.lower()}
     tensors = []
     for name, kind in _FIELDS[type(message)].items():
@@ -342,7 +362,7 @@ def packed(message: Message) -> Payload:
 
 
 def unpacked(payload: Payload, kinds: Iterable[type[Message]]) -> Message:
-    """A message of one of these kinds.
+    """Decodes a message of one of these kinds.
 
     Raises:
       Malformed: it is none.
@@ -390,7 +410,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(value: Any, due: Any) -> Any:
-    """JSON as the type that is due."""
+    """Checks JSON against the type that is due, and converts it."""
     if due is float:
         if type(value) not in (int, float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             raise Malformed("no finite number")

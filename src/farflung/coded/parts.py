@@ -1,7 +1,8 @@
-"""Where a device's own samples come from: a data set's share, or a file."""
+"""A device's own samples: a part of a data set, or of a file."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.coded.local import partitioned
 from farflung.data import TensorDataset, a9a, covtype
 from farflung.errors import ConfigError, DataError, UnknownName
 from farflung.files import reading
 from farflung.seeding import generator
 
-__all__ = ["Part", "read_samples"]
+__all__ = ["Part", "partitioned", "read_samples"]
 
 _SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
     "a9a": a9a.load,
@@ -26,14 +26,25 @@ _SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
 }
 
 
+def partitioned(rows: int, partitions: int) -> list[slice]:
+    """Cuts rows into consecutive partitions, the first ones one row larger where they cannot be equal.
+
+    >>> partitioned(5, 2)
+    [slice(0, 3, None), slice(3, 5, None)]
+    """
+    each, more = divmod(rows, partitions)
+    bounds = [part * each + min(part, more) for part in range(partitions + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several parts of the rows that there are, as equal as they can be.
+    """One of several parts of rows, as equal as they can be.
 
     Args:
-      number: which, from 1 on.
-      of: how many there are.
-      seed: by which rows are shuffled before; ``None``: they stay in order.
+      number: from 1 on.
+      of: the number of parts.
+      seed: shuffles the rows before; ``None``: they stay in order.
     """
 
     number: int
@@ -42,7 +53,7 @@ class Part:
 
     @staticmethod
     def parse(text: str, seed: int | None = None) -> Part:
-        """From ``I/K``.
+        """Reads ``I/K``.
 
         Raises:
           ConfigError: it is something else, or there is no such part.
@@ -56,7 +67,7 @@ class Part:
         return part
 
     def rows(self, count: int) -> Tensor:
-        """Which of so many rows.
+        """Selects this part of a number of rows.
 
         Raises:
           ConfigError: there are more parts than rows.
@@ -75,17 +86,17 @@ class Part:
 
 
 def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
-    """Features and labels, float64.
+    """Reads features and labels, float64.
 
     Args:
       data: ``a9a``, ``covtype``, or the path of a file that ends in ``.npz``, with arrays ``x`` of shape (samples,
         features) and ``y`` of shape (samples,).
-      part: which rows; ``None``: all.
+      part: of the rows; ``None``: all.
       test: the test set, of a data set that has one.
 
     Raises:
       UnknownName: no such data set.
-      DataError: it is not at hand, or not what it should be.
+      DataError: it is not at hand, or not of its form.
     """
     if data.endswith(".npz"):
         samples, labels = _read(Path(data))

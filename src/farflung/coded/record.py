@@ -1,27 +1,36 @@
-"""What a coordinator keeps in its folder: what has happened, and what it has to know to come again."""
+"""The folder of a run: settings, events, the coordinator's state, the model, a summary and a picture."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from farflung.coded.roster import Roster
-from farflung.files import JsonLinesFile
+from farflung.coded.linear_model import Classes
+from farflung.coded.registry import Registry
+from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.files import JsonLinesFile, held, json_lines, json_of, read_text, reading, write_json, writing
 from farflung.replica import load_tree, save_tree
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 
-__all__ = ["Record"]
+__all__ = ["Folder", "Record"]
+
+_MAY_CHANGE = {"devices", "max_iterations", "patience_s", "tolerance"}
+"""Settings that a run may go on with other values of."""
+_DAMAGED = "damaged; start the run afresh"
 
 
 class Record:
-    """The folder of one run.
+    """Events and state of a coordinator, for one that is restarted.
 
-    ``events.jsonl`` tells what happened, a line each. ``labels.safetensors`` holds the labels of each partition,
-    ``roster.safetensors`` what is in each block, and ``state.safetensors`` the solver's state; each is written whole or
-    not at all.
+    ``events.jsonl`` has a line for each event. ``labels.safetensors`` holds the labels of each partition,
+    ``roster.safetensors`` the coefficients of each block, and ``state.safetensors`` the solver's state; each is written
+    whole or not at all.
 
     Args:
-      folder: is there.
+      folder: of the run; it exists.
       told: hears of each event too.
 
     Raises:
@@ -35,40 +44,139 @@ class Record:
         """Partitions whose labels are kept: the labels of a partition never change."""
 
     def tell(self, event: str, **values: Json) -> None:
+        """Appends an event."""
         entry: Event = {"event": event, **values}
         self._events.add(entry, flush=True)
         self._told(entry)
 
-    def keep_roster(self, roster: Roster) -> None:
-        """Before anybody acts on it."""
-        tree = roster.tree()
+    def keep_registry(self, registry: Registry) -> None:
+        """Writes the registry; before a device acts on it."""
+        tree = registry.tree()
         labels = {number: one.pop("labels") for number, one in tree["partitions"].items()}
         if len(labels) != self._labelled:
             save_tree(self._folder / "labels.safetensors", labels)
             self._labelled = len(labels)
         save_tree(self._folder / "roster.safetensors", tree)
 
-    def roster(self) -> Roster | None:
-        """What was kept; ``None``: the run begins."""
+    def registry(self) -> Registry | None:
+        """Reads the registry; ``None``: the run begins.
+
+        Raises:
+          CheckpointError: it is damaged.
+        """
         path = self._folder / "roster.safetensors"
         if not path.exists():
             return None
         tree = load_tree(path)
-        partitions = tree["partitions"]
-        if not all("labels" in one for one in partitions.values()):  # farflung 0.1 kept them in the roster
-            for number, labels in load_tree(self._folder / "labels.safetensors").items():
-                partitions[number]["labels"] = labels
-        return Roster.from_tree(tree)
+        with reading(path, _DAMAGED, CheckpointError):
+            partitions = tree["partitions"]
+            if not all(
+                "labels" in one for one in partitions.values()
+            ):  # farflung 0.1 kept them in the roster
+                for number, labels in load_tree(self._folder / "labels.safetensors").items():
+                    partitions[number]["labels"] = labels
+            return Registry.from_tree(tree)
 
     def keep_state(self, state: State) -> None:
-        """Of the solver, after an iterate."""
+        """Writes the state of the solver, after an iterate."""
         save_tree(self._folder / "state.safetensors", state)
 
     def state(self) -> State | None:
-        """What was kept; ``None``: nothing yet."""
+        """Reads the state of the solver; ``None``: there is none yet."""
         path = self._folder / "state.safetensors"
         return load_tree(path) if path.exists() else None
 
     def close(self) -> None:
-        """Nothing more happens."""
+        """Closes the file of events."""
         self._events.close()
+
+
+class Folder:
+    """The files of a coded run.
+
+    Args:
+      path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.classes = path / "classes.json"
+        self.events = path / "events.jsonl"
+        self.model = path / "model.safetensors"
+        self.summary = path / "summary.json"
+        self.picture = path / "run.png"
+
+    @contextmanager
+    def begun(self, settings: Mapping[str, Json]) -> Iterator[str]:
+        """Makes the folder, or goes on in it; inside, no other process does.
+
+        Args:
+          settings: that decide the run; those of one that goes on are compared.
+
+        Yields:
+          The name of the run, by which devices know their blocks.
+
+        Raises:
+          ConfigError: another run is in it, or one that is over, or another process coordinates one there.
+          StorageError: it cannot be written.
+        """
+        with writing(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(f"{self.path}: a file: a run is kept in a folder")
+            self.path.mkdir(parents=True, exist_ok=True)
+        with held(self.path, "coordinates a run"):
+            name = self._found(settings) if self.config.exists() else secrets.token_hex(8)
+            write_json(self.config, {"coded_run": name, **settings})
+            yield name
+
+    def _found(self, settings: Mapping[str, Json]) -> str:
+        stored = _object(self.config)
+        name = stored.pop("coded_run", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.path} holds a run of another kind: choose another --folder")
+        for setting in sorted(settings.keys() - _MAY_CHANGE):
+            if stored.get(setting) != settings[setting]:
+                raise ConfigError(
+                    f"{self.path} holds another run: its {setting} is {stored.get(setting)}, not {settings[setting]}: "
+                    "choose another --folder, or go on with its settings"
+                )
+        if self.summary.exists() and _object(self.summary).get("converged"):
+            raise ConfigError(f"{self.path}: the run in it has converged: choose another --folder")
+        return name
+
+    def keep_classes(self, classes: Classes) -> Classes:
+        """Writes the classes of a run that begins, or reads those with which it began."""
+        if self.classes.exists():
+            with reading(self.classes, _DAMAGED, CheckpointError):
+                stored = _object(self.classes)
+                labels = stored["labels"]
+                if not isinstance(labels, list):
+                    raise TypeError("no labels")
+                return Classes(tuple(float(one) for one in labels), classes.positive)  # type: ignore[arg-type]
+        write_json(self.classes, {"labels": list(classes.labels)})
+        return classes
+
+    def told(self) -> list[Event]:
+        """Reads all events, in order.
+
+        Raises:
+          DataError: it cannot be read, or a line is no event; names file and line.
+        """
+        events: list[Event] = []
+
+        def take(event: Event) -> None:
+            if not isinstance(event["event"], str) or not isinstance(event["t"], int | float):
+                raise TypeError("no name of an event, or no time")
+            events.append(event)
+
+        json_lines(self.events, "not an event; the file is damaged", take, DataError)
+        return events
+
+
+def _object(path: Path) -> dict[str, Json]:
+    with reading(path, _DAMAGED, CheckpointError):
+        found = json_of(read_text(path))
+        if not isinstance(found, dict):
+            raise TypeError(f"keys and values were due, not {type(found).__name__}")
+        return found

@@ -1,4 +1,4 @@
-"""How many blocks, or devices with all that they hold, may vanish before the partitions are lost."""
+"""Rank of rows of coefficients, and how many devices may vanish before it is too low."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from farflung.coded.plan import raw_partition
-from farflung.coded.span import TOLERANCE, Span, unit
+from farflung.coded.decoding import TOLERANCE, Span, raw_partition, unit
 
 __all__ = ["MOST_SETS", "missing_ranks", "rank", "redundancy"]
 
@@ -21,7 +20,7 @@ _AT_ONCE = 4096
 
 
 def rank(rows: Iterable[Tensor], partitions: int) -> int:
-    """The rank of rows of coefficients, numeric as :class:`farflung.coded.Decoder` counts it.
+    """Computes the rank of rows of coefficients, numeric as :class:`farflung.coded.Decoder` counts it.
 
     Args:
       rows: (partitions,) each, float64; there may be none.
@@ -41,20 +40,20 @@ def redundancy(
     enough: int | None = None,
     most_sets: int = MOST_SETS,
 ) -> int:
-    """How many holders may vanish, whichever they are, so that the rest determines all partitions.
+    """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
 
     The result is exact where that takes at most ``most_sets`` sets: always with 20 rows of which 4 are coded, up to 2
-    with 256 rows. Beyond, it is a lower bound: all sets of so many have been tried.
+    with 256 rows. Beyond, it is a lower bound: all sets of so many losses have been tried.
 
     Args:
       rows: (partitions,) each, float64.
       partitions: K.
       holders: the holder of each row; ``None``: each row has its own.
-      enough: where more need not be known, up to how many is tried.
-      most_sets: how many sets are tried.
+      enough: the most losses that are tried; ``None``: those of all holders.
+      most_sets: the most sets that are tried.
 
     Returns:
-      At least 0, or -1 where the rows do not determine all partitions as they are.
+      At least 0, or -1 where the rows as they are do not determine all partitions.
     """
     matrix = torch.stack(list(rows)) if len(rows) else torch.zeros(0, partitions, dtype=torch.float64)
     losses = -1
@@ -71,16 +70,16 @@ def missing_ranks(
     enough: int | None = None,
     most_sets: int = MOST_SETS,
 ) -> Iterator[int]:
-    """Yields the ranks that are missing without losses, then after losses of one holder, of two, and so on, each summed
-    over all sets of so many holders.
+    """Yields the missing rank without losses, then after losses of one holder, of two, and so on, each summed over all
+    sets of so many holders.
 
     A set costs a matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
 
     Args:
       matrix: (rows, partitions), float64.
       holders: the holder of each row; ``None``: each row has its own.
-      enough: up to how many losses are tried; ``None``: up to that of all holders.
-      most_sets: how many sets are tried in all; a number of losses that would exceed it is not begun.
+      enough: the most losses that are tried; ``None``: those of all holders.
+      most_sets: the most sets that are tried in all; a number of losses that would exceed it is not begun.
     """
     holders = range(len(matrix)) if holders is None else holders
     raw: dict[int, int] = {}
@@ -116,12 +115,12 @@ def missing_ranks(
 
 
 def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
-    """Sums the ranks that the coded rows of the holders left lack in the columns that no raw row gives.
+    """Sums the ranks that the remaining holders' coded rows lack in the columns that no raw row gives.
 
     Args:
       rows: (coded, partitions), each of length 1.
       held_by: (coded,), the number of each row's holder.
-      sets: numbers of the holders that are lost, and the columns; as many of them in each set.
+      sets: numbers of the holders that are lost, and as many columns in each set.
     """
     lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
     stays = (held_by[:, None] != lost[:, None]).all(dim=2)

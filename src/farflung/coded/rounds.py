@@ -1,4 +1,4 @@
-"""One product of the whole data: what is sent to whom, which answers have come, and what follows from them."""
+"""One product of the whole data: its tasks for devices, their answers, the decoded result, and its deadline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farflung.coded.blocks import piece_of
-from farflung.coded.decoder import Decoder
+from farflung.coded.decoding import Decoder, Plans
 from farflung.coded.messages import Malformed, Multiply
-from farflung.coded.plan import Plans
-from farflung.coded.roster import Block, Kind
+from farflung.coded.registry import Block, Kind
 from farflung.types import Payload
 
-__all__ = ["Round"]
+__all__ = ["Deadline", "Round"]
+
+_FACTOR = 3.0
 
 
 @dataclass(slots=True)
@@ -29,20 +30,18 @@ class Round:
       kind: of the blocks that are multiplied.
       unknowns: partitions, or column blocks, whose products the answers are combined of.
       heights: rows of the product of each.
-      outputs: columns of the operand.
-      operand: what is multiplied by.
-      partitions: whose residuals lie in it; none where it is weights.
-      pieces: how many.
+      operand: (features, outputs) weights, or (samples, outputs) residuals.
+      partitions: whose residuals lie in the operand; none where it is weights.
+      pieces: into which the product is cut.
       plans: by which pieces are decoded, shared between rounds.
       max_condition: of a set of answers that is decoded.
-      due: of a round that is made again, the blocks by which each piece was decoded.
+      due: in a replay, the blocks by which each piece was decoded.
     """
 
     number: int
     kind: Kind
     unknowns: Sequence[int]
     heights: Sequence[int]
-    outputs: int
     operand: Tensor
     partitions: tuple[int, ...]
     pieces: int
@@ -54,15 +53,16 @@ class Round:
     owed: Counter[int] = field(default_factory=Counter)
     """Pieces that each of them has not answered."""
     answered: set[int] = field(default_factory=set)
-    """Devices of which a piece has come since somebody looked."""
+    """Devices that have sent a piece since the last look."""
     late: int = 0
     """Answers for pieces that were decoded before."""
+    products: list[Tensor] = field(default_factory=list)
+    """The product of each unknown; whole once the round is complete."""
     _blocks: dict[int, Block] = field(default_factory=dict)
     _rows: dict[int, Tensor] = field(default_factory=dict)
     _decoders: list[Decoder[int]] = field(default_factory=list)
     _answers: list[dict[int, Tensor]] = field(default_factory=list)
     _used: dict[int, list[int]] = field(default_factory=dict)
-    _product: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
@@ -70,15 +70,16 @@ class Round:
             Decoder[int](len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
         ]
         self._answers = [{} for _ in range(self.pieces)]
-        self._product = [torch.empty(height, self.outputs, dtype=torch.float64) for height in self.heights]
+        outputs = self.operand.shape[1]
+        self.products = [torch.empty(height, outputs, dtype=torch.float64) for height in self.heights]
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def tasks(self, blocks: Sequence[Block], since: int) -> dict[int, Multiply]:
-        """What devices are to be asked, by rank: for all of these blocks that nobody was asked for yet.
+        """Makes the tasks of devices, by rank, for those of these blocks that were not asked for yet.
 
-        Each device begins with another piece, so that all pieces are decoded at about the same time, and what slow
-        devices have done counts.
+        Each device begins with another piece, so that all pieces are decoded at about the same time, and the answers of
+        slow devices count.
         """
         found: dict[int, list[Block]] = {}
         for block in blocks:
@@ -106,12 +107,12 @@ class Round:
         return tasks
 
     def lose(self, rank: int) -> None:
-        """A device is gone; should one of its rank come, it has been asked for nothing yet."""
+        """Forgets the tasks of a device that is gone; a later one of its rank has been asked for nothing yet."""
         self.asked.pop(rank, None)
         self.owed.pop(rank, None)
 
     def silent(self) -> set[int]:
-        """Devices that owe pieces, and have sent none since this was asked before."""
+        """Lists the devices that owe pieces, and have sent none since the last look."""
         silent = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
         self.answered.clear()
         return silent
@@ -119,7 +120,7 @@ class Round:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def serves(self, block: Block) -> bool:
-        """Whether answers of a block can be of use: it has nothing in it but what is solved for."""
+        """Tells whether a block has nothing in it but unknowns."""
         return set(self.unknowns).issuperset(block.coefficients)
 
     @property
@@ -133,7 +134,7 @@ class Round:
         return [self._used[piece] for piece in range(self.pieces)]
 
     def take(self, rank: int, payload: Payload) -> None:
-        """An answer has come.
+        """Takes an answer, and decodes its piece where that is possible.
 
         Raises:
           Malformed: it is none of this round's.
@@ -155,16 +156,12 @@ class Round:
     def _decode(self, piece: int, decoder: Decoder[int]) -> None:
         begin, end = piece_of(max(self.heights), self.pieces, piece)
         decoded = decoder.plan().apply(self._answers[piece])
-        for product, part in zip(self._product, decoded, strict=True):
+        for product, part in zip(self.products, decoded, strict=True):
             rows = min(end, len(product)) - begin
             if rows > 0:
                 product[begin : begin + rows] = part[:rows]
-        self._used[piece] = sorted(decoder.who)
+        self._used[piece] = sorted(decoder.used)
         self._answers[piece].clear()
-
-    @property
-    def products(self) -> list[Tensor]:
-        return self._product
 
     def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:
         parts = list(payload.tensors())
@@ -173,14 +170,53 @@ class Round:
         number, piece = parts[0].tolist()
         product = parts[1]
         if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
-            raise Malformed("an answer that nobody has asked for")
+            raise Malformed("an answer that was not asked for")
         begin, end = piece_of(max(self.heights), self.pieces, piece)
         held = self._blocks[number].coefficients
         height = max(rows for one, rows in zip(self.unknowns, self.heights, strict=True) if one in held)
         rows = max(0, min(end, height) - begin)
-        fits = product.dtype == torch.float64 and product.dim() == 2 and product.shape[1] == self.outputs
+        fits = (
+            product.dtype == torch.float64
+            and product.dim() == 2
+            and product.shape[1] == self.operand.shape[1]
+        )
         if not fits or product.shape[0] != rows or not bool(torch.isfinite(product).all()):
             raise Malformed("no product of the size that was asked for")
         if rows < end - begin:
             product = pad(product, (0, 0, 0, end - begin - rows))
         return number, piece, product
+
+
+class Deadline:
+    r"""A deadline that is learned from earlier durations.
+
+    .. math:: d = f \, (\mu + 4 \sigma)
+
+    with the mean :math:`\mu` and the mean deviation :math:`\sigma` of the durations, smoothed as TCP does, by 1/8 and
+    1/4. The factor :math:`f = 3` is ours.
+
+    Args:
+      first_s: the deadline without a duration yet, in seconds.
+      least_s: the shortest one.
+
+    References: Jacobson & Karels 1988; RFC 6298.
+    """
+
+    def __init__(self, first_s: float, *, least_s: float = 1.0) -> None:
+        self._first_s, self._least_s = first_s, least_s
+        self._mean: float | None = None
+        self._deviation = 0.0
+
+    @property
+    def seconds(self) -> float:
+        if self._mean is None:
+            return self._first_s
+        return max(self._least_s, _FACTOR * (self._mean + 4 * self._deviation))
+
+    def learn(self, seconds: float) -> None:
+        """Takes in a duration."""
+        if self._mean is None:
+            self._mean, self._deviation = seconds, seconds / 2
+            return
+        self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
+        self._mean += (seconds - self._mean) / 8

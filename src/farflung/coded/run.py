@@ -1,4 +1,4 @@
-"""A coordinator's run from its first device to the trained model, kept in a folder."""
+"""A coordinator's run from its first device to the trained model, in a folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.coded.classes import Classes
 from farflung.coded.codes import CODES
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.folder import Folder
-from farflung.coded.learner import Learner
-from farflung.coded.linear_model import LinearModel
+from farflung.coded.linear_model import Classes, Learner, LinearModel
 from farflung.coded.meeting import Address, coordinating
-from farflung.coded.record import Record
+from farflung.coded.record import Folder, Record
 from farflung.coded.settings import Settings
 from farflung.coded.training import Trained, train
 from farflung.comm import Endpoint
@@ -34,7 +31,7 @@ __all__ = ["CodedRun", "Outcome"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What came of a run.
+    """The outcome of a run.
 
     Args:
       model: as trained.
@@ -47,14 +44,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedRun:
-    """What a coordinator is to do.
+    """The task of a coordinator.
 
     Args:
       settings: of the devices and the code.
-      learner: what is learned.
-      folder: where the run is kept; one that was stopped there goes on.
+      learner: settings of the model.
+      folder: of the run; one that was stopped there goes on.
       max_iterations: of the solver, in all.
-      test: features and labels that the model is tried on at the end.
+      test: features and labels on which the model is tested at the end.
     """
 
     settings: Settings
@@ -72,18 +69,18 @@ class CodedRun:
         told: Sink = lambda event: None,
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> Outcome:
-        """Waits for devices, trains, and keeps what came of it.
+        """Waits for devices, trains, and writes model and summary.
 
         Args:
-          address: to be met at.
-          endpoint: how it connects to devices.
-          met: is told where devices are awaited.
+          address: of the coordinator.
+          endpoint: its connections to devices.
+          met: called with the address at which devices are awaited.
           told: hears of each event.
           stop_asked: whether to stop after the iterate under way.
 
         Raises:
           ConfigError: the address cannot be used, or another run is in the folder.
-          DataError: what the devices bring cannot be learned from.
+          DataError: the samples of the devices cannot be learned from.
           RunLost: too few devices have come, or are left.
         """
         build("code", self.settings.code, CODES)
@@ -139,9 +136,9 @@ class CodedRun:
         return LinearModel(weights[: coordinator.features].clone(), intercepts, classes), trained
 
     def _classes(self, coordinator: Coordinator) -> Classes:
-        labels = torch.cat([partition.labels for partition in coordinator.roster.partitions])
+        labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
         classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
-        coordinator.members.strange = classes.strange
+        coordinator.members.check_labels = classes.strange
         return classes
 
     def _summary(
@@ -170,8 +167,9 @@ class CodedRun:
 
 
 def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
-    """What devices have given each other for blocks, under the code of the run and under one that needs all partitions,
-    and who came and went.
+    """Counts the bytes that devices have given each other for blocks, and the devices that came and went.
+
+    ``mds_encoding_nbytes`` are the bytes under a code whose blocks need all partitions.
     """
     counted: Counter[str] = Counter()
     for event in events:

@@ -1,4 +1,4 @@
-"""The settings of a coded run."""
+"""Settings of a coded run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from farflung.coded.blocks import MAX_PIECES
 from farflung.coded.redundancy import MOST_SETS
-from farflung.coded.roster import Kind
+from farflung.coded.registry import Kind
 from farflung.errors import ConfigError
 
 __all__ = ["Settings"]
@@ -17,24 +17,22 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is given; devices are told what they need of it.
+    """Settings of the coordinator.
 
     Args:
-      partitions: training begins with so many of them, :math:`K`.
-      devices: and with so many devices, :math:`N`, those that bring partitions among them.
-      coded: coded blocks of each kind that are made at first; ``None``: one for each device without data, and at least
-        ``redundancy``.
-      code: how their rows are drawn, as text; see :data:`farflung.coded.codes.CODES`.
-      seed: by which.
+      partitions: the number of partitions with which training begins, :math:`K`.
+      devices: the number of devices with which it begins, :math:`N`, those that bring partitions among them.
+      code: the coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
+      seed: of the code.
       redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
-      pieces: in how many every product is answered; 1: whole blocks.
-      transposed: how the product with residuals is had: from coded ``"columns"``; or by ``"repair"``, without them:
+      pieces: into which every product is cut; 1: whole blocks.
+      transposed: the way to the product with residuals: from coded ``"columns"``; or by ``"repair"``, without them:
         each device with a partition answers for it, and for one that does not the others multiply their blocks of rows
         by its residuals, a round for each.
-      on_loss: what becomes of training when a partition is lost that nothing at hand makes up for: ``"wait"`` for it to
-        come back, or ``"go_on"`` without it.
+      on_loss: when a partition is lost that does not follow from the remaining blocks, ``"wait"`` for it to come back,
+        or ``"go_on"`` without it.
       max_condition: the largest condition number of a set of answers that is decoded.
-      patience_s: how long training waits for whoever is missing, in seconds.
+      patience_s: the time for which training waits for missing devices, in seconds.
       least_s: no device counts as silent sooner, in seconds.
 
     Raises:
@@ -43,7 +41,6 @@ class Settings:
 
     partitions: int
     devices: int
-    coded: int | None = None
     code: str = "rlnc"
     seed: int = 0
     redundancy: int = 1
@@ -60,7 +57,7 @@ class Settings:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
         if self.devices < self.partitions:
             raise ConfigError(
-                f"devices = {self.devices}: each of {self.partitions} partitions is brought by one"
+                f"devices = {self.devices}: must be at least partitions = {self.partitions}, as each is brought by one"
             )
         most = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
@@ -71,10 +68,6 @@ class Settings:
             )
         if self.pieces > MAX_PIECES:
             raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")
-        if self.coded is not None and self.coded < 0:
-            raise ConfigError(f"coded = {self.coded}: must be 0 or more")
-        if ":" in self.code:
-            raise ConfigError(f"code = {self.code}: devices know the codes of the package alone")
         if self.on_loss not in ("wait", "go_on"):
             raise ConfigError(f"on_loss = {self.on_loss!r}: must be 'wait' or 'go_on'")
         if self.transposed not in ("columns", "repair"):
@@ -86,12 +79,5 @@ class Settings:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Of blocks that are made."""
+        """The kinds of blocks that are made."""
         return ("rows", "columns") if self.transposed == "columns" else ("rows",)
-
-    @property
-    def first_coded(self) -> int:
-        """How many coded blocks of each kind are made at first."""
-        if self.coded is not None:
-            return self.coded
-        return max(self.redundancy, self.devices - self.partitions)

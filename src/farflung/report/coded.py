@@ -1,4 +1,4 @@
-"""Draws coded training over time: devices present, how many could have vanished, and the objective."""
+"""A picture of coded training: its devices, how many of them could have vanished, and the objective."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _course(events: Iterable[Event]) -> _Course:
         if kind == "begins":
             for device in there.values():
                 device.becomes(course.end, gone=True)
-                device.asked = True  # its outcome is not known
+                device.asked = True  # its end is not in the events
             there, before, paused = {}, course.end, None
             course.begins.append(before)
         t = course.end = before + number(event, "t")

@@ -10,10 +10,10 @@ from farflung.cli.coded.common import CodedProgress, stopping, summary_lines
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
 from farflung.cli.output import OutputOptions, print_files, print_table, stderr_console
-from farflung.coded.folder import Folder
-from farflung.coded.learner import Learner
+from farflung.coded.linear_model import Learner
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
+from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun
 from farflung.coded.settings import Settings
 from farflung.errors import ConfigError

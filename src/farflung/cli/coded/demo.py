@@ -23,13 +23,11 @@ from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
 from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.folder import Folder
-from farflung.coded.held import HeldProducts
-from farflung.coded.learner import Learner
-from farflung.coded.local import partitioned
+from farflung.coded.linear_model import Learner
 from farflung.coded.meeting import Address
-from farflung.coded.parts import read_samples
-from farflung.coded.problem import Problem
+from farflung.coded.parts import partitioned, read_samples
+from farflung.coded.problem import HeldProducts, Problem
+from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun
 from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, solve
@@ -72,7 +70,7 @@ class Demo(OutputOptions):
     redundancy: int = 1
     """How many devices may vanish at any time; blocks are made that make up for lost ones."""
     code: str = "rlnc"
-    """How coded blocks are drawn: rlnc, mds, replication or uncoded."""
+    """How coded blocks are drawn: rlnc or mds."""
     model: str = "logistic"
     """logistic or svc."""
     data: str = "auto"
@@ -233,7 +231,7 @@ def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
 
 
 def _vanished(events: list[Event]) -> list[str]:
-    """The process, the time and the result."""
+    """Lists rank, time and partition of each device that vanished."""
     brought, found = {}, []
     for event in events:
         if event["event"] == "came":

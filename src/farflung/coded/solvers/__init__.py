@@ -3,19 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from farflung.coded.solvers.bundle import Bundle, BundleState
+from farflung.coded.solvers.base import Iterate, Solver, solve
 from farflung.coded.solvers.gd import GD, GDState
-from farflung.coded.solvers.interface import Iterate, Solver
 from farflung.coded.solvers.lbfgs import LBFGS, LBFGSState
 from farflung.coded.solvers.one_vs_rest import OneVsRest, OneVsRestState
-from farflung.coded.solvers.solving import solve
 
 __all__ = [
     "GD",
     "LBFGS",
     "SOLVERS",
-    "Bundle",
-    "BundleState",
     "GDState",
     "Iterate",
     "LBFGSState",
@@ -25,5 +21,5 @@ __all__ = [
     "solve",
 ]
 
-SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"bundle": Bundle, "gd": GD, "lbfgs": LBFGS}
+SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}
 """All of them by name."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.coded.problem import Problem
-from farflung.coded.solvers.interface import Iterate, Solver
+from farflung.coded.solvers.base import Iterate, Solver
 from farflung.tasks import Pending, Task
 from farflung.types import State
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OneVsRestState(Iterate, Generic[S]):
-    """Where the solver of each output is.
+    """State of the solver of each output.
 
     Args:
       outputs: their states, in order.
@@ -50,7 +50,7 @@ class OneVsRest(Generic[S]):
     solver: Solver[S]
 
     async def init(self, problem: Problem, weights: Tensor | None = None) -> OneVsRestState[S]:
-        """As many rounds as one output takes."""
+        """Starts all outputs in as many rounds as one output takes."""
         together = _Together(problem)
         columns = [None] * len(together.problems) if weights is None else weights.split(1, dim=1)
         begun = [
@@ -59,7 +59,7 @@ class OneVsRest(Generic[S]):
         return _joined(await together.run(begun))
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
-        """As many rounds as one output takes."""
+        """Takes a step of each output in as many rounds as one output takes."""
         together = _Together(problem)
         going = [index for index, one in enumerate(state.outputs) if not one.converged]
         steps = await together.run(
@@ -85,7 +85,7 @@ def _joined(outputs: list[S]) -> OneVsRestState[S]:
 
 
 class _Together:
-    """Runs solvers side by side; what they ask for meanwhile is one round of each product."""
+    """Runs solvers side by side; the products that they ask for meanwhile are one round."""
 
     def __init__(self, problem: Problem) -> None:
         self._products = problem.products
@@ -113,7 +113,7 @@ class _Together:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A product that somebody waits for."""
+    """A product that the solver of one output waits for."""
 
     factor: Tensor
     answer: Pending[Tensor] = field(default_factory=Pending)
@@ -121,7 +121,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Column:
-    """The products as the solver of one output sees them."""
+    """The products for the solver of one output."""
 
     samples: int
     features: int
@@ -141,7 +141,7 @@ def _want(wanted: list[_Wanted], factor: Tensor) -> Pending[Tensor]:
 
 
 async def _answer(wanted: list[_Wanted], product: Callable[[Tensor], Any]) -> None:
-    """Answers all who wait for a product by one round."""
+    """Answers all waiting solvers by one round."""
     if not wanted:
         return
     asked = wanted.copy()

@@ -1,4 +1,4 @@
-"""What a device was told to do and has not done yet."""
+"""Queues between the thread that carries messages and the coroutines that wait for them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ T = TypeVar("T")
 
 
 class Queue(Generic[T]):
-    """Takes from one thread what another, or several coroutines of one, wait for."""
+    """Takes items from one thread, for several coroutines of another.
+
+    Each side keeps to single operations on the queue, and neither iterates over it.
+    """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._wait: Pending[None] | None = None
 
     def put(self, item: T) -> None:
+        """Adds an item and ends the waits."""
         self._items.append(item)
         if self._wait is not None:
             self._wait.set(None)
 
     async def next(self) -> T:
-        """The first of them; waits where there is none."""
+        """Takes the first item; waits where there is none."""
         while not self._items:
             if self._wait is None or self._wait.done:
                 self._wait = Pending()
@@ -40,15 +44,12 @@ class Queue(Generic[T]):
 
 
 class Work(Queue[Multiply | End | FarflungError]):
-    """Products that are to be made, then the end or what has ended it all; rounds that are over are passed over.
-
-    One thread puts while another takes: each keeps to single operations on the queue, and neither iterates over it.
-    """
+    """Products that are to be made, then the end or the error that ends them; rounds that are over are skipped."""
 
     def __init__(self) -> None:
         super().__init__()
         self._since = 0
-        """The first round that is not over, by what was put last."""
+        """The first round that is not over, by the last item."""
         self._ended = False
 
     @override
@@ -67,5 +68,5 @@ class Work(Queue[Multiply | End | FarflungError]):
                 return item
 
     def over(self, round: int) -> bool:
-        """Whether a round need not be carried on."""
+        """Tells whether a round need not be carried on."""
         return self._ended or self._since > round

@@ -1,0 +1,247 @@
+"""Placement: which block is to be made next, by which device, and from which others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from farflung.coded.codes import Code
+from farflung.coded.decoding import combination
+from farflung.coded.messages import Columns, Part, Rows, Source
+from farflung.coded.redundancy import missing_ranks
+from farflung.coded.registry import Block, Kind, Partition, Placed, Registry
+
+__all__ = ["Placement"]
+
+_DRAWS = 8
+"""Rows of the code that are compared where rank is lacking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Gives the next block to be made as a function of the registry.
+
+    Each device gets a block of each kind. Beyond that, while losses of at most ``redundancy`` devices would leave too
+    low a rank, the block is made that lowers the lacking rank most, and of equal ones the one with fewest fetched
+    partitions.
+
+    Args:
+      code: draws rows.
+      seed: of the code.
+      redundancy: so many devices may vanish at any time, in the worst case.
+      kinds: of the blocks that there are.
+    """
+
+    code: Code
+    seed: int
+    redundancy: int
+    kinds: tuple[Kind, ...]
+
+    def next(self, registry: Registry) -> Placed | None:
+        """Gives the next block; ``None``: nothing is missing, or nothing helps."""
+        if not registry.active:
+            return None
+        rules = [
+            self._parts(registry),
+            *(self._first(registry, kind) for kind in self.kinds),
+            *(self._best(registry, kind) for kind in self.kinds),
+        ]
+        return next(itertools.chain.from_iterable(rules), None)
+
+    # --- rules ------------------------------------------------------------------------------------------------------
+
+    def _parts(self, registry: Registry) -> Iterator[Placed]:
+        """Adds the rows of later partitions to blocks of columns, and restores partitions that these need."""
+        there = registry.there("columns")
+        for partition in registry.partitions if registry.bounds else ():
+            lacking = [
+                block
+                for block in there
+                if partition.number not in block.parts
+                and partition.number not in block.making
+                and not registry.members[_holder(block)].unable
+            ]
+            if registry.raw(partition) is not None:
+                for block in lacking:
+                    order = self._columns(registry, block, [partition])
+                    if order is not None:
+                        yield Placed(block, order)
+            elif (
+                (lacking or not registry.decodable("columns"))
+                and registry.recoverable(partition)
+                and not any(
+                    block.raw == partition.number and not block.ready for block in registry.of("rows")
+                )
+            ):
+                yield from self._made(registry, "rows", self._host(registry, "rows"), {partition.number: 1.0})
+
+    def _first(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
+        """Gives a device without any a block: a plain copy that no host has, or else the next row of the code."""
+        holders = {block.holder for block in registry.of(kind)}
+        data = {block.holder for block in registry.of("rows") if block.raw is not None}
+        for rank in sorted(registry.makers, key=lambda rank: rank not in data):
+            if rank not in holders:
+                for row in (*self._copies(registry, kind), *self._rows(registry, kind)):
+                    yield from self._made(registry, kind, rank, row)
+
+    def _best(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
+        """Gives the block that lowers the lacking rank most."""
+        least = self._lacking(registry, kind)
+        found: list[tuple[list[int], int, int, Placed]] = []
+        for place, placed in enumerate(self._candidates(registry, kind) if any(least) else ()):
+            lacking = self._lacking(registry, kind, placed.block)
+            if lacking < least:
+                fetched = 0
+                if isinstance(placed.order, Rows):
+                    fetched = sum(source.rank != placed.block.holder for source in placed.order.sources)
+                found.append((lacking, fetched, place, placed))
+                if lacking[1] < least[1]:  # no block lowers the rank that is lacking already by more than one
+                    break
+        if found:
+            yield min(found, key=lambda one: one[:3])[-1]
+
+    # --- candidates -------------------------------------------------------------------------------------------------
+
+    def _candidates(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
+        host = self._host(registry, kind)
+        for row in self._copies(registry, kind):
+            yield from self._made(registry, kind, host, row)
+        if kind == "rows":
+            yield from self._extended(registry)
+        for row in self._rows(registry, kind):
+            yield from self._made(registry, kind, host, row)
+
+    def _copies(self, registry: Registry, kind: Kind) -> list[dict[int, float]]:
+        """Lists the plain copies that no host has or makes."""
+        raw = {block.raw for block in self._staying(registry, kind)}
+        return [{unknown: 1.0} for unknown in registry.unknowns(kind) if unknown not in raw]
+
+    def _rows(self, registry: Registry, kind: Kind) -> Iterator[dict[int, float]]:
+        """Draws rows of the code that no block has been given."""
+        unknowns, seed = registry.unknowns(kind), self.seed + (kind == "columns")
+        plain = len(registry.partitions) if kind == "rows" else registry.column_blocks
+        begin = max(0, sum(block.kind == kind for block in registry.blocks.values()) - plain)
+        for index in range(begin, begin + _DRAWS):
+            row = self.code.row(index, len(unknowns), seed).tolist()
+            yield {unknown: weight for unknown, weight in zip(unknowns, row, strict=True) if weight}
+
+    def _extended(self, registry: Registry) -> Iterator[Placed]:
+        """Adds the partitions that no coded block has to each of the coded blocks."""
+        coded = [block for block in self._staying(registry, "rows") if block.raw is None]
+        covered = set[int]().union(*(block.coefficients for block in coded))
+        added = [
+            raw
+            for partition in registry.active
+            if partition.number not in covered and (raw := registry.raw(partition)) is not None
+        ]
+        for block in coded if added else ():
+            if block.ready and block.holder in registry.makers:
+                sources = tuple(Source(_holder(one), one.number, 1.0) for one in (block, *added))
+                coefficients = {
+                    **block.coefficients,
+                    **{raw.raw: 1.0 for raw in added if raw.raw is not None},
+                }
+                yield self._placed(registry, _holder(block), coefficients, sources, replaces=block.number)
+
+    def _lacking(self, registry: Registry, kind: Kind, more: Block | None = None) -> list[int]:
+        """Counts the plain copies that leaving devices alone have, and then the rank that is missing after losses of
+        none, of one, and so on up to :attr:`redundancy` devices, each summed over all such losses, to the first that is
+        not 0. Blocks that are being made count as there.
+        """
+        active, unknowns = {one.number for one in registry.active}, registry.unknowns(kind)
+        blocks = [
+            block
+            for block in [*self._staying(registry, kind), *([] if more is None else [more])]
+            if (more is None or block.number != more.replaces)
+            and active.issuperset(block.coefficients if kind == "rows" else ())
+        ]
+        kept = {block.raw for block in blocks}
+        found = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - kept)]
+        holders = [block.holder for block in blocks]
+        for missing in missing_ranks(registry.matrix(blocks, unknowns), holders, enough=self.redundancy):
+            found.append(missing)
+            if missing:
+                break
+        return found
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    def _made(
+        self, registry: Registry, kind: Kind, rank: int | None, coefficients: Mapping[int, float]
+    ) -> Iterator[Placed]:
+        """Places a block with a device; none where what it is made of is not there."""
+        if rank is None:
+            return
+        if kind == "rows":
+            sources = self._sources(registry, rank, coefficients, registry.there("rows"))
+            if sources is not None:
+                yield self._placed(registry, rank, coefficients, sources)
+            return
+        block = Block(registry.numbers, "columns", coefficients, rank)
+        order = self._columns(registry, block, registry.active)
+        if order is not None:
+            yield Placed(block, order)
+
+    def _placed(
+        self,
+        registry: Registry,
+        rank: int,
+        coefficients: Mapping[int, float],
+        sources: tuple[Source, ...],
+        replaces: int | None = None,
+    ) -> Placed:
+        block = Block(registry.numbers, "rows", coefficients, rank, replaces=replaces)
+        height = max(registry.partitions[one].rows for one in coefficients)
+        return Placed(block, Rows(block.number, height, registry.features, sources))
+
+    def _columns(self, registry: Registry, block: Block, partitions: Sequence[Partition]) -> Columns | None:
+        """Orders parts of a block of columns, from plain copies, or else from the same parts of other blocks."""
+        parts = []
+        for partition in partitions:
+            raw = registry.raw(partition)
+            if raw is not None:
+                sources: tuple[Source, ...] | None = (Source(_holder(raw), raw.number, 1.0),)
+            else:
+                there = [one for one in registry.there("columns") if partition.number in one.parts]
+                sources = self._sources(registry, _holder(block), block.coefficients, there)
+            if sources is None:
+                return None
+            parts.append(Part(partition.number, partition.rows, raw is not None, sources))
+        weights = tuple(block.coefficients.get(k, 0.0) for k in range(registry.column_blocks))
+        return Columns(block.number, weights, registry.bounds, tuple(parts))
+
+    def _sources(
+        self, registry: Registry, rank: int, wanted: Mapping[int, float], blocks: Sequence[Block]
+    ) -> tuple[Source, ...] | None:
+        """Finds blocks whose sum is a wanted one, the device's own first; ``None``: there are none."""
+        blocks = sorted(blocks, key=lambda block: block.holder != rank)
+        unknowns = sorted({*wanted, *(one for block in blocks for one in block.coefficients)})
+        target = torch.tensor([wanted.get(one, 0.0) for one in unknowns], dtype=torch.float64)
+        found = combination(target, dict(enumerate(registry.matrix(blocks, unknowns))))
+        if found is None:
+            return None
+        return tuple(
+            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items()
+        )
+
+    # --- hosts ------------------------------------------------------------------------------------------------------
+
+    def _staying(self, registry: Registry, kind: Kind) -> list[Block]:
+        """Lists the blocks of hosts, made or being made, but those that are being replaced."""
+        hosts = registry.hosts
+        found = [block for block in registry.of(kind) if block.holder in hosts]
+        replaced = {block.replaces for block in found}
+        return [block for block in found if block.number not in replaced]
+
+    def _host(self, registry: Registry, kind: Kind) -> int | None:
+        """Finds the device with the fewest blocks."""
+        held = [block.holder for block in registry.of(kind)]
+        return min(registry.makers, key=lambda rank: (held.count(rank), rank), default=None)
+
+
+def _holder(block: Block) -> int:
+    assert block.holder is not None
+    return block.holder
