@@ -20,7 +20,7 @@ from farflung.errors import ConfigError, RunLost
 from farflung.recipes import Recipe
 from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, GroupedImportance
-from farflung.sampling.importance import smoothed, speed_up, variance_ratio
+from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.spec import build
 from farflung.types import Carries, Decision, Draw, Json, PoolView, SampleIds, Scores, Spare
 from tests.helpers import same_tree
@@ -348,7 +348,7 @@ def test_replicas_that_draw_from_the_same_samples_draw_unlike_numbers() -> None:
 
 
 @pytest.mark.parametrize("groups", ["4", "'bacc', chunk=3, every=3"])
-@pytest.mark.parametrize("more", ["rule='paper'", "rule='paper', switch=True", "rule='auto'", "rule='two'"])
+@pytest.mark.parametrize("more", ["rule='paper'", "rule='auto'", "rule='two'"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_path: Path) -> None:
     if streams and "two" in more:
@@ -462,17 +462,14 @@ def test_telemetry_says_what_importance_is_worth() -> None:
         "groups": 1,
         "scored": 0,
         "variance_ratio": 1.0,
-        "tau": 0.0,
         "score_quantiles": None,
         "largest_weight": 1.0,
         **unknown,
     }
-    tau = 0.0
     for step in range(1, 4):
         newest = scores[scored[step - 1]]
-        tau = 0.9 * tau + 0.1 * speed_up(newest)
-        told = {"variance_ratio": variance_ratio(newest, smoothed(newest, 0.5)), "tau": tau}
-        known = {"groups": step + 1, "scored": 8, **told}
+        ratio = variance_ratio(newest, smoothed(newest, 0.5))
+        known = {"groups": step + 1, "scored": 8, "variance_ratio": ratio}
         assert {name: draws[step].told[name] for name in known} == pytest.approx(known)
         # Of eight scores, 5 % is the first, 25 % the second and so on.
         assert draws[step].told["score_quantiles"] == [
@@ -509,34 +506,6 @@ def test_ranks_of_what_others_have_scored_are_not_told() -> None:
     assert draws[1].told["score_age"] is None, "seven are too few"
     draws, _ = train(sampler, range(4, 6), scores, 20)
     assert draws[1].told["score_age"] == 2.0, "all ten were scored here by then"
-
-
-# --- the switch -------------------------------------------------------------------------------------------------
-
-
-def test_batches_are_uniform_until_importance_is_worth_its_scoring() -> None:
-    scores = torch.zeros(N)
-    scores[7] = 1.0  # tau comes to the root of 40, the threshold is (40 + 24) / 24
-    sampler = paper(0, groups=1, chosen=1, switch=True)
-    draws, _ = train(sampler, range(9), scores)
-    taus = [draw.told["tau"] for draw in draws]
-    assert taus == pytest.approx([math.sqrt(40) * (1 - 0.9**step) for step in range(9)])
-    on = [draw.weights is not None for draw in draws]
-    assert on == [math.sqrt(40) * (1 - 0.9**step) > 64 / 24 for step in range(9)]
-    assert not on[0]
-    assert on[-1]
-    uniform = torch.cat([draw.ids for draw in draws[:5]])
-    assert sorted(uniform.tolist()) == list(range(N)), "passes, each sample once"
-
-
-def test_batches_are_uniform_again_when_scores_have_become_alike() -> None:
-    scores = torch.zeros(N)
-    scores[7] = 1.0
-    sampler = paper(0, groups=1, chosen=1, switch=True)
-    train(sampler, range(9), scores)
-    draws, _ = train(sampler, range(9, 60), torch.ones(N))
-    assert draws[-1].weights is None
-    assert draws[-1].weight == 1.0
 
 
 # --- samples that change their owner ----------------------------------------------------------------------------
@@ -631,9 +600,7 @@ def test_scores_below_zero_are_refused() -> None:
         ("rule='exact'", "rule 'exact' must be 'auto' or 'pool' or 'two' or 'paper'"),
         ("rule=2", "rule 2 must be 'auto' or 'pool' or 'two' or 'paper'"),
         ("chosen=3", "chosen 3 is of the paper's rule: give rule='paper' too"),
-        ("rule='two', switch=True", "switch True is of the paper's rule: give rule='paper' too"),
         ("smoothing=0", "smoothing 0 must be above 0, or samples scored 0 are never drawn"),
-        ("rule='paper', switch=1", "switch 1 must be True or False"),
         ("chunk=0", "chunk 0 must be at least 1"),
         ("most=63", "most 63 must be at least 64"),
         ("every=0", "every 0 must be at least 1"),

@@ -30,6 +30,7 @@ from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Scoring, scores_of
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
+from farflung.sampling import Gain
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -172,6 +173,7 @@ class Replica:
             self.training.on_nonfinite,
             self._tell if self.trace else None,
             rides=self._numbers(0),
+            gain=self._gain,
             steps=self.training.steps,
             meets=self._meets,
         )
@@ -217,6 +219,11 @@ class Replica:
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
+
+    @property
+    def _gain(self) -> Gain | None:
+        """What the sampler's draws are worth, where it draws by scores."""
+        return getattr(self.parts.sampler, "gain", None)
 
     @property
     def bucket_specs(self) -> list[TensorSpec]:
@@ -277,6 +284,7 @@ class Replica:
             time_s=whole.time_s,
             stopped=stopped,
             reducer=self._exchanges.report(),
+            sampling={} if self._gain is None else self._gain.report(),
             last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
