@@ -372,6 +372,7 @@ class ImportanceSampler(Sampler[list[int]]):
     def _draw(self, candidates: _Candidates, batch: Any) -> tuple[Drawn, Any]:
         """Draws a batch from candidates."""
         self._drawn += 1
+        self.gain.steps[candidates.rule] += 1
         if candidates.rule == "uniform":
             return Drawn(self.share[candidates.places], self._factor * candidates.weights.float()), batch
         assert candidates.scores is not None

@@ -63,7 +63,8 @@ class Gain:
         self.streams = False
         """Whether samples stream in, so that ``two`` is not to be had."""
         self._why: str | None = None
-        self._steps = {"uniform": 0, "pool": 0, "two": 0}
+        self.steps = {"uniform": 0, "pool": 0, "two": 0}
+        """Batches of this replica by each rule."""
         self._told = dict.fromkeys((*NOISE, *MOMENTS), 0.0)
         self._scale, self._apart = 0.0, 0
         self._sums: dict[str, float] = {}
@@ -121,7 +122,6 @@ class Gain:
 
     def learn(self, sums: Mapping[str, float]) -> bool:
         """Learns from a step's sums over all replicas; whether another rule is chosen."""
-        self._steps[self.rule] += 1
         if self._why:
             return False
         self._age += 1
@@ -173,12 +173,12 @@ class Gain:
     def report(self) -> dict[str, Json]:
         """For the summary of a run: the steps under each rule, the gain predicted last, and why there is none."""
         undefined: dict[str, Json] = {"undefined": self._why} if self._why else {}
-        return {"steps": dict(self._steps), **self.told(), **undefined}
+        return {"steps": dict(self.steps), **self.told(), **undefined}
 
     def state_dict(self) -> State:
         return {
             "rule": self.rule,
-            "steps": dict(self._steps),
+            "steps": dict(self.steps),
             "told": dict(self._told),
             "sums": dict(self._sums),
             "age": self._age,
@@ -188,7 +188,7 @@ class Gain:
 
     def load_state_dict(self, state: State) -> None:
         self.rule, self._age, self._apart = state["rule"], state["age"], state["apart"]
-        self._steps, self._told, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
+        self.steps, self._told, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
         self._scale = state["scale"]
 
     def _restart(self) -> None:

@@ -185,6 +185,7 @@ class GroupedImportance:
                 self.gain.judge(self._rule.moments(scores, first), part)
             if self.gain.rule == "uniform":
                 self._by = "uniform"
+            self.gain.steps[self._by] += 1
         told: dict[str, Json] = {
             "rule": self._by,
             "groups": len(self._present()[0]),
