@@ -86,7 +86,7 @@ def score(sampler: Scores, seen: PoolView) -> None:
         return Decision(name, step, local(), rank=seen.rank)
 
     count = 0
-    for ids in sampler.due(seen, decide):
+    for ids in sampler.due(seen, decide).scores:
         sampler.scored(ids, 3.0 / (1 + ids + seen.step), seen.step)
         count += len(ids)
     sampler.observe(Spare(1.0, 0.5 + seen.step % 3, 0.1 * count, count, overlaps=False))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -26,7 +28,19 @@ from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule, filled
 from farflung.sampling.scores import check_scores
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
-from farflung.types import Decision, Draw, Json, PoolView, SampleIds, ScoredBy, Spare, State
+from farflung.types import (
+    PASSES,
+    Decision,
+    Draw,
+    Due,
+    Json,
+    PoolView,
+    SampleIds,
+    ScoredBy,
+    Spare,
+    State,
+    Statistics,
+)
 
 __all__ = ["GroupedImportance"]
 
@@ -35,6 +49,8 @@ UNKNOWN = -1
 """In place of the step at which a score was made here: none was, or its sample has come from another replica."""
 FEWEST = 2
 """Batches that a group by time has at least, outside the paper's rule: of fewer there is little to choose."""
+FILLS = {"fill": 1.0, "half": 0.5}
+"""Rules that compute gradients in the wait, with the part of it that they do so in."""
 PERCENTS = (5, 25, 50, 75, 95)
 """Of the scores of a group, for telemetry."""
 PAPER = {"chosen": 2, "beta": 0.5}
@@ -54,6 +70,10 @@ class GroupedImportance:
     there. **Rule** ``auto`` takes either while that is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no
     stream. Otherwise batches are uniform, in shuffled passes over the replica's samples, and what is scored is a batch
     of candidates in every 20th step; nothing, where no gain can be predicted.
+
+    **Rule** ``fill`` computes gradients in the wait in place of scores, a third as many, of uniform samples; they are
+    a step old when the next step's gradient takes them in, weighted by samples. Its batches are uniform, and come from
+    the same passes. **Rule** ``half`` spends half the wait so, and the other half as ``pool``.
 
     **Rule** ``paper`` is Mercury's, for its figures. Batches are drawn on two levels: first ``chosen`` groups without
     replacement, each by how fresh it is. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
@@ -83,9 +103,11 @@ class GroupedImportance:
 
     Args:
       seed: of all that is random here; unlike on replicas with samples of their own.
-      rule: ``"auto"``, ``"pool"``, ``"two"`` or ``"paper"``.
+      rule: ``"auto"``, ``"pool"``, ``"two"``, ``"fill"``, ``"half"`` or ``"paper"``.
       groups: see above.
       scored_by: see :data:`farflung.types.ScoredBy`; ``None``: ``"gradient_bound"``, with the paper's rule ``"loss"``.
+      statistics: what running statistics, such as a batch norm's, are updated by: ``"batch"``, every batch;
+        ``"uniform"``, no batch that is drawn by scores, and as many uniform samples in its wait.
       smoothing: c; ``None``: 0.02, with the paper's rule 0.5. Without any, which the paper's rule allows, weights have
         no bound and samples with a score of 0 are not drawn.
       chosen: d, of how many groups a batch is; of as many as there are until then. The paper's rule alone.
@@ -110,9 +132,10 @@ class GroupedImportance:
         self,
         seed: int,
         *,
-        rule: Literal["auto", "pool", "two", "paper"] = "auto",
+        rule: Literal["auto", "pool", "two", "fill", "half", "paper"] = "auto",
         groups: int | Literal["bacc"] | None = None,
         scored_by: ScoredBy | None = None,
+        statistics: Statistics = "batch",
         smoothing: float | None = None,
         chosen: int = 2,
         beta: float = 0.5,
@@ -121,7 +144,7 @@ class GroupedImportance:
         every: int = 10,
         share: float = 0.25,
     ) -> None:
-        choice_option(NAME, "rule", rule, (*TWO_STAGE, "paper"))
+        choice_option(NAME, "rule", rule, (*TWO_STAGE, *FILLS, "paper"))
         paper = rule == "paper"
         groups = 8 if paper and groups is None else groups
         if groups is not None and groups != "bacc":
@@ -139,15 +162,19 @@ class GroupedImportance:
         number_option(NAME, "smoothing", smoothing, 0)
         scored_by = ("loss" if paper else "gradient_bound") if scored_by is None else scored_by
         choice_option(NAME, "scored_by", scored_by, get_args(ScoredBy))
+        choice_option(NAME, "statistics", statistics, get_args(Statistics))
         whole_option(NAME, "chunk", chunk, 1)
         if most is not None:
             whole_option(NAME, "most", most, chunk)
         self._groups, self._chosen = groups, chosen
         self._beta, self._smoothing = float(beta), float(smoothing)
         self._scored_by, self._chunk, self._most = scored_by, chunk, most
+        self._statistics, self._fills = statistics, FILLS.get(rule, 0.0)
+        needs = {f"rule {rule!r}": rule in ("two", *FILLS), "statistics='uniform'": statistics == "uniform"}
+        self._needs_all = " and ".join(what for what, does in needs.items() if does)
         self._seed, self._order = seed, Passes(derive(seed, "order"))
-        self.gain = None if paper else Gain(rule)
-        """What drawing by scores is worth; ``None`` for the paper's rule."""
+        self.gain = Gain(rule) if rule in TWO_STAGE else None
+        """What drawing by scores is worth; ``None`` where the rule does not depend on it."""
         self._rule = None if paper else Rule(NAME, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform"))
@@ -161,25 +188,30 @@ class GroupedImportance:
         """What samples are judged by."""
         return self._scored_by
 
+    @property
+    def statistics(self) -> Statistics:
+        """What running statistics are updated by."""
+        return self._statistics
+
     # --- drawing ----------------------------------------------------------------------------------------------------
 
     def next(self, view: PoolView) -> Draw:
         """A batch by the scores there are.
 
         Raises:
-          ConfigError: more groups than samples, or rule ``two`` for a stream.
+          ConfigError: more groups than samples, or a stream where something is to be drawn from all samples.
         """
         self._hold(view)
+        if not isinstance(view.pool, int) and (why := self._needs_all):
+            raise ConfigError(
+                f"{NAME}: {why} takes samples from all of a replica's, and a stream holds those that have arrived: "
+                "give rule='pool' and statistics='batch'"
+            )
         newest = self._stamps.max()
         at = (self._stamps == newest) & (self._scores >= 0)
         scores, first = self._scores[at], self._first[at]
         if self._rule is not None and self.gain is not None:
             self.gain.streams = not isinstance(view.pool, int)
-            if self.gain.rule == "two" and self.gain.streams:
-                raise ConfigError(
-                    f"{NAME}: rule 'two' draws candidates from all of a replica's samples, and a stream holds those "
-                    "that have arrived: give rule='pool'"
-                )
             if newest == view.step - 1 and len(scores):
                 part = min(1.0, view.batch_size / self._size)
                 self.gain.judge(self._rule.moments(scores, first), part)
@@ -243,20 +275,34 @@ class GroupedImportance:
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
-    def due(
-        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
-    ) -> Sequence[SampleIds]:
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         """The next group of all samples, or those of a stream that are in most need of a score; in chunks."""
         count = view.pool if isinstance(view.pool, int) else len(view.pool)
         size = self._due(view, count, decide)
+        gradients = math.ceil(self._fills * size / PASSES)
+        size -= math.ceil(self._fills * size)
         if self.gain is not None:
             self._size = max(1, size if isinstance(view.pool, int) else count)
             self._by = self.gain.rule
             if self._by == "uniform":
                 looks = self.gain.looks and view.step % LOOK == 0
                 size = min(view.batch_size, size) if looks else 0
+        elif self._rule is not None:
+            self._by = "pool" if size else "uniform"
+        aside = view.batch_size if self._statistics == "uniform" and self._by != "uniform" else 0
+        return Due(
+            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, aside)
+        )
+
+    def _beside(self, view: PoolView, size: int) -> Sequence[SampleIds]:
+        """The next of the uniform samples, in chunks."""
+        return (
+            torch.split(self._uniform.next(replace(view, batch_size=size)).ids, self._chunk) if size else ()
+        )
+
+    def _next_group(self, view: PoolView, count: int, size: int) -> Sequence[SampleIds]:
         if not size:
-            return []
+            return ()
         if not isinstance(view.pool, int):
             ids = view.pool[self._need(view.pool).argsort(stable=True)[:size]]
         elif self._rule is None:
@@ -264,7 +310,7 @@ class GroupedImportance:
         else:
             ids, first = self._rule.candidates(self._scores, size, view.step, two=self._by == "two")
             self._first[ids] = first
-        return list(torch.split(ids, self._chunk))
+        return torch.split(ids, self._chunk)
 
     def _due(
         self, view: PoolView, count: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
