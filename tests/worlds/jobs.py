@@ -212,7 +212,8 @@ def virtual_scored(
     log = DecisionLog(replay=replay)
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
     found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
-    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+    mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]
+    return list(zip(found, mine, strict=True))
 
 
 def wall_served(
