@@ -277,7 +277,8 @@ def sampled(rank: int, size: int, store: dist.Store, *, how: str = "synchronous"
     data, model = TensorDataset(points), nn.Linear(3, 1)
 
     def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return (model(batch[0]).squeeze(1) - 1).abs()
+        found: Tensor = (model(batch[0]).squeeze(1) - 1).abs()
+        return found
 
     optimizer, events = torch.optim.SGD(model.parameters(), lr=1e-4), list[Any]()
     sampler = farflung.ImportanceSampler(data, 4, candidates=5, scored_by="loss")

@@ -45,7 +45,9 @@ def test_it_has_means_over_replicas_of_all_that_is_told(tmp_path: Path, drawn: l
     scores, worth, sizes, ranks, numbers, ages = map(lines, drawn[0].axes)
     assert [step for step, _ in scores["median"]] == [1, 2, 3, 4]
     assert [middle for _, middle in scores["median"]] == pytest.approx([1.2, 2.2, 3.2, 4.2])
-    assert [ratio for _, ratio in worth["second moment of the gradient, by scores"]] == pytest.approx([0.55] * 4)
+    assert [ratio for _, ratio in worth["second moment of the gradient, by scores"]] == pytest.approx(
+        [0.55] * 4
+    )
     assert worth["gain in steps, predicted"] == [(step, 1.5) for step in range(2, 5)]
     assert sizes["samples in the newest"] == [(step, 96.0) for step in range(1, 5)]
     assert numbers["groups"] == [(step, step + 1.0) for step in range(1, 5)]
