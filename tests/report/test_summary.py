@@ -61,7 +61,10 @@ def test_a_run_that_was_stopped_and_simulated_says_so() -> None:
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ({"gain": 1.746, "steps": {"uniform": 100, "pool": 400, "two": 1000}}, "1,400 steps, gain 1.75 predicted"),
+        (
+            {"gain": 1.746, "steps": {"uniform": 100, "pool": 400, "two": 1000}},
+            "1,400 steps, gain 1.75 predicted",
+        ),
         ({"gain": None, "steps": {"uniform": 100, "pool": 0, "two": 0}}, "0 steps"),
         (
             {"gain": None, "steps": {"uniform": 9, "pool": 0, "two": 0}, "undefined": "one replica"},

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
+from farflung.errors import ConfigError
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runs import make_replica
@@ -243,7 +245,7 @@ class Rare(Quadratic):
 def run(
     sampler: str, steps: int = 130, workers: int = 3, **parts: Any
 ) -> tuple[list[Replica], list[Decision]]:
-    world = VirtualWorld(workers)
+    world = VirtualWorld(workers, LinkModel(0.1))
     replicas = [
         make_replica(
             runtime,
@@ -310,3 +312,14 @@ def test_while_uniform_a_batch_is_scored_in_every_twentieth_step() -> None:
     (replica, *_), _ = run("grouped_importance", 60)
     told = replica.parts.sampler.state_dict()
     assert int((told["scores"] >= 0).sum()) == 4 * 3
+
+
+def test_of_streams_scores_are_drawn_by_once_that_is_worth_it_and_never_from_all() -> None:
+    stream = "rate(100, least=4, most=40, backlog=40, full='drop_oldest')"
+    replicas, decided = run("grouped_importance(scored_by='loss')", 140, stream=stream)
+    assert [each.value for each in decided] == ["pool"]
+    for replica in replicas:
+        assert gain_of(replica).steps["uniform"] >= STEPS
+        assert gain_of(replica).steps["two"] == 0
+    with pytest.raises(ConfigError, match="stream holds those that have arrived"):
+        run("grouped_importance(rule='two')", 3, stream=stream)

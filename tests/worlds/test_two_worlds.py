@@ -279,7 +279,7 @@ def test_scores_by_each_replicas_clock_are_taken_again(pool: Pool, parts: dict[s
 def test_scores_are_turned_on_alike_in_both_worlds(pool: Pool) -> None:
     """After 100 steps, as all replicas have learned from each other's gradients and scores."""
     run: dict[str, Any] = {
-        "parts": {"sampler": "grouped_importance(groups='bacc', chunk=8, every=25)"},
+        "parts": {"sampler": "grouped_importance(chunk=8)"},
         "steps": 106,
     }
     first = pool.run(3, "tests.worlds.jobs.wall_scored", **run)

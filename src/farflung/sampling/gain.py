@@ -18,7 +18,7 @@ SETTLING = 3
 """Steps after a choice in whose sums there may be batches of the rule before."""
 MISS = 2.0
 """Times by which the variance under rule ``two`` may exceed what is predicted."""
-APART = 1000
+PAUSE = 1000
 """Steps for which ``two`` is left alone afterwards."""
 LOOK = 20
 """Steps between two batches that are scored while none is drawn by scores."""
@@ -66,7 +66,7 @@ class Gain:
         self.steps = {"uniform": 0, "pool": 0, "two": 0}
         """Batches of this replica by each rule."""
         self._told = dict.fromkeys((*NOISE, *MOMENTS), 0.0)
-        self._scale, self._apart = 0.0, 0
+        self._scale, self._pause = 0.0, 0
         self._sums: dict[str, float] = {}
         self._restart()
 
@@ -125,7 +125,7 @@ class Gain:
         if self._why:
             return False
         self._age += 1
-        self._apart = max(0, self._apart - 1)
+        self._pause = max(0, self._pause - 1)
         self._sums = {name: MEMORY * each for name, each in self._sums.items()}
         shares = sums["shares"]
         if 0 < shares < 1 and self._age > SETTLING:
@@ -183,11 +183,11 @@ class Gain:
             "sums": dict(self._sums),
             "age": self._age,
             "scale": self._scale,
-            "apart": self._apart,
+            "pause": self._pause,
         }
 
     def load_state_dict(self, state: State) -> None:
-        self.rule, self._age, self._apart = state["rule"], state["age"], state["apart"]
+        self.rule, self._age, self._pause = state["rule"], state["age"], state["pause"]
         self.steps, self._told, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
         self._scale = state["scale"]
 
@@ -222,6 +222,6 @@ class Gain:
             if gain < (ON if self.rule == "uniform" else OFF):
                 return "uniform"
             if two and self._scale and self._variance_scale() > MISS * self._scale:
-                self._apart = APART
+                self._pause = PAUSE
         few = self._sums["second"] < (2 if two else 1) * self._sums["pool"]
-        return "two" if few and not self._apart and not self.streams else "pool"
+        return "two" if few and not self._pause and not self.streams else "pool"

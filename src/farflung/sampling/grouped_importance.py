@@ -178,7 +178,8 @@ class GroupedImportance:
         self._rule = None if paper else Rule(NAME, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform"))
-        self._by, self._size, self._cursor = "paper" if paper else "uniform", 1, 0
+        self._by, self._cursor = "paper" if paper else "uniform", 0
+        self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
         none = torch.empty(0, dtype=torch.int64)
         self._put(none, none.float(), none, none, none.double())
@@ -210,11 +211,8 @@ class GroupedImportance:
         newest = self._stamps.max()
         at = (self._stamps == newest) & (self._scores >= 0)
         scores, first = self._scores[at], self._first[at]
-        if self._rule is not None and self.gain is not None:
+        if self.gain is not None:
             self.gain.streams = not isinstance(view.pool, int)
-            if newest == view.step - 1 and len(scores):
-                part = min(1.0, view.batch_size / self._size)
-                self.gain.judge(self._rule.moments(scores, first), part)
             if self.gain.rule == "uniform":
                 self._by = "uniform"
             self.gain.steps[self._by] += 1
@@ -282,7 +280,7 @@ class GroupedImportance:
         gradients = math.ceil(self._fills * size / PASSES)
         size -= math.ceil(self._fills * size)
         if self.gain is not None:
-            self._size = max(1, size if isinstance(view.pool, int) else count)
+            self._part = view.batch_size / max(view.batch_size, size if isinstance(view.pool, int) else count)
             self._by = self.gain.rule
             if self._by == "uniform":
                 looks = self.gain.looks and view.step % LOOK == 0
@@ -336,6 +334,8 @@ class GroupedImportance:
         check_scores(NAME, scores, step)
         rows, there = self._find(ids)
         rows, scores = rows[there], scores[there].to(self._scores)
+        if self.gain is not None:
+            self._fresh.append((scores, self._first[rows]))
         again = self._made[rows] >= 0
         before, ages = self._scores[rows][again], step - self._made[rows][again]
         self._renewal.add(before, scores[again], ages, step)
@@ -344,8 +344,12 @@ class GroupedImportance:
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
     def observe(self, spare: Spare) -> None:
-        """What groups are sized by, where they are."""
+        """What groups are sized by, where they are, and the scores of the step."""
         self._bacc.observe(spare)
+        if self._rule is not None and self.gain is not None and self._fresh:
+            scores, weights = (torch.cat(each) for each in zip(*self._fresh, strict=True))
+            self.gain.judge(self._rule.moments(scores, weights), self._part)
+        self._fresh.clear()
 
     def _need(self, pool: SampleIds) -> Tensor:
         """The stamp of each sample's score, and less than any where there is none."""
@@ -394,7 +398,6 @@ class GroupedImportance:
             "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
             "by": self._by,
-            "size": self._size,
             "rule": {} if self._rule is None else self._rule.state_dict(),
             "gain": {} if self.gain is None else self.gain.state_dict(),
             "bacc": self._bacc.state_dict(),
@@ -405,7 +408,7 @@ class GroupedImportance:
         columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made", "first"))
         self._put(*columns)
         self._renewal.load_state_dict(state["renewal"])
-        self._cursor, self._by, self._size = state["cursor"], state["by"], state["size"]
+        self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])
         self._uniform.load_state_dict(state["uniform"])
         if self._rule is not None and self.gain is not None:
