@@ -277,14 +277,12 @@ def test_scores_by_each_replicas_clock_are_taken_again(pool: Pool, parts: dict[s
 
 
 def test_scores_are_turned_on_alike_in_both_worlds(pool: Pool) -> None:
-    """After 100 steps, as all replicas have learned from each other's gradients and scores."""
-    run: dict[str, Any] = {
-        "parts": {"sampler": "grouped_importance(chunk=8)"},
-        "steps": 106,
-    }
+    """As all replicas have learned from each other's gradients and scores."""
+    parts = {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2)"}
+    run: dict[str, Any] = {"parts": parts, "steps": 12, "choosing": jobs.AT_ONCE}
     first = pool.run(3, "tests.worlds.jobs.wall_scored", **run)
     decided = [decision for _, decisions in first for decision in decisions]
-    assert [(d.step, d.value, d.rank) for d in decided if d.name == "sampling"] == [(99, "pool", None)]
+    assert [(d.step, d.value, d.rank) for d in decided if d.name == "sampling"] == [(4, "pool", None)]
     assert jobs.virtual_scored(3, replay=decided, **run) == first
 
 
