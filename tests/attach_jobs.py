@@ -269,6 +269,32 @@ def starts_alike(rank: int, size: int, store: dist.Store) -> str:
         return digest(dict(handle._model.state_dict()))
 
 
+def sampled(rank: int, size: int, store: dist.Store, *, how: str = "synchronous") -> dict[str, Any]:
+    """A loop whose sampler learns from all ranks when to draw by scores: few samples have nearly all there is to do."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    points = torch.randn(600, 3, generator=torch.Generator().manual_seed(0))
+    points[::20] *= 30
+    data, model = TensorDataset(points), nn.Linear(3, 1)
+
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        found: Tensor = (model(batch[0]).squeeze(1) - 1).abs()
+        return found
+
+    optimizer, events = torch.optim.SGD(model.parameters(), lr=1e-4), list[Any]()
+    sampler = farflung.ImportanceSampler(data, 4, candidates=5, scored_by="loss")
+    with farflung.attach(model, optimizer, how, store=store, sampler=sampler, show=events.append):
+        for _ in range(2):
+            batches = sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses)
+            for drawn, batch in batches:
+                optimizer.zero_grad()
+                drawn.weigh(losses(model, batch)).backward()
+                batches.ahead()
+                optimizer.step()
+    learned = {name: value for name, value in sampler.gain.state_dict().items() if name != "told"}
+    told = {event["step"]: event.get("rule") for event in events if event["event"] == "step"}
+    return {"learned": learned, "told": told, "parameters": digest(dict(model.named_parameters()))}
+
+
 def uneven(rank: int, size: int, store: dist.Store) -> str:
     """Rank 1 has more batches than rank 0."""
     try:

@@ -306,6 +306,16 @@ def test_a_compiled_step_of_the_optimizer(pool: Pool) -> None:
         assert ends["plain"] == ends["compiled"]
 
 
+def test_a_sampler_learns_from_all_ranks_when_to_draw_by_scores(pool: Pool) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.sampled")
+    assert one == other
+    assert one["told"][98] == "uniform"
+    assert one["told"][100] in ("pool", "two")
+    assert one["learned"]["steps"]["uniform"] >= 100
+    late = pool.run(2, "tests.attach_jobs.sampled", how="local_sgd")
+    assert [end["learned"]["steps"] for end in late] == [{"uniform": 150, "pool": 0, "two": 0}] * 2
+
+
 # --- words, figures, and ranks that run out ------------------------------------------------------------------------
 
 

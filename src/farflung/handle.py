@@ -21,6 +21,7 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.importance import ImportanceSampler
 from farflung.network import NetworkProfile, network_profile
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
@@ -117,6 +118,7 @@ def attach(
     endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
+    sampler: ImportanceSampler | None = None,
     show: Sink | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
@@ -150,6 +152,8 @@ def attach(
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
         waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
         ``GradScaler``.
+      sampler: this rank's, which draws the loop's batches: with rule ``auto`` it learns from gradients and scores of
+        all ranks whether to draw by scores.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
 
@@ -181,6 +185,10 @@ def attach(
         raise ConfigError("attach: this model is attached already: finish() its handle first")
     seat = seat or Seat.taken() or Seat(0, 1, 0, 1)
     rank, size = seat.rank, seat.size
+    if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
+        raise ConfigError(
+            f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
+        )
     profile = network_profile(network) if isinstance(network, str) else network
     if store is None and (meeting := seat.store(_JOIN_S)) is not None:
         store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
@@ -213,6 +221,7 @@ def attach(
             parts.schedule,
             seed,
             nonfinite or "stop",
+            gain=None if sampler is None else sampler.gain,
             looks=nonfinite is not None,
         )
         if needs_closure(optimizer) and not exchanges.at_once:
@@ -565,6 +574,7 @@ class Handle:
             exposed_s=self._told_waited_s - waited,
             bytes_sent=self.sent_nbytes,
             in_flight=self._exchanges.in_flight,
+            **self._exchanges.worth,
         )
 
     def _answers(self) -> bool:

@@ -15,10 +15,13 @@ from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError
 from farflung.options import choice_option, whole_option
-from farflung.sampling.rules import CANDIDATES, NEVER, Rule
+from farflung.runtime import Seat
+from farflung.sampling import Gain, Uniform
+from farflung.sampling.gain import LOOK
+from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule
 from farflung.sampling.scores import check_scores, scores_by
 from farflung.seeding import derive, generator
-from farflung.types import SampleIds, ScoredBy, State
+from farflung.types import PoolView, SampleIds, ScoredBy, State
 
 __all__ = ["Batches", "Drawn", "ImportanceSampler"]
 
@@ -58,11 +61,21 @@ class Drawn:
 
 @dataclass(slots=True, eq=False)
 class _Candidates:
-    """The samples that a batch is drawn from: their places in the share, weights, and scores once they are made."""
+    """The samples that a batch is drawn from: their places in the share, weights, and scores once they are made.
+
+    Under rule ``uniform`` they are the batch itself.
+    """
 
     places: Tensor
     weights: Tensor
+    rule: str
+    number: int
     scores: Tensor | None = None
+
+    def to_state(self) -> State:
+        scores = {} if self.scores is None else {"scores": self.scores}
+        named = {"places": self.places, "weights": self.weights, "rule": self.rule, "number": self.number}
+        return {**named, **scores}
 
 
 class _Pass:
@@ -149,7 +162,9 @@ class ImportanceSampler(Sampler[list[int]]):
     ...     drawn.weigh(losses(model, batch)).backward()
 
     The rules are those of ``grouped_importance``, see :class:`farflung.sampling.Rule`: the loader's batches are
-    the candidates, and a batch is drawn from their rows without replacement. The mean over the batches of R ranks,
+    the candidates, and a batch is drawn from their rows without replacement. Rule ``auto`` is ``pool`` or ``two``.
+    Where :func:`farflung.attach` has been given this sampler, it is uniform besides while no more is worth it, see
+    :class:`farflung.sampling.Gain`, and the loader loads no more than batches. The mean over the batches of R ranks,
     whose shares of n samples make N, expects to be the mean over all samples: weights are multiplied by :math:`n R /
     N`, which is 1 but for shares of unlike sizes. Under rule ``pool`` that holds over a pass, whose candidates take
     turns, and under ``two`` for each batch.
@@ -157,7 +172,8 @@ class ImportanceSampler(Sampler[list[int]]):
     Scores are made in evaluation mode, without a trace in the model. Each module is in its mode again afterwards.
 
     Under torch.distributed the ranks hold disjoint shares, as :class:`torch.utils.data.DistributedSampler` does: every
-    R-th sample of a shuffled order. Elsewhere ``rank`` and ``size`` say which share is this one.
+    R-th sample of a shuffled order. So they do where torchrun has started them. Elsewhere ``rank`` and ``size`` say
+    which share is this one.
 
     A loader with workers asks for candidates before the loop has come to them, so under ``two`` they are drawn by older
     scores. A pass has as many batches as one without importance that leaves out the last if it is not full; it is no
@@ -171,7 +187,7 @@ class ImportanceSampler(Sampler[list[int]]):
       scored_by: see :data:`farflung.types.ScoredBy`.
       smoothing: c, above 0; the larger, the closer to uniform.
       seed: of shares and draws; equal on all ranks.
-      rank: this rank; that of torch.distributed when not given, or 0.
+      rank: this rank; that of torch.distributed or of what started the process when not given, or 0.
       size: how many ranks there are, R.
 
     Raises:
@@ -198,14 +214,19 @@ class ImportanceSampler(Sampler[list[int]]):
             raise ConfigError(f"{_NAME}: rank {rank} of size {size}: give both or none")
         if rank is None or size is None:
             together = dist.is_available() and dist.is_initialized()
-            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+            seat = Seat.taken() or Seat(0, 1, 0, 1)
+            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (seat.rank, seat.size)
         whole_option(_NAME, "size", size, 1)
         whole_option(_NAME, "rank", rank, 0, size - 1)
         whole_option(_NAME, "batch_size", batch_size, 1)
         whole_option(_NAME, "seed", seed, 0)
         whole_option(_NAME, "candidates", candidates, 1)
         choice_option(_NAME, "scored_by", scored_by, get_args(ScoredBy))
-        self._rule = Rule(_NAME, rule, smoothing, derive(seed, "rule", rank))
+        choice_option(_NAME, "rule", rule, TWO_STAGE)
+        self._rule = Rule(_NAME, smoothing, derive(seed, "rule", rank))
+        self.gain = Gain(rule)
+        """What drawing by scores is worth; of a run, where :func:`farflung.attach` has this sampler."""
+        self._uniform = Uniform(derive(seed, "uniform", rank))
         try:
             samples = len(dataset)
         except TypeError:
@@ -217,6 +238,8 @@ class ImportanceSampler(Sampler[list[int]]):
                 f"{_NAME}: batch_size {batch_size} is more than the {samples // size} samples that each of {size} "
                 f"ranks has of {samples}"
             )
+        self.rank, self.size = rank, size
+        """Which share this is, of how many."""
         self.batch_size = batch_size
         """Samples in a batch."""
         self.share: SampleIds = torch.randperm(samples, generator=generator(seed, "share"))[
@@ -285,18 +308,16 @@ class ImportanceSampler(Sampler[list[int]]):
         workers.
         """
         now = self._resumed or self._made
-        ahead = [*now.asked, *now.left]
-        shape = (len(ahead), self._size)
         return {
             **self._made_for,
             "scores": self._scores.clone(),
             "rule": self._rule.state_dict(),
+            "gain": self.gain.state_dict(),
+            "uniform": self._uniform.state_dict(),
             "chosen": self._chosen,
             "drawn": self._drawn,
             "given": now.given % len(self),
-            "places": torch.cat([self.share[:0], *(one.places for one in ahead)]).view(shape),
-            "weights": torch.cat([torch.empty(0).double(), *(one.weights for one in ahead)]).view(shape),
-            "scored": torch.cat([torch.empty(0), *(one.scores for one in ahead if one.scores is not None)]),
+            "ahead": {f"{place:06}": one.to_state() for place, one in enumerate([*now.asked, *now.left])},
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -312,12 +333,12 @@ class ImportanceSampler(Sampler[list[int]]):
                 )
         self._scores = state["scores"].clone()
         self._rule.load_state_dict(state["rule"])
+        self.gain.load_state_dict(state["gain"])
+        self._uniform.load_state_dict(state["uniform"])
         self._chosen, self._drawn = state["chosen"], state["drawn"]
         self._resumed = _Pass(self)
         self._resumed.given = int(state["given"])
-        self._resumed.left.extend(map(_Candidates, state["places"], state["weights"]))
-        for first, scores in zip(self._resumed.left, state["scored"].split(self._size), strict=False):
-            first.scores = scores if len(scores) else None
+        self._resumed.left.extend(_Candidates(**one) for _, one in sorted(state["ahead"].items()))
 
     def _begin(self, begun: _Pass) -> None:
         if self._resumed is not None:
@@ -325,28 +346,39 @@ class ImportanceSampler(Sampler[list[int]]):
             self._resumed = None
 
     def _choose(self) -> _Candidates:
-        places, weights = self._rule.candidates(self._scores, self._size, self.batch_size, self._chosen)
+        number, rule = self._chosen, self.gain.rule
         self._chosen += 1
-        return _Candidates(places, weights)
+        if rule == "uniform":
+            places = self._uniform.next(PoolView(number, 0, 1, self.batch_size, len(self.share))).ids
+            return _Candidates(places, torch.ones(self.batch_size, dtype=torch.float64), rule, number)
+        places, weights = self._rule.candidates(self._scores, self._size, number, two=rule == "two")
+        return _Candidates(places, weights, rule, number)
 
     def _score(
         self, candidates: _Candidates, model: nn.Module, losses: Callable[[nn.Module], Tensor]
     ) -> None:
+        if candidates.rule == "uniform" and not (self.gain.looks and candidates.number % LOOK == 0):
+            return
         modes = [(module, module.training) for module in model.modules()]
         try:
-            scores = scores_by(_NAME, losses, model, self._size, self._scored_by)
+            scores = scores_by(_NAME, losses, model, len(candidates.places), self._scored_by)
         finally:
             for module, mode in modes:
                 module.training = mode
         check_scores(_NAME, scores, self._drawn)
         self._scores[candidates.places] = candidates.scores = scores
-        self._rule.judge(scores, candidates.weights)
+        self.gain.judge(self._rule.moments(scores, candidates.weights), self.batch_size / self._size)
 
     def _draw(self, candidates: _Candidates, batch: Any) -> tuple[Drawn, Any]:
-        """Draws a batch from candidates that have been scored."""
-        assert candidates.scores is not None
-        rows, weights = self._rule.batch(candidates.scores, candidates.weights, self.batch_size, self._drawn)
+        """Draws a batch from candidates."""
         self._drawn += 1
+        self.gain.steps[candidates.rule] += 1
+        if candidates.rule == "uniform":
+            return Drawn(self.share[candidates.places], self._factor * candidates.weights.float()), batch
+        assert candidates.scores is not None
+        rows, weights = self._rule.batch(
+            candidates.scores, candidates.weights, self.batch_size, self._drawn - 1
+        )
         drawn = Drawn(self.share[candidates.places[rows]], self._factor * weights)
         return drawn, _cut(batch, rows, self._size)
 

@@ -349,7 +349,12 @@ class Task(Quadratic):
 
 
 def replicas(
-    folder: Path, steps: int, size: int = 2, width: int = 5, **settings: Any
+    folder: Path,
+    steps: int,
+    size: int = 2,
+    width: int = 5,
+    parts: dict[str, str] | None = None,
+    **settings: Any,
 ) -> tuple[VirtualWorld, list[Replica]]:
     training = Training(
         **{
@@ -367,9 +372,9 @@ def replicas(
         task.width = width
         rank = runtime.comm.rank
         checkpoints = Checkpoints(folder, rank, size, leader=rank == 0, keep=9)
-        made.append(
-            Replica(runtime, task, training, recipe("synchronous").parts(3), Telemetry(rank), checkpoints)
-        )
+        chosen = recipe("synchronous").but(**parts or {}).parts(3, rank if parts else None)
+        share = torch.arange(44).chunk(size)[rank] if parts else None
+        made.append(Replica(runtime, task, training, chosen, Telemetry(rank), checkpoints, share=share))
     return world, made
 
 
@@ -378,7 +383,27 @@ def run(world: VirtualWorld, made: list[Replica]) -> list[dict[str, Tensor]]:
     return [dict(replica.model.state_dict()) for replica in made]
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"optimizer": "adam"},
+        {"parts": {"sampler": "grouped_importance(rule='fill', scored_by='loss')"}},
+        {
+            "parts": {
+                "sampler": "grouped_importance(rule='half', scored_by='loss', statistics='uniform')",
+                "schedule": "pipelined(width=3)",
+            }
+        },
+        {
+            "parts": {
+                "sampler": "grouped_importance(rule='pool', scored_by='loss')",
+                "schedule": "pipelined(width=3)",
+            }
+        },
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(options: dict[str, Any], tmp_path: Path) -> None:
     wanted = run(*replicas(tmp_path / "whole", 12, **options))
     run(*replicas(tmp_path / "parts", 8, **options))

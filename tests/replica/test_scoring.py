@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from farflung.comm import LinkModel
 from farflung.config import Training
@@ -16,12 +17,12 @@ from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.recipes import recipe
 from farflung.replica import Replica
-from farflung.replica.scoring import scores_of
+from farflung.replica.scoring import Filled, scores_of, still
 from farflung.runs import make_replica
 from farflung.runtime import VirtualWorld
 from farflung.sampling import GroupedImportance, Uniform
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Batch, Decision, Draw, Json, PoolView, SampleIds, Spare
+from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits
 
@@ -33,19 +34,20 @@ class Scored(Uniform):
       seed: of the order.
       chunks: how many samples each.
       by: what they are scored by.
+      statistics: what running statistics are updated by.
     """
 
-    def __init__(self, seed: int, chunks: Sequence[int] = (3, 2), by: Any = "loss") -> None:
+    def __init__(
+        self, seed: int, chunks: Sequence[int] = (3, 2), by: Any = "loss", statistics: Any = "batch"
+    ) -> None:
         super().__init__(seed)
-        self.scored_by, self._chunks = by, chunks
+        self.scored_by, self.statistics, self._chunks = by, statistics, chunks
         self.seen: list[tuple[int, list[int], Tensor]] = []
         self.spares: list[Spare] = []
 
-    def due(
-        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
-    ) -> list[SampleIds]:
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         assert isinstance(view.pool, int)
-        return [torch.arange(count) for count in self._chunks]
+        return Due([torch.arange(count) for count in self._chunks])
 
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
         self.seen.append((step, ids.tolist(), scores))
@@ -244,12 +246,10 @@ class Picks(Scored):
         self.pools.append(view.pool.tolist())
         return Draw(view.pool[::2][: view.batch_size].repeat_interleave(2)[: view.batch_size])
 
-    def due(
-        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
-    ) -> list[SampleIds]:
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         assert isinstance(view.pool, Tensor)
         self.left.append(view.pool.tolist())
-        return [view.pool]
+        return Due([view.pool])
 
 
 def test_of_a_stream_all_that_a_step_may_take_is_to_pick_from_and_what_was_not_picked_stays() -> None:
@@ -291,6 +291,83 @@ def test_a_draw_weighs_and_tells() -> None:
         gradient += weight * parameter.grad / 2
     (moved,) = replicas[0].model.parameters()
     torch.testing.assert_close(moved.detach(), parameter.detach() - 0.05 * gradient)
+
+
+# --- gradients and statistics in the wait -------------------------------------------------------------------------
+
+
+class Fills(Scored):
+    """Has the gradients of some samples computed."""
+
+    @override
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
+        return Due((), [torch.arange(4, 6), torch.arange(9, 10)])
+
+
+def test_gradients_of_the_wait_are_in_the_next_steps_mean_by_their_samples() -> None:
+    replicas, events = run(Fills, steps=2)
+    assert steps_of(events[0], "scoring_s") == [pytest.approx(3 * 3 * SAMPLE_S)] * 2
+    task, shares = Quadratic(dim=6, samples=64), (torch.arange(40), torch.arange(40, 64))
+    plain, training = recipe("synchronous"), Training(2, BATCH, 0.05, seed=3)
+    model = make_replica(VirtualWorld(1).runtimes[0], task, plain, training).model
+    (parameter,) = model.parameters()
+    samplers = [plain.parts(3, rank).sampler for rank in range(2)]
+
+    def gradient(ids: Tensor) -> Tensor:
+        batch = task.datasets()[0].take(ids, train=True)
+        (found,) = torch.autograd.grad(task.loss(model, batch).mean(), parameter)
+        return found
+
+    held: list[Tensor] = []
+    for step in range(2):
+        means = []
+        for rank, (sampler, share) in enumerate(zip(samplers, shares, strict=True)):
+            own = gradient(share[sampler.next(PoolView(step, 0, 1, BATCH, len(share))).ids])
+            means.append((4 * own + 3 * held[rank]) / 7 if held else own)
+        held = [gradient(share[torch.tensor([4, 5, 9])]) for share in shares]
+        with torch.no_grad():
+            parameter.sub_(0.05 * (means[0] + means[1]) / 2)
+    (found,) = replicas[0].model.parameters()
+    torch.testing.assert_close(found, parameter)
+
+
+def test_what_is_held_goes_on_from_its_state_and_is_given_once() -> None:
+    net, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    held, resumed = Filled(net), Filled(other)
+    assert held.state_dict() == {}
+    held.add(net(torch.ones(2, 3)).squeeze(1))
+    resumed.load_state_dict(held.state_dict())
+    assert held.share(6) == resumed.share(6) == 0.75
+    for one, model in ((held, net), (resumed, other)):
+        one.give(6)
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[0.25] * 3]
+        model.weight.grad = None
+        one.give(6)
+        assert model.weight.grad is None
+
+
+def test_gradients_that_are_not_finite_are_left_out() -> None:
+    net = nn.Linear(3, 1)
+    held = Filled(net)
+    held.add(net(torch.tensor([[1.0, math.nan, 0.0]])).squeeze(1))
+    assert held.share(6) == 1
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_inside_still_no_running_statistics_move(momentum: float | None) -> None:
+    net = Net()
+    net.norm.momentum = momentum
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with still(net):
+        moved = net(some().inputs)
+    assert all(same_bits(value, before[name]) for name, value in net.state_dict().items())
+    net.drop.p = 0.0
+    with still(net):
+        moved = net(some().inputs)
+    torch.testing.assert_close(moved, net(some().inputs)), "the batch's own statistics are used"
+    assert net.norm.momentum == momentum
+    assert net.norm.num_batches_tracked == 1
 
 
 # --- groups by time ---------------------------------------------------------------------------------------------

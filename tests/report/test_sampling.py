@@ -27,6 +27,7 @@ def session(rank: int, steps: range, renewed: int = 3) -> Iterator[Event]:
         anew = step >= renewed
         told |= {"rank_within_5": 0.5 if anew else None, "rank_within_10": 0.75 if anew else None}
         told["score_age"] = 8.0 if anew else None
+        told["gain"] = 1.5 if step > 1 else None
         yield told
     yield {"event": "end", "rank": rank, "t": 1.0 * steps.stop}
 
@@ -44,7 +45,10 @@ def test_it_has_means_over_replicas_of_all_that_is_told(tmp_path: Path, drawn: l
     scores, worth, sizes, ranks, numbers, ages = map(lines, drawn[0].axes)
     assert [step for step, _ in scores["median"]] == [1, 2, 3, 4]
     assert [middle for _, middle in scores["median"]] == pytest.approx([1.2, 2.2, 3.2, 4.2])
-    assert [ratio for _, ratio in worth["estimated by the scores"]] == pytest.approx([0.55] * 4)
+    assert [ratio for _, ratio in worth["second moment of the gradient, by scores"]] == pytest.approx(
+        [0.55] * 4
+    )
+    assert worth["gain in steps, predicted"] == [(step, 1.5) for step in range(2, 5)]
     assert sizes["samples in the newest"] == [(step, 96.0) for step in range(1, 5)]
     assert numbers["groups"] == [(step, step + 1.0) for step in range(1, 5)]
     assert ranks["moved by less than 5 %"] == [(3.0, 50.0), (4.0, 50.0)]
@@ -56,7 +60,7 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path, drawn: list[Figur
     events = [*session(0, range(6)), *session(0, range(2, 4), renewed=9)]
     sampling_picture({0: events}, tmp_path / "a.png", title="t", simulated=True)
     _, worth, _, ranks, *_ = map(lines, drawn[0].axes)
-    assert [step for step, _ in worth["estimated by the scores"]] == [1, 2, 3]
+    assert [step for step, _ in worth["second moment of the gradient, by scores"]] == [1, 2, 3]
     assert not ranks
 
 

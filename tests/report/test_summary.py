@@ -58,6 +58,25 @@ def test_a_run_that_was_stopped_and_simulated_says_so() -> None:
     assert rows["compute, simulated"] == "0:33:20   40.0 %"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (
+            {"gain": 1.746, "steps": {"uniform": 100, "pool": 400, "two": 1000}},
+            "1,400 steps, gain 1.75 predicted",
+        ),
+        ({"gain": None, "steps": {"uniform": 100, "pool": 0, "two": 0}}, "0 steps"),
+        (
+            {"gain": None, "steps": {"uniform": 9, "pool": 0, "two": 0}, "undefined": "one replica"},
+            "0 steps; no gain known: one replica",
+        ),
+    ],
+)
+def test_what_was_drawn_by_scores_is_told(sampling: dict[str, Any], words: str) -> None:
+    rows = dict(rendered(summary={**SUMMARY.to_json(), "sampling": sampling}))
+    assert rows["drawn by scores"] == words
+
+
 def test_short_times_are_in_seconds_and_no_time_has_no_shares() -> None:
     summary = {**SUMMARY.to_json(), "duration_s": 12.345, "time_s": TimeSplit().to_json()}
     rows = dict(rendered(summary=summary))

@@ -81,6 +81,13 @@ PARTS: list[dict[str, Any]] = [
         "partition": "iid",
         "sampler": "grouped_importance(groups=5, scored_by='gradient_bound')",
     },
+    {
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "partition": "iid",
+        "sampler": "grouped_importance(rule='half', statistics='uniform')",
+    },
 ]
 BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 """A network to simulate on, and those to retime to."""

@@ -32,6 +32,14 @@ class Row:
     fewest: int = 1
 
 
+def in_a_run(seed: int) -> GroupedImportance:
+    """One that is told of gradients, and uniform until it has learned enough."""
+    sampler = GroupedImportance(seed)
+    assert sampler.gain is not None
+    sampler.gain.begins("")
+    return sampler
+
+
 ROWS: dict[str, Row] = {
     "grouped_importance": Row(GroupedImportance),
     "grouped_importance (two)": Row(partial(GroupedImportance, rule="two", groups=10), fewest=10),
@@ -40,9 +48,7 @@ ROWS: dict[str, Row] = {
     "grouped_importance (paper, by time)": Row(
         partial(GroupedImportance, rule="paper", groups="bacc", chunk=3, every=2)
     ),
-    "grouped_importance (that may be uniform)": Row(
-        partial(GroupedImportance, rule="paper", groups=5, switch=True, scored_by="gradient_bound"), fewest=5
-    ),
+    "grouped_importance (in a run)": Row(in_a_run),
     "uniform": Row(Uniform),
 }
 """Keys are names in SAMPLERS, with a word in brackets where one name has several rows."""
@@ -80,7 +86,7 @@ def score(sampler: Scores, seen: PoolView) -> None:
         return Decision(name, step, local(), rank=seen.rank)
 
     count = 0
-    for ids in sampler.due(seen, decide):
+    for ids in sampler.due(seen, decide).scores:
         sampler.scored(ids, 3.0 / (1 + ids + seen.step), seen.step)
         count += len(ids)
     sampler.observe(Spare(1.0, 0.5 + seen.step % 3, 0.1 * count, count, overlaps=False))

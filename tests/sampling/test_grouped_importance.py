@@ -20,7 +20,7 @@ from farflung.errors import ConfigError, RunLost
 from farflung.recipes import Recipe
 from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, GroupedImportance
-from farflung.sampling.importance import smoothed, speed_up, variance_ratio
+from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.spec import build
 from farflung.types import Carries, Decision, Draw, Json, PoolView, SampleIds, Scores, Spare
 from tests.helpers import same_tree
@@ -44,7 +44,7 @@ def train(
     draws, groups = [], []
     for step in steps:
         draws.append(sampler.next(view(step, pool)))
-        chunks = sampler.due(view(step, pool), decide)
+        chunks = sampler.due(view(step, pool), decide).scores
         for ids in chunks:
             sampler.scored(ids, scores[ids], step)
         groups.append(torch.cat([torch.empty(0, dtype=torch.int64), *chunks]))
@@ -101,11 +101,11 @@ def test_groups_are_random_ones() -> None:
 def test_what_is_due_comes_in_chunks_and_stays_due_until_it_is_scored() -> None:
     sampler = paper(0, groups=4, chunk=3)
     sampler.next(view(0))
-    due = sampler.due(view(0), decide)
+    due = sampler.due(view(0), decide).scores
     assert [len(ids) for ids in due] == [3, 3, 3, 1]
-    assert torch.equal(torch.cat([*sampler.due(view(0), decide)]), torch.cat([*due]))
+    assert torch.equal(torch.cat([*sampler.due(view(0), decide).scores]), torch.cat([*due]))
     sampler.scored(due[0], torch.ones(3), 0)
-    assert torch.equal(torch.cat([*sampler.due(view(0), decide)]), torch.cat([*due[1:]]))
+    assert torch.equal(torch.cat([*sampler.due(view(0), decide).scores]), torch.cat([*due[1:]]))
 
 
 def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_over() -> None:
@@ -322,11 +322,6 @@ def test_of_a_stream_all_that_is_held_are_candidates(rule: Any) -> None:
     assert seen == set(range(30, 70))
 
 
-def test_candidates_from_a_stream_are_not_drawn_from() -> None:
-    with pytest.raises(ConfigError, match=r"rule 'two' draws candidates from all .* give rule='pool'$"):
-        GroupedImportance(0, rule="two").next(view(0, torch.arange(40)))
-
-
 def test_groups_by_time_have_two_batches_at_least() -> None:
     sampler = GroupedImportance(0, groups="bacc", chunk=4)
     _, groups = train(sampler, range(1), some())
@@ -348,7 +343,7 @@ def test_replicas_that_draw_from_the_same_samples_draw_unlike_numbers() -> None:
 
 
 @pytest.mark.parametrize("groups", ["4", "'bacc', chunk=3, every=3"])
-@pytest.mark.parametrize("more", ["rule='paper'", "rule='paper', switch=True", "rule='auto'", "rule='two'"])
+@pytest.mark.parametrize("more", ["rule='paper'", "rule='auto'", "rule='two'"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_path: Path) -> None:
     if streams and "two" in more:
@@ -443,7 +438,7 @@ def test_a_score_outlasts_others_coming_and_going() -> None:
 def test_of_a_stream_that_is_used_up_nothing_is_scored() -> None:
     sampler = paper(0)
     sampler.next(view(0, torch.arange(4)))
-    assert not sampler.due(view(0, torch.arange(0)), decide)
+    assert not sampler.due(view(0, torch.arange(0)), decide).scores
 
 
 # --- what else is told and weighed ------------------------------------------------------------------------------
@@ -462,17 +457,14 @@ def test_telemetry_says_what_importance_is_worth() -> None:
         "groups": 1,
         "scored": 0,
         "variance_ratio": 1.0,
-        "tau": 0.0,
         "score_quantiles": None,
         "largest_weight": 1.0,
         **unknown,
     }
-    tau = 0.0
     for step in range(1, 4):
         newest = scores[scored[step - 1]]
-        tau = 0.9 * tau + 0.1 * speed_up(newest)
-        told = {"variance_ratio": variance_ratio(newest, smoothed(newest, 0.5)), "tau": tau}
-        known = {"groups": step + 1, "scored": 8, **told}
+        ratio = variance_ratio(newest, smoothed(newest, 0.5))
+        known = {"groups": step + 1, "scored": 8, "variance_ratio": ratio}
         assert {name: draws[step].told[name] for name in known} == pytest.approx(known)
         # Of eight scores, 5 % is the first, 25 % the second and so on.
         assert draws[step].told["score_quantiles"] == [
@@ -511,32 +503,71 @@ def test_ranks_of_what_others_have_scored_are_not_told() -> None:
     assert draws[1].told["score_age"] == 2.0, "all ten were scored here by then"
 
 
-# --- the switch -------------------------------------------------------------------------------------------------
+# --- what else a wait is spent on ---------------------------------------------------------------------------------
 
 
-def test_batches_are_uniform_until_importance_is_worth_its_scoring() -> None:
-    scores = torch.zeros(N)
-    scores[7] = 1.0  # tau comes to the root of 40, the threshold is (40 + 24) / 24
-    sampler = paper(0, groups=1, chosen=1, switch=True)
-    draws, _ = train(sampler, range(9), scores)
-    taus = [draw.told["tau"] for draw in draws]
-    assert taus == pytest.approx([math.sqrt(40) * (1 - 0.9**step) for step in range(9)])
-    on = [draw.weights is not None for draw in draws]
-    assert on == [math.sqrt(40) * (1 - 0.9**step) > 64 / 24 for step in range(9)]
-    assert not on[0]
-    assert on[-1]
-    uniform = torch.cat([draw.ids for draw in draws[:5]])
-    assert sorted(uniform.tolist()) == list(range(N)), "passes, each sample once"
+@pytest.mark.parametrize(
+    ("rule", "scores", "gradients"), [("fill", 0, 27), ("half", 40, 14), ("pool", 80, 0)]
+)
+def test_a_wait_is_spent_on_scores_or_a_third_as_many_gradients(
+    rule: Any, scores: int, gradients: int
+) -> None:
+    sampler = GroupedImportance(0, rule=rule, chunk=20)
+    for step in range(4):
+        told = sampler.next(view(step, 400)).told["rule"]
+        assert told == ("uniform" if step == 0 or rule == "fill" else "pool")
+        due = sampler.due(view(step, 400), decide)
+        assert sum(map(len, due.scores)) == scores
+        assert sum(map(len, due.gradients)) == gradients
+        assert max(map(len, [*due.scores, *due.gradients])) == 20
+        for ids in due.scores:
+            sampler.scored(ids, torch.ones(len(ids)), step)
 
 
-def test_batches_are_uniform_again_when_scores_have_become_alike() -> None:
-    scores = torch.zeros(N)
-    scores[7] = 1.0
-    sampler = paper(0, groups=1, chosen=1, switch=True)
-    train(sampler, range(9), scores)
-    draws, _ = train(sampler, range(9, 60), torch.ones(N))
-    assert draws[-1].weights is None
-    assert draws[-1].weight == 1.0
+def test_batches_and_gradients_of_fill_are_one_pass_over_the_samples() -> None:
+    sampler, seen = GroupedImportance(3, rule="fill"), list[int]()
+    for step in range(20):
+        seen += sampler.next(view(step)).ids.tolist()
+        for ids in sampler.due(view(step), decide).gradients:
+            seen += ids.tolist()
+    for first in range(0, len(seen) - N, N):
+        assert sorted(seen[first : first + N]) == list(range(N))
+
+
+def test_running_statistics_follow_uniform_samples_while_batches_are_drawn_by_scores() -> None:
+    sampler, seen = GroupedImportance(3, rule="pool", statistics="uniform"), list[int]()
+    for step in range(15):
+        seen += [] if sampler.next(view(step)).weights is not None else [0] * 8
+        due = sampler.due(view(step), decide)
+        for ids in due.scores:
+            sampler.scored(ids, torch.ones(len(ids)), step)
+        seen += torch.cat([*due.statistics]).tolist()
+    assert len(seen) == 8 + 15 * 8
+    assert sorted(seen[8 + N - 8 : 8 + 2 * N - 8]) == list(range(N))
+    assert sampler.statistics == "uniform"
+    assert not in_a_run().due(view(0), decide).statistics, "a batch that is uniform has its own"
+
+
+def in_a_run() -> GroupedImportance:
+    sampler = GroupedImportance(3, statistics="uniform")
+    assert sampler.gain is not None
+    sampler.gain.begins("")
+    sampler.next(view(0))
+    return sampler
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"rule": "two"}, "rule 'two'"),
+        ({"rule": "fill"}, "rule 'fill'"),
+        ({"rule": "half", "statistics": "uniform"}, "rule 'half' and statistics='uniform'"),
+    ],
+)
+def test_what_takes_samples_from_all_is_refused_for_a_stream(options: dict[str, Any], what: str) -> None:
+    said = f"^grouped_importance: {what} takes samples from all .* give rule='pool' and statistics='batch'$"
+    with pytest.raises(ConfigError, match=said):
+        GroupedImportance(0, **options).next(view(0, torch.arange(40)))
 
 
 # --- samples that change their owner ----------------------------------------------------------------------------
@@ -628,12 +659,11 @@ def test_scores_below_zero_are_refused() -> None:
         ("rule='paper', beta=-1", "beta -1 must be a number of at least 0"),
         ("smoothing='much'", "smoothing 'much' must be a number of at least 0"),
         ("scored_by='norm'", "scored_by 'norm' must be 'loss' or 'gradient_bound'"),
-        ("rule='exact'", "rule 'exact' must be 'auto' or 'pool' or 'two' or 'paper'"),
-        ("rule=2", "rule 2 must be 'auto' or 'pool' or 'two' or 'paper'"),
+        ("rule='exact'", "rule 'exact' must be 'auto' or 'pool' or 'two' or 'fill' or 'half' or 'paper'"),
+        ("rule=2", "rule 2 must be 'auto' or 'pool' or 'two' or 'fill' or 'half' or 'paper'"),
         ("chosen=3", "chosen 3 is of the paper's rule: give rule='paper' too"),
-        ("rule='two', switch=True", "switch True is of the paper's rule: give rule='paper' too"),
         ("smoothing=0", "smoothing 0 must be above 0, or samples scored 0 are never drawn"),
-        ("rule='paper', switch=1", "switch 1 must be True or False"),
+        ("statistics='mine'", "statistics 'mine' must be 'batch' or 'uniform'"),
         ("chunk=0", "chunk 0 must be at least 1"),
         ("most=63", "most 63 must be at least 64"),
         ("every=0", "every 0 must be at least 1"),

@@ -6,20 +6,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.sampling.importance import (
     importance_weights,
     included,
-    probabilities,
     quantiles,
     quotas,
     rank_changes,
     smoothed,
-    speed_up,
-    speed_up_threshold,
     systematic,
     variance_ratio,
     with_replacement,
@@ -42,8 +39,7 @@ def test_weights_have_their_bound_and_make_the_mean_of_a_group(scores: Tensor, s
     weights = importance_weights(importances)
     assert float(weights.max()) <= (1 + smoothing) / smoothing * (1 + 1e-9)
     assert float(weights.min()) > 0
-    q = probabilities(importances)
-    assert float(q.sum()) == pytest.approx(1)
+    q = importances / importances.sum()
     assert torch.allclose(q * weights, torch.full_like(q, 1 / len(scores)), rtol=1e-9)
 
 
@@ -54,7 +50,7 @@ def test_smoothing_adds_a_part_of_the_mean() -> None:
 
 def test_scores_of_zero_alone_leave_it_uniform() -> None:
     assert smoothed(torch.zeros(4), 0.5).tolist() == [1.0] * 4
-    assert probabilities(torch.zeros(4)).tolist() == [0.25] * 4
+    assert importance_weights(smoothed(torch.zeros(4), 0.5)).tolist() == [1.0] * 4
 
 
 # --- what they are worth ----------------------------------------------------------------------------------------
@@ -77,7 +73,8 @@ def test_drawing_by_gradient_norms_has_a_smaller_variance_than_uniform(
     sizes = (spread * torch.randn(12, 1, dtype=torch.float64, generator=generator)).exp()
     gradients = sizes * torch.randn(12, 3, dtype=torch.float64, generator=generator)
     norms = gradients.norm(dim=1)
-    by_norm, second = moments(gradients, probabilities(smoothed(norms, smoothing)))
+    importances = smoothed(norms, smoothing)
+    by_norm, second = moments(gradients, importances / importances.sum())
     uniform, plain = moments(gradients, torch.full((12,), 1 / 12, dtype=torch.float64))
     assert by_norm < uniform
     assert variance_ratio(norms, smoothed(norms, smoothing)) == pytest.approx(second / plain)
@@ -100,26 +97,6 @@ def test_drawing_against_the_norms_is_worse_than_uniform() -> None:
 def test_the_variance_ratio_of_nothing_is_that_of_uniform() -> None:
     assert variance_ratio(torch.zeros(3), torch.ones(3)) == 1
     assert variance_ratio(torch.empty(0), torch.empty(0)) == 1
-
-
-@example(scores=torch.tensor([5737249.0, 5737958.0]))  # probabilities need more digits than float32 has
-@given(scores=SCORES)
-def test_tau_is_that_of_the_published_code(scores: Tensor) -> None:
-    count, g = len(scores), probabilities(scores)
-    lost = float((g - 1 / count).square().sum() / g.square().sum())
-    assume(lost < 1 - 1e-6)
-    assert speed_up(scores) == pytest.approx(1 / math.sqrt(1 - lost))
-    assert 1 - 1e-9 <= speed_up(scores) <= math.sqrt(count) * (1 + 1e-9)
-
-
-def test_tau_of_equal_scores_is_one_and_of_a_single_one_the_root_of_their_number() -> None:
-    assert speed_up(torch.full((7,), 0.3)) == pytest.approx(1)
-    assert speed_up(torch.zeros(7)) == pytest.approx(1)
-    assert speed_up(torch.tensor([0.0, 0.0, 0.0, 2.0])) == pytest.approx(2)
-
-
-def test_the_threshold_is_what_scoring_costs() -> None:
-    assert speed_up_threshold(96, 32) == 2.0
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------

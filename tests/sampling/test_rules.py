@@ -35,10 +35,10 @@ def off(means: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_both_stages_expect_the_mean_over_all_samples(cache: str) -> None:
-    rule = Rule("tried", "two", 0.02, 4)
+    rule = Rule("tried", 0.02, 4)
     first, second = [], []
     for at in range(TRIES):
-        rows, weights = rule.candidates(CACHES[cache], M, B, at)
+        rows, weights = rule.candidates(CACHES[cache], M, at, two=True)
         assert len(rows.unique()) == M
         first.append((weights * VALUES[rows]).mean())
         drawn, weighed = rule.batch(NOW[rows], weights, B, at)
@@ -51,7 +51,7 @@ def test_both_stages_expect_the_mean_over_all_samples(cache: str) -> None:
 @pytest.mark.parametrize("size", [B // 2, B, M])
 def test_a_batch_expects_the_mean_over_its_candidates(size: int) -> None:
     """Also of fewer than a batch takes."""
-    rule, rows = Rule("tried", "pool", 0.02, 4), torch.arange(size)
+    rule, rows = Rule("tried", 0.02, 4), torch.arange(size)
     means = []
     for at in range(TRIES):
         drawn, weights = rule.batch(NOW[rows], torch.ones(size).double(), B, at)
@@ -61,18 +61,18 @@ def test_a_batch_expects_the_mean_over_its_candidates(size: int) -> None:
 
 
 def test_candidates_of_the_pool_are_all_samples_in_turn() -> None:
-    rule = Rule("tried", "pool", 0.02, 4)
-    taken = [rule.candidates(NOW, M, B, at)[0] for at in range(8)]
+    rule = Rule("tried", 0.02, 4)
+    taken = [rule.candidates(NOW, M, at, two=False)[0] for at in range(8)]
     for turn in (taken[:4], taken[4:], taken[2:6]):
         assert sorted(torch.cat(turn).tolist()) == list(range(N))
     assert sorted(taken[0].tolist()) != taken[0].tolist()
 
 
 def test_weights_have_their_bounds() -> None:
-    rule = Rule("tried", "two", 0.02, 4)
+    rule = Rule("tried", 0.02, 4)
     for cache in CACHES.values():
         for at in range(50):
-            rows, weights = rule.candidates(cache, M, B, at)
+            rows, weights = rule.candidates(cache, M, at, two=True)
             assert float(weights.max()) <= 5 * (1 + 1e-9)
             for scores in (NOW[rows], NOW[rows] ** 8, torch.zeros(M)):
                 _, weighed = rule.batch(scores, weights, B, at)

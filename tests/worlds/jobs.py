@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -182,6 +183,10 @@ def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: An
         runtime.close()
 
 
+AT_ONCE = {"STEPS": 5, "ON": 0.0, "OFF": 0.0}
+"""Constants of :mod:`farflung.sampling.gain` by which batches are drawn by scores from a few steps on."""
+
+
 def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
     """A replica that scores samples of its own in its waits, on the packaged data."""
     work, rank, size = trained(), runtime.comm.rank, runtime.comm.size
@@ -194,25 +199,34 @@ def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
 
 
 def wall_scored(
-    rank: int, size: int, store: dist.Store, *, replay: list[Decision] | None = None, **arguments: Any
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    replay: list[Decision] | None = None,
+    choosing: dict[str, float] | None = None,
+    **arguments: Any,
 ) -> tuple[dict[str, Any], list[Decision]]:
     """A real replica that scores, and what it has decided."""
     log = DecisionLog(replay=replay)
     runtime = WallRuntime(rank, size, store, decisions=log)
     try:
-        return runtime.run(steps(scored(runtime, **arguments))), log.entries
+        with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
+            return runtime.run(steps(scored(runtime, **arguments))), log.entries
     finally:
         runtime.close()
 
 
 def virtual_scored(
-    size: int, *, replay: list[Decision], **arguments: Any
+    size: int, *, replay: list[Decision], choosing: dict[str, float] | None = None, **arguments: Any
 ) -> list[tuple[dict[str, Any], list[Decision]]]:
     """All of them in virtual time, by the decisions of the real ones."""
     log = DecisionLog(replay=replay)
     world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
-    found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
-    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
+    with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
+        found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
+    mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]
+    return list(zip(found, mine, strict=True))
 
 
 def wall_served(

@@ -187,7 +187,7 @@ SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "s
         {**SCADLES, "schedule": "pipelined(width=2)"},
         {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
         {"sampler": "grouped_importance(rule='paper', groups='bacc', chunk=2, every=2)"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=2, every=2)"},
+        {"sampler": "grouped_importance(rule='pool', groups='bacc', chunk=2, every=2)"},
     ],
     ids=str,
 )
@@ -257,8 +257,10 @@ BACC = "grouped_importance(rule='paper', groups='bacc', chunk=8, every=2"
     [
         {"sampler": f"{BACC})"},
         {"sampler": f"{BACC}, scored_by='gradient_bound')"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2)", "codec": "int8"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='pool')", "codec": "int8"},
         {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='two')"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='fill')"},
+        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='half')", "codec": "int8"},
         {"sampler": f"{BACC})", "schedule": "pipelined(width=2)", "codec": "int8"},
         {"sampler": f"{BACC})", "schedule": "delayed(delay=2)", "codec": "error_feedback(topk(0.1))"},
         {"sampler": f"{BACC})", "schedule": "local_sgd(sync_every=2)"},
@@ -271,6 +273,16 @@ def test_scores_by_each_replicas_clock_are_taken_again(pool: Pool, parts: dict[s
     decided = [decision for _, decisions in first for decision in decisions]
     assert {d.rank for d in decided} == {0, 1, 2}
     assert pool.run(3, "tests.worlds.jobs.wall_scored", replay=decided, **run) == first
+    assert jobs.virtual_scored(3, replay=decided, **run) == first
+
+
+def test_scores_are_turned_on_alike_in_both_worlds(pool: Pool) -> None:
+    """As all replicas have learned from each other's gradients and scores."""
+    parts = {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2)"}
+    run: dict[str, Any] = {"parts": parts, "steps": 12, "choosing": jobs.AT_ONCE}
+    first = pool.run(3, "tests.worlds.jobs.wall_scored", **run)
+    decided = [decision for _, decisions in first for decision in decisions]
+    assert [(d.step, d.value, d.rank) for d in decided if d.name == "sampling"] == [(4, "pool", None)]
     assert jobs.virtual_scored(3, replay=decided, **run) == first
 
 

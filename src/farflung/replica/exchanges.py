@@ -24,6 +24,7 @@ from farflung.replica.slots import Slots, buckets_of, numbered, spec_of
 from farflung.replica.summary import Times
 from farflung.replica.unused import Places, Unused, joined_places, places_in
 from farflung.replica.votes import Rider, Tally, Vote
+from farflung.sampling import Gain
 from farflung.tasks import done
 from farflung.types import (
     CodecState,
@@ -33,6 +34,7 @@ from farflung.types import (
     Part,
     Reduced,
     Reducer,
+    Replace,
     Runtime,
     Schedule,
     SharedStats,
@@ -76,6 +78,7 @@ class Exchanges:
       looks: whether to look for it in the gradients too, where the loss is not known.
       on_arrival: told of each exchange that is merged.
       rides: the names of the numbers that votes carry beside their own.
+      gain: of a sampler, which learns how gradients differ; what it chooses is a decision of the run.
       steps: of the run, where that is known.
       meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
 
@@ -94,6 +97,7 @@ class Exchanges:
         on_arrival: Callable[[Flight], None] | None = None,
         rides: Iterable[str] = (),
         *,
+        gain: Gain | None = None,
         looks: bool = False,
         steps: int | None = None,
         meets: Callable[[int], bool] = lambda steps: False,
@@ -110,7 +114,8 @@ class Exchanges:
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
-        self._rider = Rider(rides)
+        self._gain = gain
+        self._rider = Rider((*rides, *(gain.begins(self._unlike(reducer)) if gain is not None else ())))
         self._carriers: dict[type[Merge], Carrier] = {
             kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets) or reducer
             for kind, merger in self._mergers.items()
@@ -145,6 +150,22 @@ class Exchanges:
         """When the last exchange was there that has been merged, on the run's clock."""
         self.most_nbytes = 0
         """The most that merges and copies for exchanges under way have taken up."""
+
+    def _unlike(self, reducer: Reducer) -> str:
+        """Says why replicas' gradients do not compare with their mean; empty: they do."""
+        if self._runtime.comm.size == 1:
+            return "one replica"
+        if not all(issubclass(kind, Replace) for kind in self._mergers):
+            return f"replicas' parameters differ under {type(self._schedule).__name__}"
+        codec = getattr(reducer, "codec", None)
+        if not getattr(codec, "per_hop", False):
+            return f"{type(codec or reducer).__name__} changes gradients"
+        return ""
+
+    @property
+    def worth(self) -> dict[str, Json]:
+        """For telemetry, what drawing samples by scores is worth; empty where nothing draws so."""
+        return {} if self._gain is None else {"rule": self._gain.rule, **self._gain.told()}
 
     @property
     def in_flight(self) -> int:
@@ -266,7 +287,8 @@ class Exchanges:
             self._rate = float(self._optimizer.param_groups[0]["lr"])
         for votes in self._votes.values():
             votes.append(vote)
-        for name, value in vote.numbers.items():
+        numbers = vote.numbers if self._gain is None else {**vote.numbers, **self._gain.tell()}
+        for name, value in numbers.items():
             self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
         self._settled = Settled()
@@ -539,6 +561,8 @@ class Exchanges:
             tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
             tensors.append(tensor)
         flight = self._flight(number, self._step, transfer, kept, weight, rider, leads, absent)
+        if self._gain is not None:
+            flight.square = _square(tensors)
         flight.result = self._runtime.launch(
             flight.carry(self._carriers[type(transfer.merge)], self._slots[number], joined(tensors))
         )
@@ -566,7 +590,7 @@ class Exchanges:
         flight.result = self._runtime.launch(flight.carry(carrier, self._slots[number], given, before))
         if state["times"] is not None:
             flight.times = done(Decision("times", flight.step, state["times"]))
-        flight.again = True
+        flight.again, flight.square = True, state["square"]
         self._depart(flight)
 
     def _flight(
@@ -622,6 +646,14 @@ class Exchanges:
         """Merges one step's exchanges; whether they have brought something."""
         skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
         merged = False
+        if self._gain is not None and not any(tally.nonfinite for _, _, tally in arrived):
+            flight, reduced, _ = arrived[0]
+            self._gain.measured(
+                sum(flight.square for flight, _, _ in arrived),
+                _square([reduced.mean for _, reduced, _ in arrived]),
+                flight.weight / reduced.weight if reduced.weight else 0.0,
+                first=self._runtime.comm.rank == 0,
+            )
         for flight, reduced, tally in arrived:
             good = self._mergers[type(flight.transfer.merge)].by_server or not (
                 skipped or (tally.nonfinite and reduced.weight == 0)
@@ -675,6 +707,14 @@ class Exchanges:
         sums = tally.sums if flight.leads else {}
         for name, value in sums.items():
             self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+        if (
+            self._gain is not None
+            and flight.leads
+            and self._gain.learn(sums)
+            and self._runtime.comm.rank == 0
+        ):
+            chosen = Decision("sampling", flight.step, self._gain.rule, timing=False)
+            self._runtime.decisions.record(chosen)
         stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._rate)
         if flight.times is not None:
             with self._times.waiting():
@@ -701,6 +741,11 @@ class Exchanges:
         means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
         for bucket, each in zip(buckets, means, strict=True):
             merger.put(bucket.index, flight, each)
+
+
+def _square(tensors: Iterable[Tensor]) -> float:
+    """The square of the norm of all together."""
+    return sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in tensors)
 
 
 async def _reached() -> None:

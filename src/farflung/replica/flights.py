@@ -56,6 +56,7 @@ class Flight:
       before: the reducer's state when it started.
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
+      square: of the norm of what was given, where that is measured.
       again: whether it started before the run was resumed.
       unused: places in its buckets that no replica had a gradient for; noted when it is merged.
       never: places that none has ever had one for.
@@ -75,6 +76,7 @@ class Flight:
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
+    square: float = 0.0
     again: bool = False
     unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
     never: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class Flight:
             "rider": self.rider,
             "leads": self.leads,
             "absent": list(self.absent),
+            "square": self.square,
             "before": {"shared": self.before.shared, "local": self.before.local},
             "times": None if self.times is None else (await self.times).value,
         }

@@ -169,6 +169,7 @@ class Keeping:
             "sampler": drawing.parts.sampler.state_dict(),
             "stream": drawing.parts.stream.state_dict(),
             "drawn": drawing.state_dict(),
+            "filled": {} if drawing.scoring is None else drawing.scoring.filled.state_dict(),
             "exchanges": exchanges["own"],
             "shared_nbytes": drawing.sent_nbytes,
             "ownership": drawing.ownership.state_dict(),
@@ -205,6 +206,8 @@ class Keeping:
         drawing.parts.sampler.load_state_dict(own["sampler"])
         drawing.parts.stream.seek(own["stream"])
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
+        if drawing.scoring is not None:
+            drawing.scoring.filled.load_state_dict(own.get("filled", {}))
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self.exchanges.load_state_dict(exchanges)
         drawing.ownership.load_state_dict(own.get("ownership", {}))

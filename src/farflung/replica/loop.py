@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +28,10 @@ from farflung.replica.members import Parts
 from farflung.replica.optimizers import set_rate
 from farflung.replica.ownership import Ownership, Unmoved, ownership
 from farflung.replica.placement import HOST, batch_on, wait_for
-from farflung.replica.scoring import Scoring, scores_of
+from farflung.replica.scoring import Filled, Scoring, scores_of, still
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
+from farflung.sampling import Gain
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -172,13 +174,19 @@ class Replica:
             self.training.on_nonfinite,
             self._tell if self.trace else None,
             rides=self._numbers(0),
+            gain=self._gain,
             steps=self.training.steps,
             meets=self._meets,
         )
         self._exchanges.goes_with(self.optimizer)
         if isinstance(parts.sampler, Scores):
             self._scoring = Scoring(
-                self.runtime, parts.sampler, self.scorer, overlaps=not self._exchanges.at_once
+                self.runtime,
+                parts.sampler,
+                self.scorer,
+                self._passes,
+                Filled(self.model),
+                overlaps=not self._exchanges.at_once,
             )
         self._ownership = ownership(
             parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
@@ -217,6 +225,11 @@ class Replica:
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
+
+    @property
+    def _gain(self) -> Gain | None:
+        """What the sampler's draws are worth, where it draws by scores."""
+        return getattr(self.parts.sampler, "gain", None)
 
     @property
     def bucket_specs(self) -> list[TensorSpec]:
@@ -277,6 +290,7 @@ class Replica:
             time_s=whole.time_s,
             stopped=stopped,
             reducer=self._exchanges.report(),
+            sampling={} if self._gain is None else self._gain.report(),
             last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
@@ -362,6 +376,8 @@ class Replica:
                 Cost("forward", len(batch)), lambda: self.forward(batch, weights)
             )
             self._exchanges.begin(self.step_done, vote)
+            if self._scoring is not None:
+                self._scoring.filled.give(len(batch))
             await self.runtime.backward(
                 Cost("backward", len(batch), self._buckets.numels),
                 lambda ready: self.backward(loss, ready),
@@ -418,9 +434,15 @@ class Replica:
         """The weighted mean loss, and what to tell the others about it."""
         self.model.train()
         parts = self._drawing.by_shares("forward", batch, self.step_done)
-        losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
+        sampler = self.parts.sampler
+        aside = weights is not None and isinstance(sampler, Scores) and sampler.statistics == "uniform"
+        with still(self.model) if aside else nullcontext():
+            losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        return loss, self.vote(float(loss.detach()), len(batch))
+        told = float(loss.detach())
+        share = 1.0 if self._scoring is None else self._scoring.filled.share(len(batch))
+        vote = self.vote(told, len(batch))
+        return (loss, vote) if share == 1.0 else (loss * share, replace(vote, weight=vote.weight / share))
 
     def scorer(self) -> Callable[[SampleIds], Tensor]:
         """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
@@ -435,6 +457,19 @@ class Replica:
             return scores_of(self.workload, self.model, batch_on(batch, self.device), by)
 
         return score
+
+    def _passes(self) -> Callable[[SampleIds], Tensor]:
+        """What gives the losses of samples beside a step's batch; what that draws at a step is its own."""
+        seed = derive(self.training.seed, "fill", self.step_done, self.runtime.comm.rank)
+        random = RandomState.of(self.workload, seed, self.device)
+
+        def losses(ids: SampleIds) -> Tensor:
+            random.install()
+            batch = self._source.prepare(self._source.rows(ids), train=True)
+            self.model.train()
+            return self.workload.loss(self.model, batch_on(batch, self.device))
+
+        return losses
 
     def vote(self, loss: float, samples: int) -> Vote:
         """What to tell the others about a step on so many samples."""

@@ -180,6 +180,8 @@ class Summary:
     """The most memory that the schedule took up beside model, gradient and optimizer."""
     reducer: Mapping[str, Json] = field(default_factory=dict)
     """Figures of the reducer's own; see :class:`farflung.types.Reports`."""
+    sampling: Mapping[str, Json] = field(default_factory=dict)
+    """What drawing by scores was worth; see :meth:`farflung.sampling.Gain.report`."""
     last_leg: Leg | None = None
     """What was done since the run was resumed; ``None`` for a run in one piece."""
 
@@ -196,5 +198,6 @@ class Summary:
             "time_s": self.time_s.to_json(),
             "stopped": self.stopped,
             **({"reducer": dict(self.reducer)} if self.reducer else {}),
+            **({"sampling": dict(self.sampling)} if self.sampling else {}),
             **({} if self.last_leg is None else {"last_leg": self.last_leg.to_json()}),
         }

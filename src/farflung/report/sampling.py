@@ -73,8 +73,10 @@ def sampling_picture(
     with picture(path, (13, 7.6), title, simulated=simulated) as figure:
         (scores, worth), (groups, ranks) = figure.subplots(2, 2, sharex=True)
         _draw_scores(scores, [values("score_quantiles", at) for at in range(QUANTILES)])
-        worth.set(title="Second moment of the gradient", ylabel="over that of uniform batches")
-        _line(worth, values("variance_ratio"), BLUE, "estimated by the scores")
+        worth.set(title="Batches by scores over uniform ones", ylabel="factor")
+        _line(worth, values("variance_ratio"), BLUE, "second moment of the gradient, by scores")
+        if gains := values("gain"):
+            _line(worth, gains, GREEN, "gain in steps, predicted")
         worth.axhline(1.0, color=GREY, linewidth=1, linestyle="--", label="uniform batches")
         _draw_groups(groups, values("scored"), values("groups"))
         _draw_ranks(ranks, [values("rank_within_5"), values("rank_within_10")], values("score_age"))

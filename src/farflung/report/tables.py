@@ -95,6 +95,8 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
         table.add_row("refused", ", ".join(f"{count:,} {what}" for what, count in refused.items() if count))
     if held := figure("schedule_bytes_per_replica"):
         table.add_row("held by the schedule", decimal(int(held)))
+    if isinstance(sampling := summary.get("sampling"), dict):
+        table.add_row("drawn by scores", _sampling_words(sampling))
     table.add_row(f"duration{clock}", duration_words(figure("duration_s")), end_section=True)
     seconds = time_split(summary, "the summary of the run")
     total = sum(seconds.values())
@@ -110,6 +112,21 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     if isinstance(unknown, list):
         table.add_row("coding not charged", ", ".join(str(method) or "plain sums" for method in unknown))
     return table
+
+
+def _sampling_words(sampling: Mapping[str, Json]) -> str:
+    """In how many steps batches were drawn by scores, and what that is predicted to be worth, or why it is not."""
+    where = "the sampling of the run's summary"
+    counts = sampling.get("steps")
+    if not isinstance(counts, dict):
+        raise DataError(f"{where}: no steps by rule")
+    steps = {name: number(counts, name, where) for name in counts}
+    drawn = f"{sum(steps.values()) - steps.get('uniform', 0):,.0f} steps"
+    if why := sampling.get("undefined"):
+        return f"{drawn}; no gain known: {why}"
+    if sampling.get("gain") is None:
+        return drawn
+    return f"{drawn}, gain {number(sampling, 'gain', where):.2f} predicted"
 
 
 def duration_words(seconds: float) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from farflung.sampling.bacc import Bacc
+from farflung.sampling.gain import Gain
 from farflung.sampling.grouped_importance import GroupedImportance
 from farflung.sampling.rules import Rule
 from farflung.sampling.uniform import InShares, Uniform
 from farflung.types import Sampler
 
-__all__ = ["SAMPLERS", "Bacc", "GroupedImportance", "InShares", "Rule", "Uniform"]
+__all__ = ["SAMPLERS", "Bacc", "Gain", "GroupedImportance", "InShares", "Rule", "Uniform"]
 
 SAMPLERS: dict[str, Callable[[int], Sampler]] = {
     "grouped_importance": GroupedImportance,

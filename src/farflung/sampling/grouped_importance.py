@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError
-from farflung.options import choice_option, flag_option, number_option, whole_option
+from farflung.options import choice_option, number_option, whole_option
 from farflung.sampling.bacc import Bacc
+from farflung.sampling.gain import LOOK, Gain
 from farflung.sampling.importance import (
     Renewal,
     importance_weights,
     quantiles,
     quotas,
     smoothed,
-    speed_up,
-    speed_up_threshold,
     variance_ratio,
     with_replacement,
     without_replacement,
@@ -27,19 +28,32 @@ from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule, filled
 from farflung.sampling.scores import check_scores
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
-from farflung.types import Decision, Draw, Json, PoolView, SampleIds, ScoredBy, Spare, State
+from farflung.types import (
+    PASSES,
+    Decision,
+    Draw,
+    Due,
+    Json,
+    PoolView,
+    SampleIds,
+    ScoredBy,
+    Spare,
+    State,
+    Statistics,
+)
 
 __all__ = ["GroupedImportance"]
 
 NAME = "grouped_importance"
-INERTIA = 0.9
 UNKNOWN = -1
 """In place of the step at which a score was made here: none was, or its sample has come from another replica."""
 FEWEST = 2
 """Batches that a group by time has at least, outside the paper's rule: of fewer there is little to choose."""
+FILLS = {"fill": 1.0, "half": 0.5}
+"""Rules that compute gradients in the wait, with the part of it that they do so in."""
 PERCENTS = (5, 25, 50, 75, 95)
 """Of the scores of a group, for telemetry."""
-PAPER = {"chosen": 2, "beta": 0.5, "switch": False}
+PAPER = {"chosen": 2, "beta": 0.5}
 """Options of the paper's rule alone."""
 
 
@@ -50,10 +64,16 @@ class GroupedImportance:
     D, for one D-th of the replica's samples; ``"bacc"`` for as many as there is time for, see
     :class:`farflung.sampling.Bacc`; ``None`` for ten batches, with the paper's rule 8 groups.
 
-    **Rules** ``auto``, ``pool`` and ``two`` draw a batch without replacement from the newest group, see
+    **Rules** ``pool`` and ``two`` draw a batch without replacement from the newest group, see
     :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are
     held are the candidates, and those whose score is oldest are scored, first those without any; ``two`` is refused
-    there, and ``auto`` is ``pool``.
+    there. **Rule** ``auto`` takes either while that is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no
+    stream. Otherwise batches are uniform, in shuffled passes over the replica's samples, and what is scored is a batch
+    of candidates in every 20th step; nothing, where no gain can be predicted.
+
+    **Rule** ``fill`` computes gradients in the wait in place of scores, a third as many, of uniform samples; they are
+    a step old when the next step's gradient takes them in, weighted by samples. Its batches are uniform, and come from
+    the same passes. **Rule** ``half`` spends half the wait so, and the other half as ``pool``.
 
     **Rule** ``paper`` is Mercury's, for its figures. Batches are drawn on two levels: first ``chosen`` groups without
     replacement, each by how fresh it is. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
@@ -74,25 +94,24 @@ class GroupedImportance:
     samples over the mean of all. What a batch of a stream weighs is the stream's choice. A sample without a score
     counts as the mean of those beside it, and all as alike where none has one, so the first batch is uniform.
 
-    Telemetry: ``rule`` of the batch (``pool``, ``two`` or ``paper``), ``groups`` there are, ``scored`` samples of the
-    newest; estimated by their scores, ``variance_ratio`` (:func:`farflung.sampling.importance.variance_ratio`) and
-    ``tau``, :math:`\tau` of :func:`farflung.sampling.importance.speed_up`, where 0.9 of the one before stays, from 0
-    on; the scores that 5, 25, 50, 75 and 95 % of them do not exceed (``score_quantiles``, ``None`` where none is
-    scored); the ``largest_weight`` of the batch; and the figures of :class:`farflung.sampling.importance.Renewal` for
-    samples that were scored afresh in the step before.
+    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), ``groups`` there are, ``scored``
+    samples of the newest; ``variance_ratio`` as their scores have it
+    (:func:`farflung.sampling.importance.variance_ratio`); ``gain`` and ``noise_scale``
+    (:class:`farflung.sampling.Gain`; not for ``paper``); the scores that 5, 25, 50, 75 and 95 % of them do not exceed
+    (``score_quantiles``, ``None`` where none is scored); the ``largest_weight`` of the batch; and the figures of
+    :class:`farflung.sampling.importance.Renewal` for samples that were scored afresh in the step before.
 
     Args:
       seed: of all that is random here; unlike on replicas with samples of their own.
-      rule: ``"auto"``, ``"pool"``, ``"two"`` or ``"paper"``.
+      rule: ``"auto"``, ``"pool"``, ``"two"``, ``"fill"``, ``"half"`` or ``"paper"``.
       groups: see above.
       scored_by: see :data:`farflung.types.ScoredBy`; ``None``: ``"gradient_bound"``, with the paper's rule ``"loss"``.
+      statistics: what running statistics, such as a batch norm's, are updated by: ``"batch"``, every batch;
+        ``"uniform"``, no batch that is drawn by scores, and as many uniform samples in its wait.
       smoothing: c; ``None``: 0.02, with the paper's rule 0.5. Without any, which the paper's rule allows, weights have
         no bound and samples with a score of 0 are not drawn.
       chosen: d, of how many groups a batch is; of as many as there are until then. The paper's rule alone.
       beta: :math:`\beta`; with 0 age does not matter. The paper's rule alone.
-      switch: whether batches are uniform while :math:`\tau \leq (M + 3|B|) / 3|B|`, with M samples in the newest group.
-        That counts the time of scoring as lost, which in a wait it is not, and so asks for much. The paper's rule
-        alone.
       chunk: samples that are scored at once.
       most: samples of a group at most, for ``"bacc"``: beyond that a longer wait is left idle; ``None``: all there are.
       every: steps between two choices of a group's size, for ``"bacc"``.
@@ -102,7 +121,7 @@ class GroupedImportance:
       ConfigError: an option out of its range, or of another rule.
 
     References: Zeng et al. 2021 (Mercury), sections on group-wise importance; Katharopoulos & Fleuret 2018 for
-    ``switch``, ``"gradient_bound"`` and :math:`\tau`. The paper gives no D, d, :math:`\beta` or smoothing. Its released
+    ``"gradient_bound"``. The paper gives no D, d, :math:`\beta` or smoothing. Its released
     code draws from the newest group alone and smooths by its mean: the script by half a running mean, a class beside it
     by the mean itself. Under the paper's rule half the mean of each group is added, at the time of a draw. This
     project's own choices as well: ``most``, rounding at random, the weight by samples, which the paper's proof needs
@@ -113,26 +132,26 @@ class GroupedImportance:
         self,
         seed: int,
         *,
-        rule: Literal["auto", "pool", "two", "paper"] = "auto",
+        rule: Literal["auto", "pool", "two", "fill", "half", "paper"] = "auto",
         groups: int | Literal["bacc"] | None = None,
         scored_by: ScoredBy | None = None,
+        statistics: Statistics = "batch",
         smoothing: float | None = None,
         chosen: int = 2,
         beta: float = 0.5,
-        switch: bool = False,
         chunk: int = 64,
         most: int | None = None,
         every: int = 10,
         share: float = 0.25,
     ) -> None:
-        choice_option(NAME, "rule", rule, (*TWO_STAGE, "paper"))
+        choice_option(NAME, "rule", rule, (*TWO_STAGE, *FILLS, "paper"))
         paper = rule == "paper"
         groups = 8 if paper and groups is None else groups
         if groups is not None and groups != "bacc":
             if isinstance(groups, str):
                 raise ConfigError(f"{NAME}: groups {groups!r} must be a whole number or 'bacc'")
             whole_option(NAME, "groups", groups, 1)
-        for option, value in {"chosen": chosen, "beta": beta, "switch": switch}.items():
+        for option, value in {"chosen": chosen, "beta": beta}.items():
             if not paper and value != PAPER[option]:
                 raise ConfigError(f"{NAME}: {option} {value!r} is of the paper's rule: give rule='paper' too")
         whole_option(NAME, "chosen", chosen, 1)
@@ -143,18 +162,24 @@ class GroupedImportance:
         number_option(NAME, "smoothing", smoothing, 0)
         scored_by = ("loss" if paper else "gradient_bound") if scored_by is None else scored_by
         choice_option(NAME, "scored_by", scored_by, get_args(ScoredBy))
-        flag_option(NAME, "switch", switch)
+        choice_option(NAME, "statistics", statistics, get_args(Statistics))
         whole_option(NAME, "chunk", chunk, 1)
         if most is not None:
             whole_option(NAME, "most", most, chunk)
         self._groups, self._chosen = groups, chosen
         self._beta, self._smoothing = float(beta), float(smoothing)
         self._scored_by, self._chunk, self._most = scored_by, chunk, most
+        self._statistics, self._fills = statistics, FILLS.get(rule, 0.0)
+        needs = {f"rule {rule!r}": rule in ("two", *FILLS), "statistics='uniform'": statistics == "uniform"}
+        self._needs_all = " and ".join(what for what, does in needs.items() if does)
         self._seed, self._order = seed, Passes(derive(seed, "order"))
-        self._rule = None if paper else Rule(NAME, rule, smoothing, derive(seed, "rule"))
+        self.gain = Gain(rule) if rule in TWO_STAGE else None
+        """What drawing by scores is worth; ``None`` where the rule does not depend on it."""
+        self._rule = None if paper else Rule(NAME, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
-        self._uniform = Uniform(derive(seed, "uniform")) if switch else None
-        self._tau, self._cursor = 0.0, 0
+        self._uniform = Uniform(derive(seed, "uniform"))
+        self._by, self._cursor = "paper" if paper else "uniform", 0
+        self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
         none = torch.empty(0, dtype=torch.int64)
         self._put(none, none.float(), none, none, none.double())
@@ -164,44 +189,49 @@ class GroupedImportance:
         """What samples are judged by."""
         return self._scored_by
 
+    @property
+    def statistics(self) -> Statistics:
+        """What running statistics are updated by."""
+        return self._statistics
+
     # --- drawing ----------------------------------------------------------------------------------------------------
 
     def next(self, view: PoolView) -> Draw:
         """A batch by the scores there are.
 
         Raises:
-          ConfigError: more groups than samples, or rule ``two`` for a stream.
+          ConfigError: more groups than samples, or a stream where something is to be drawn from all samples.
         """
         self._hold(view)
+        if not isinstance(view.pool, int) and (why := self._needs_all):
+            raise ConfigError(
+                f"{NAME}: {why} takes samples from all of a replica's, and a stream holds those that have arrived: "
+                "give rule='pool' and statistics='batch'"
+            )
         newest = self._stamps.max()
         at = (self._stamps == newest) & (self._scores >= 0)
         scores, first = self._scores[at], self._first[at]
-        if newest == view.step - 1 and len(scores):
-            self._tau = INERTIA * self._tau + (1 - INERTIA) * speed_up(scores)
-            if self._rule is not None:
-                self._rule.judge(scores, first)
+        if self.gain is not None:
+            self.gain.streams = not isinstance(view.pool, int)
+            if self.gain.rule == "uniform":
+                self._by = "uniform"
+            self.gain.steps[self._by] += 1
         told: dict[str, Json] = {
-            "rule": "paper" if self._rule is None else "two" if self._rule.two else "pool",
+            "rule": self._by,
             "groups": len(self._present()[0]),
             "scored": len(scores),
             "variance_ratio": variance_ratio(scores, smoothed(scores, self._smoothing, first), first),
-            "tau": self._tau,
+            **({} if self.gain is None else self.gain.told()),
             "score_quantiles": [*quantiles(scores, PERCENTS)] if len(scores) else None,
             "largest_weight": 1.0,
             **self._renewal.told(view.step - 1),
         }
         weight = view.share if isinstance(view.pool, int) else None
-        if self._uniform is not None:
-            if self._tau <= speed_up_threshold(len(scores), view.batch_size):
-                return Draw(self._uniform.next(view).ids, None, weight, told)
+        if self._by == "uniform":
+            return Draw(self._uniform.next(view).ids, None, weight, told)
         if self._rule is None:
             rows, weights = self._by_groups(view)
         else:
-            if self._rule.two and not isinstance(view.pool, int):
-                raise ConfigError(
-                    f"{NAME}: rule 'two' draws candidates from all of a replica's samples, and a stream holds those "
-                    "that have arrived: give rule='pool'"
-                )
             pool = self._members(int(newest)) if isinstance(view.pool, int) else torch.arange(len(self._ids))
             drawn, weights = self._rule.batch(
                 self._scores[pool], self._first[pool], view.batch_size, view.step, view.rank
@@ -243,32 +273,56 @@ class GroupedImportance:
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
-    def due(
-        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
-    ) -> Sequence[SampleIds]:
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         """The next group of all samples, or those of a stream that are in most need of a score; in chunks."""
         count = view.pool if isinstance(view.pool, int) else len(view.pool)
-        if self._groups == "bacc":
-            most = count if self._most is None else min(self._most, count)
-            chunks = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide)
-            size = chunks * self._chunk
-            size = min(size if self._rule is None else max(size, FEWEST * view.batch_size), most)
-        elif self._groups is None:
-            size = min(CANDIDATES * view.batch_size, count)
-        elif self._rule is None and isinstance(view.pool, int):
-            size = _to_boundary(self._cursor, count, self._groups)
-        else:
-            size = -(-count // self._groups)
+        size = self._due(view, count, decide)
+        gradients = math.ceil(self._fills * size / PASSES)
+        size -= math.ceil(self._fills * size)
+        if self.gain is not None:
+            self._part = view.batch_size / max(view.batch_size, size if isinstance(view.pool, int) else count)
+            self._by = self.gain.rule
+            if self._by == "uniform":
+                looks = self.gain.looks and view.step % LOOK == 0
+                size = min(view.batch_size, size) if looks else 0
+        elif self._rule is not None:
+            self._by = "pool" if size else "uniform"
+        aside = view.batch_size if self._statistics == "uniform" and self._by != "uniform" else 0
+        return Due(
+            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, aside)
+        )
+
+    def _beside(self, view: PoolView, size: int) -> Sequence[SampleIds]:
+        """The next of the uniform samples, in chunks."""
+        return (
+            torch.split(self._uniform.next(replace(view, batch_size=size)).ids, self._chunk) if size else ()
+        )
+
+    def _next_group(self, view: PoolView, count: int, size: int) -> Sequence[SampleIds]:
         if not size:
-            return []
+            return ()
         if not isinstance(view.pool, int):
             ids = view.pool[self._need(view.pool).argsort(stable=True)[:size]]
         elif self._rule is None:
             ids = self._order.order(0, count)[(self._cursor + torch.arange(size)) % count]
         else:
-            ids, first = self._rule.candidates(self._scores, size, view.batch_size, view.step)
+            ids, first = self._rule.candidates(self._scores, size, view.step, two=self._by == "two")
             self._first[ids] = first
-        return list(torch.split(ids, self._chunk))
+        return torch.split(ids, self._chunk)
+
+    def _due(
+        self, view: PoolView, count: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> int:
+        """The size of a group of so many samples."""
+        if self._groups == "bacc":
+            most = count if self._most is None else min(self._most, count)
+            size = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide) * self._chunk
+            return min(size if self._rule is None else max(size, FEWEST * view.batch_size), most)
+        if self._groups is None:
+            return min(CANDIDATES * view.batch_size, count)
+        if self._rule is None and isinstance(view.pool, int):
+            return _to_boundary(self._cursor, count, self._groups)
+        return -(-count // self._groups)
 
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
         """Keeps the scores of a chunk; its samples belong to the step's group now.
@@ -280,6 +334,8 @@ class GroupedImportance:
         check_scores(NAME, scores, step)
         rows, there = self._find(ids)
         rows, scores = rows[there], scores[there].to(self._scores)
+        if self.gain is not None:
+            self._fresh.append((scores, self._first[rows]))
         again = self._made[rows] >= 0
         before, ages = self._scores[rows][again], step - self._made[rows][again]
         self._renewal.add(before, scores[again], ages, step)
@@ -288,8 +344,12 @@ class GroupedImportance:
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
     def observe(self, spare: Spare) -> None:
-        """What groups are sized by, where they are."""
+        """What groups are sized by, where they are, and the scores of the step."""
         self._bacc.observe(spare)
+        if self._rule is not None and self.gain is not None and self._fresh:
+            scores, weights = (torch.cat(each) for each in zip(*self._fresh, strict=True))
+            self.gain.judge(self._rule.moments(scores, weights), self._part)
+        self._fresh.clear()
 
     def _need(self, pool: SampleIds) -> Tensor:
         """The stamp of each sample's score, and less than any where there is none."""
@@ -328,7 +388,7 @@ class GroupedImportance:
     # --- what is held -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Scores and stamps of all samples, how far scoring has come, and what sizes and switches go by."""
+        """Scores and stamps of all samples, how far scoring has come, and what sizes and rules go by."""
         return {
             "ids": self._ids.clone(),
             "scores": self._scores.clone(),
@@ -337,22 +397,23 @@ class GroupedImportance:
             "first": self._first.clone(),
             "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
-            "tau": self._tau,
+            "by": self._by,
             "rule": {} if self._rule is None else self._rule.state_dict(),
+            "gain": {} if self.gain is None else self.gain.state_dict(),
             "bacc": self._bacc.state_dict(),
-            "uniform": {} if self._uniform is None else self._uniform.state_dict(),
+            "uniform": self._uniform.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made", "first"))
         self._put(*columns)
         self._renewal.load_state_dict(state["renewal"])
-        self._cursor, self._tau = state["cursor"], state["tau"]
+        self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])
-        if self._rule is not None:
+        self._uniform.load_state_dict(state["uniform"])
+        if self._rule is not None and self.gain is not None:
             self._rule.load_state_dict(state["rule"])
-        if self._uniform is not None:
-            self._uniform.load_state_dict(state["uniform"])
+            self.gain.load_state_dict(state["gain"])
 
     def _hold(self, view: PoolView) -> None:
         """Forgets samples that are gone, and takes up new ones."""

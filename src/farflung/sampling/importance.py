@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,14 +13,11 @@ __all__ = [
     "Renewal",
     "importance_weights",
     "included",
-    "probabilities",
     "quantiles",
     "quotas",
     "rank_changes",
     "second_moments",
     "smoothed",
-    "speed_up",
-    "speed_up_threshold",
     "systematic",
     "variance_ratio",
     "with_replacement",
@@ -45,23 +41,21 @@ def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) ->
     return importances if weights is None else weights * importances
 
 
-def probabilities(importances: Tensor) -> Tensor:
-    """q, which sums up to 1; uniform where all importances are 0."""
-    total = importances.double().sum()
-    return importances / total if total > 0 else torch.full_like(importances, 1 / len(importances)).double()
-
-
 def importance_weights(importances: Tensor) -> Tensor:
     r""":math:`\bar{I} / I_j`; infinite where a sample is never drawn."""
     importances = importances.double()
     return importances.mean() / importances
 
 
-def second_moments(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
-    r"""The second moment of a drawn sample's weighted gradient, and that of a sample drawn uniformly.
+def second_moments(
+    norms: Tensor, importances: Tensor, weights: Tensor | None = None
+) -> tuple[float, float, float]:
+    r"""The second moments of the weighted gradient of a sample that is drawn from candidates, of a candidate, and
+    of a sample drawn uniformly.
 
     .. math::
         E_q \lVert w_j g_j \rVert^2 = \bar{I} \cdot \frac{1}{n} \sum_j v_j^2 s_j^2 / I_j, \qquad
+        \frac{1}{n} \sum_j v_j^2 s_j^2, \qquad
         E_u \lVert g_j \rVert^2 = \frac{1}{n} \sum_j v_j s_j^2
 
     Args:
@@ -75,44 +69,20 @@ def second_moments(norms: Tensor, importances: Tensor, weights: Tensor | None = 
     squares, importances = norms.double() ** 2, importances.double()
     v = torch.ones_like(squares) if weights is None else weights
     weighted = torch.where(squares > 0, v**2 * squares / importances, 0.0)
-    return float(importances.mean() * weighted.mean()), float((v * squares).mean())
+    drawn = float(importances.mean() * weighted.mean())
+    return drawn, float((v**2 * squares).mean()), float((v * squares).mean())
 
 
 def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> float:
-    r"""The first of :func:`second_moments` over the second; 1 where all norms are 0.
+    r"""The first of :func:`second_moments` over the last; 1 where all norms are 0.
 
     Both variances are these moments less the same square of the mean gradient, so importance sampling has the smaller
     variance just where this is below 1. It is least, :math:`\overline{v s}^2 / \overline{v s^2}`, for I = v s.
     """
     if not norms.any():
         return 1.0
-    drawn, uniform = second_moments(norms, importances, weights)
+    drawn, _, uniform = second_moments(norms, importances, weights)
     return drawn / uniform
-
-
-def speed_up(scores: Tensor) -> float:
-    r""":math:`\tau = \sqrt{B \sum_j g_j^2}`: by how much the batch would have to grow for a uniform one to be as good.
-
-    g are the probabilities that the B scores themselves would give, without smoothing; so it is 1 for equal ones.
-
-    References: Katharopoulos & Fleuret 2018, whose code has it as
-    :math:`(1 - \sum_j (g_j - 1/B)^2 / \sum_j g_j^2)^{-1/2}`, which is the same.
-    """
-    return math.sqrt(len(scores) * float((probabilities(scores.double()) ** 2).sum()))
-
-
-def speed_up_threshold(candidates: int, batch_size: int) -> float:
-    r""":math:`\tau_{th} = (B + 3b) / 3b`: what :math:`\tau` has to exceed for scoring to be worth its time.
-
-    As long as a backward pass takes two forward passes, and scoring is done instead of training.
-
-    Args:
-      candidates: B, samples that are scored for a batch.
-      batch_size: b.
-
-    References: Katharopoulos & Fleuret 2018.
-    """
-    return (candidates + 3 * batch_size) / (3 * batch_size)
 
 
 def quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError
-from farflung.options import choice_option, number_option
+from farflung.options import number_option
 from farflung.sampling.importance import included, second_moments, smoothed, systematic
 from farflung.seeding import Passes, generator
 from farflung.types import State
@@ -17,8 +17,6 @@ CANDIDATES = 10
 """Samples scored for each one of a batch, where nothing else sets their number."""
 NEVER = -1.0
 """The score of a sample that was never scored; others are at least 0."""
-MEMORY = 0.99
-"""The share of a moving average that remains at each step."""
 CACHED = 0.25
 """The smoothing of older scores: q = 0.8 of the score over the mean, plus 0.2."""
 TWO_STAGE = ("auto", "pool", "two")
@@ -41,12 +39,10 @@ class Rule:
     ``pool``: candidates are the next ones of a random order and weigh 1. ``two``: candidates are drawn from all N
     samples in the same way by their last scores, those without one at the mean, with :math:`\pi^{(1)}` from c = 0.25.
     Then :math:`v = M / (N \pi^{(1)}) \leq 5`, and the weighted mean is unbiased for the mean over all N, however old
-    those scores are. ``auto``: ``pool``, and ``two`` while the variance ratio, a moving average, is below b/M: then the
-    number of candidates is what limits ``pool``. ``two`` lasts until the ratio exceeds twice that.
+    those scores are. :class:`farflung.sampling.Gain` says when which is worth it.
 
     Args:
       name: of the sampler, for messages.
-      rule: ``auto``, ``pool`` or ``two``.
       smoothing: c, above 0.
       seed: of all draws.
 
@@ -57,32 +53,26 @@ class Rule:
     draw are those of Madow 1949. The second stage is this project's own.
     """
 
-    def __init__(self, name: str, rule: str, smoothing: float, seed: int) -> None:
-        choice_option(name, "rule", rule, TWO_STAGE)
+    def __init__(self, name: str, smoothing: float, seed: int) -> None:
         number_option(name, "smoothing", smoothing, 0)
         if smoothing == 0:
             raise ConfigError(f"{name}: smoothing 0 must be above 0, or samples scored 0 are never drawn")
-        self._rule, self._smoothing, self._seed = rule, float(smoothing), seed
-        self._order = Passes(seed)
-        self._cursor, self._moments = 0, [0.0, 0.0]
-        self.two = rule == "two"
-        """Whether the last candidates were drawn by their scores."""
+        self._smoothing, self._seed = float(smoothing), seed
+        self._order, self._cursor = Passes(seed), 0
 
-    def candidates(self, scores: Tensor, size: int, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, scores: Tensor, size: int, *at: int, two: bool) -> tuple[Tensor, Tensor]:
         """Chooses the next candidates.
 
         Args:
           scores: the last ones of all samples, :data:`NEVER` where there is none.
           size: M, at most as many as there are samples.
-          batch_size: b.
           at: what this choice is numbered by.
+          two: whether by rule ``two``.
 
         Returns:
           Their positions, and v.
         """
-        if self._rule == "auto":
-            self.two = self.variance_ratio < (2 if self.two else 1) * batch_size / size
-        if self.two:
+        if two:
             expected = included(smoothed(filled(scores), CACHED), size)
             rows = systematic(expected, generator(self._seed, "candidates", *at))
             return rows, size / (len(scores) * expected[rows])
@@ -91,17 +81,9 @@ class Rule:
         self._cursor = (self._cursor + size) % len(scores)
         return rows, torch.ones(size, dtype=torch.float64)
 
-    def judge(self, scores: Tensor, weights: Tensor) -> None:
-        """Learns what the scores of a set of candidates are worth, once; one score at least."""
-        importances = smoothed(scores, self._smoothing, weights)
-        for at, moment in enumerate(second_moments(scores, importances, weights)):
-            self._moments[at] = MEMORY * self._moments[at] + (1 - MEMORY) * moment
-
-    @property
-    def variance_ratio(self) -> float:
-        """That of moving averages of both second moments, since rare scores may be missing among candidates."""
-        drawn, uniform = self._moments
-        return drawn / uniform if uniform else 1.0
+    def moments(self, scores: Tensor, weights: Tensor) -> tuple[float, float, float]:
+        """See :func:`farflung.sampling.importance.second_moments`; of one candidate at least."""
+        return second_moments(scores, smoothed(scores, self._smoothing, weights), weights)
 
     def batch(self, scores: Tensor, weights: Tensor, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
         """Draws a batch from candidates.
@@ -120,10 +102,10 @@ class Rule:
         return rows, (weights * batch_size / (len(scores) * expected))[rows].float()
 
     def state_dict(self) -> State:
-        return {"cursor": self._cursor, "moments": [*self._moments], "two": self.two}
+        return {"cursor": self._cursor}
 
     def load_state_dict(self, state: State) -> None:
-        self._cursor, self._moments, self.two = state["cursor"], [*state["moments"]], state["two"]
+        self._cursor = state["cursor"]
 
 
 def filled(scores: Tensor) -> Tensor:

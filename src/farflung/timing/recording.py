@@ -142,6 +142,7 @@ class _RecordingReducer:
 
     def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
         self._reducer, self._recorder = reducer, recorder
+        self.codec = getattr(reducer, "codec", None)
 
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """The reducer's, where it has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from farflung.types import (
     Json,
     Payload,
     Reduced,
+    Reducer,
     SampleIds,
     Seeds,
     State,
@@ -55,7 +57,7 @@ class Retimed(Replica):
     @override
     def __post_init__(self) -> None:
         self.workload = _Hollow(self.workload)
-        self.parts = replace(self.parts, reducer=_Mover(self.traffic))
+        self.parts = replace(self.parts, reducer=_Mover(self.traffic, self.parts.reducer))
         self.checkpoints = _Unkept() if self.checkpointed else None
         Replica.__post_init__(self)
 
@@ -67,6 +69,10 @@ class Retimed(Replica):
     @override
     def scorer(self) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.ones(len(ids))
+
+    @override
+    def _passes(self) -> Callable[[SampleIds], Tensor]:
+        return lambda ids: torch.full((len(ids),), math.nan)
 
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
@@ -118,10 +124,10 @@ def _named(event: Event) -> tuple[Json, ...]:
 
 
 class _Mover:
-    """A reducer that repeats recorded journeys."""
+    """A reducer that repeats recorded journeys of another one."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, reducer: Reducer) -> None:
+        self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
         self._begun: tuple[int, int] = (-1, 0)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

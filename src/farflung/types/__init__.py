@@ -32,7 +32,18 @@ from farflung.types.exchange import (
     Seeds,
     StateSlot,
 )
-from farflung.types.sampling import Carries, Draw, PoolView, Sampler, ScoredBy, Scores, Spare
+from farflung.types.sampling import (
+    PASSES,
+    Carries,
+    Draw,
+    Due,
+    PoolView,
+    Sampler,
+    ScoredBy,
+    Scores,
+    Spare,
+    Statistics,
+)
 from farflung.types.schedule import (
     Bucket,
     ChecksSize,
@@ -70,6 +81,7 @@ from farflung.types.world import (
 )
 
 __all__ = [
+    "PASSES",
     "AllReduce",
     "Arrivals",
     "Batch",
@@ -92,6 +104,7 @@ __all__ = [
     "Decode",
     "Draw",
     "DrawsFewer",
+    "Due",
     "Feed",
     "Fetch",
     "Fragment",
@@ -131,6 +144,7 @@ __all__ = [
     "Spare",
     "State",
     "StateSlot",
+    "Statistics",
     "Stream",
     "Swap",
     "SwapGradient",

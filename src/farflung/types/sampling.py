@@ -12,10 +12,25 @@ from farflung.types.world import Decision
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Carries", "Draw", "PoolView", "Sampler", "ScoredBy", "Scores", "Spare"]
+__all__ = [
+    "PASSES",
+    "Carries",
+    "Draw",
+    "Due",
+    "PoolView",
+    "Sampler",
+    "ScoredBy",
+    "Scores",
+    "Spare",
+    "Statistics",
+]
 
 ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
 """What a sample is judged by: its loss, or the norm of its loss's gradient with respect to the model's output."""
+
+
+Statistics: TypeAlias = Literal["batch", "uniform"]
+"""Running statistics follow every batch, or uniform samples alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,25 @@ class Sampler(Protocol):
         ...
 
 
+PASSES = 3
+"""Forward passes that a gradient takes as long as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a step's wait is spent on, in chunks of samples.
+
+    Args:
+      scores: to score.
+      gradients: to compute the gradient of, which is added to that of the next step, weighted by samples.
+      statistics: to update running statistics by, such as a batch norm's.
+    """
+
+    scores: Sequence[SampleIds] = ()
+    gradients: Sequence[SampleIds] = ()
+    statistics: Sequence[SampleIds] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Spare:
     """What a step has left for scoring, by one replica's own clock.
@@ -83,8 +117,8 @@ class Spare:
     Args:
       compute_s: seconds of its forward and backward pass.
       wait_s: seconds from the end of its backward pass until its exchanges were through; 0 where they were before.
-      scoring_s: seconds of scoring.
-      scored: samples.
+      scoring_s: seconds of scoring, and of whatever else the wait was spent on.
+      scored: samples; one whose gradient was computed counts as three.
       overlaps: whether exchanges go on beside computing, so that the wait says nothing about how much may be scored.
     """
 
@@ -108,10 +142,13 @@ class Scores(Protocol):
         """What samples are judged by."""
         ...
 
-    def due(
-        self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]
-    ) -> Sequence[SampleIds]:
-        """What to score in a step's wait, chunk by chunk.
+    @property
+    def statistics(self) -> Statistics:
+        """What running statistics are updated by."""
+        ...
+
+    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
+        """What to do in a step's wait.
 
         Args:
           view: of the step.

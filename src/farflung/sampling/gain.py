@@ -1,0 +1,227 @@
+"""Predicts from the noise of gradients what drawing by scores is worth, and chooses the rule by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from farflung.types import Json, State
+
+__all__ = ["Gain"]
+
+ON, OFF = 1.1, 1.05
+"""Gains above and below which scores are drawn by, and are no longer."""
+STEPS = 100
+"""At least so many pass between two choices."""
+MEMORY = 0.995
+"""The share of a moving sum that remains at each step."""
+SETTLING = 3
+"""Steps after a choice in whose sums there may be batches of the rule before."""
+MISS = 2.0
+"""Times by which the variance under rule ``two`` may exceed what is predicted."""
+PAUSE = 1000
+"""Steps for which ``two`` is left alone afterwards."""
+LOOK = 20
+"""Steps between two batches that are scored while none is drawn by scores."""
+NOISE = ("spread", "square", "shares")
+MOMENTS = ("first", "second", "uniform", "pool")
+
+
+class Gain:
+    r"""The factor by which drawing by scores saves steps.
+
+    K replicas' gradients :math:`g_k` with the shares :math:`p_k` in the mean have :math:`A = \sum_k p_k \lVert g_k
+    \rVert^2` and :math:`C = \lVert \sum_k p_k g_k \rVert^2`. With V the variance of the mean, N its noise scale,
+    :math:`\rho` the second moment of gradients drawn by scores over that of gradients drawn uniformly, M candidates
+    and a batch of b,
+
+    .. math::
+        V = (A - C) \frac{\sum_k p_k^2}{1 - \sum_k p_k^2}, \qquad N = \frac{V}{C - V}, \qquad
+        \rho_e = (1 - \tfrac{b}{M}) \rho + \tfrac{b}{M} \rho_1, \qquad \text{gain} = \frac{1 + N}{1 + \rho_e N}
+
+    which is :math:`V = (A - C) / (K - 1)` for equal shares. :math:`\rho_1`, of the draw of candidates, is 1 where they
+    are drawn uniformly. What is measured while batches are drawn by scores is :math:`\rho_e N`. V, C and the moments
+    that :math:`\rho` is made of are moving means over about 200 steps.
+
+    Rule ``auto`` is uniform until the gain exceeds 1.1, and again once it is below 1.05, each for 100 steps at least.
+    Between, it is ``pool``, and ``two`` while less of its variance comes from the batch than from the candidates:
+    :math:`(1 - b/M) \rho < b/M`, until it is twice that. ``two`` ends as well where V is more than twice what scores
+    predict, by what the rule before had for both, and is not taken again for 1,000 steps.
+
+    All that it learns from are sums over the replicas, which are equal on all, as are its choices then.
+
+    Args:
+      rule: ``auto``, ``pool`` or ``two``; the latter two stay.
+
+    References: the noise scale is that of McCandlish et al. 2018, over a batch; the gain and its use are this
+      project's own.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._auto = rule == "auto"
+        self.rule = "pool" if self._auto else rule
+        """The one that candidates are chosen by: ``uniform`` for none, ``pool`` or ``two``."""
+        self.streams = False
+        """Whether samples stream in, so that ``two`` is not to be had."""
+        self._why: str | None = None
+        self.steps = {"uniform": 0, "pool": 0, "two": 0}
+        """Batches of this replica by each rule."""
+        self._told = dict.fromkeys((*NOISE, *MOMENTS), 0.0)
+        self._scale, self._pause = 0.0, 0
+        self._sums: dict[str, float] = {}
+        self._restart()
+
+    def begins(self, why: str) -> tuple[str, ...]:
+        """Before the first step of a run.
+
+        Args:
+          why: V cannot be measured there; empty: it can.
+
+        Returns:
+          The names of the numbers that votes carry.
+        """
+        self._why = why
+        if self._auto:
+            self.rule = "uniform"
+        return () if why else (*NOISE, *MOMENTS)
+
+    # --- what this replica measures -----------------------------------------------------------------------------------
+
+    def judge(self, moments: tuple[float, float, float], part: float) -> None:
+        """Notes what a group of scores says.
+
+        Args:
+          moments: of :func:`farflung.sampling.importance.second_moments`.
+          part: b/M.
+        """
+        drawn, first, uniform = moments
+        found = (part * first, (1 - part) * drawn, uniform, part * uniform)
+        self._told.update(zip(MOMENTS, found, strict=True))
+        if self._why is None:
+            self.learn(self.tell())
+
+    def measured(self, own: float, mean: float, share: float, *, first: bool) -> None:
+        r"""Notes what a step's exchange has brought.
+
+        Args:
+          own: :math:`\lVert g_k \rVert^2`.
+          mean: C.
+          share: :math:`p_k`.
+          first: whether this is rank 0, which tells C for all: elsewhere its last digits may differ.
+        """
+        found = (share * own - mean * first, mean * first, share**2)
+        self._told.update(zip(NOISE, found, strict=True))
+
+    def tell(self) -> dict[str, float]:
+        """What has been noted since the last call, to be summed over the replicas."""
+        if self._why:
+            return {}
+        told, self._told = self._told, dict.fromkeys(self._told, 0.0)
+        return told
+
+    # --- what all replicas learn --------------------------------------------------------------------------------------
+
+    def learn(self, sums: Mapping[str, float]) -> bool:
+        """Learns from a step's sums over all replicas; whether another rule is chosen."""
+        if self._why:
+            return False
+        self._age += 1
+        self._pause = max(0, self._pause - 1)
+        self._sums = {name: MEMORY * each for name, each in self._sums.items()}
+        shares = sums["shares"]
+        if 0 < shares < 1 and self._age > SETTLING:
+            self._add(variance=sums["spread"] * shares / (1 - shares), square=sums["square"], measured=1.0)
+        if sums["uniform"] > 0:
+            self._add(**{name: sums[name] for name in MOMENTS}, judged=1.0)
+        chosen = self._choice() if self._auto and self._age >= STEPS else self.rule
+        if chosen == self.rule:
+            return False
+        if chosen == "two":
+            self._scale = self._variance_scale()
+        self.rule = chosen
+        self._restart()
+        return True
+
+    @property
+    def looks(self) -> bool:
+        """Whether scores have something to say while batches are uniform."""
+        return not self._why
+
+    @property
+    def ratio(self) -> float:
+        r""":math:`\rho_e`; 1 where no score is known."""
+        uniform = self._sums["uniform"]
+        return (self._sums["first"] + self._sums["second"]) / uniform if uniform else 1.0
+
+    @property
+    def noise_scale(self) -> float | None:
+        """N of uniform batches; ``None`` where nothing has been measured, or the mean gradient is lost in the noise."""
+        variance, signal = self._parts()
+        return variance / signal if signal else None
+
+    @property
+    def gain(self) -> float | None:
+        """``None`` where nothing has been measured or judged since the last choice."""
+        variance, signal = self._parts()
+        if not self._sums["uniform"] or not variance + signal:
+            return None
+        return (signal + variance) / (signal + self.ratio * variance)
+
+    def told(self) -> dict[str, Json]:
+        """For telemetry, what is known now."""
+        return {"gain": self.gain, "noise_scale": self.noise_scale}
+
+    def report(self) -> dict[str, Json]:
+        """For the summary of a run: the steps under each rule, the gain predicted last, and why there is none."""
+        undefined: dict[str, Json] = {"undefined": self._why} if self._why else {}
+        return {"steps": dict(self.steps), **self.told(), **undefined}
+
+    def state_dict(self) -> State:
+        return {
+            "rule": self.rule,
+            "steps": dict(self.steps),
+            "told": dict(self._told),
+            "sums": dict(self._sums),
+            "age": self._age,
+            "scale": self._scale,
+            "pause": self._pause,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.rule, self._age, self._pause = state["rule"], state["age"], state["pause"]
+        self.steps, self._told, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
+        self._scale = state["scale"]
+
+    def _restart(self) -> None:
+        self._age = 0
+        self._sums = dict.fromkeys(("variance", "square", "measured", *MOMENTS, "judged"), 0.0)
+
+    def _add(self, **more: float) -> None:
+        for name, each in more.items():
+            self._sums[name] += each
+
+    def _parts(self) -> tuple[float, float]:
+        """The variance of the mean gradient of uniform batches, and the square of what it expects to be; summed up."""
+        variance = max(0.0, self._sums["variance"])
+        signal = max(0.0, self._sums["square"] - variance)
+        return variance if self.rule == "uniform" else variance / self.ratio, signal
+
+    def _variance_scale(self) -> float:
+        """What V is for each unit of what scores have for it; 0 where that is not known."""
+        sums = self._sums
+        predicted = sums["uniform"] if self.rule == "uniform" else sums["first"] + sums["second"]
+        if not predicted or not sums["measured"]:
+            return 0.0
+        return (sums["variance"] / sums["measured"]) / (predicted / sums["judged"])
+
+    def _choice(self) -> str:
+        two = self.rule == "two"
+        if self._why is not None:
+            gain = self.gain
+            if gain is None:
+                return self.rule
+            if gain < (ON if self.rule == "uniform" else OFF):
+                return "uniform"
+            if two and self._scale and self._variance_scale() > MISS * self._scale:
+                self._pause = PAUSE
+        few = self._sums["second"] < (2 if two else 1) * self._sums["pool"]
+        return "two" if few and not self._pause and not self.streams else "pool"
