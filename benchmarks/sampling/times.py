@@ -26,7 +26,7 @@ MBPS = (10.0, 200.0)
 """Of the links; the row is of the first."""
 LATENCY_S = 2e-3
 DEVICE = "raspberry-pi-4"
-WARM_UP, STEPS = 5, 20
+WARM_UP, STEPS = 2, 8
 
 
 def step_s(training: Sampled, mbps: float) -> float:
