@@ -136,7 +136,7 @@ class Sampled:
                 await replica.step()
                 if step % self.every:
                     continue
-                # By what all replicas know: those who come here before the first one do not have its look yet.
+                # The looks that all replicas have: one may come here before the first has looked at this step.
                 if self.reached(looks[: step // self.every - 1]) is not None:
                     return
                 if replica.runtime.comm.rank == 0:
