@@ -21,6 +21,7 @@ from benchmarks.mercury.applications import (
     Application,
     workload_of,
 )
+from benchmarks.workloads.halved import some, with_tail
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Subset
 from farflung.replica import Replica
@@ -227,8 +228,8 @@ class Watched:
         task = workload_of(self.application)
         train = task.datasets()[0]
         if self.samples:
-            return cast("Workload", _Fewer(task, _some(len(train), self.samples, "fewer")))
-        return task if self.tail == 1 else cast("Workload", _Fewer(task, _with_tail(train, self.tail)))
+            return cast("Workload", _Fewer(task, some(len(train), self.samples, "fewer")))
+        return task if self.tail == 1 else cast("Workload", _Fewer(task, with_tail(train, self.tail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,22 +311,7 @@ class _Fewer:
 def _seen(task: Workload, count: int) -> Dataset:
     """The training samples that are looked at."""
     train = task.datasets()[0]
-    return Subset(train, _some(len(train), count, "seen"))
-
-
-def _with_tail(train: Dataset, tail: float) -> SampleIds:
-    """Of the first class all samples, of the last ``tail`` times as many; at random, in their order."""
-    labels = train.take(torch.arange(len(train)), train=False).targets
-    order, classes = _some(len(train), len(train), "tail"), int(labels.max()) + 1
-    kept = []
-    for label in range(classes):
-        members = order[labels[order] == label]
-        kept.append(members[: max(1, round(len(members) * tail ** (label / (classes - 1))))])
-    return torch.cat(kept).sort().values
-
-
-def _some(of: int, count: int, name: str) -> SampleIds:
-    return torch.randperm(of, generator=generator(0, name))[:count]
+    return Subset(train, some(len(train), count, "seen"))
 
 
 CANARIES = ("preset mercury", "preset synchronous", "preset adacomm")

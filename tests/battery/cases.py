@@ -161,6 +161,18 @@ _OTHERS = (
             "workers": 3,
         },
     ),
+    *(
+        Case(
+            f"importance, {rule}",
+            {
+                "sampler": f"grouped_importance(rule={rule!r}, chunk=40)",
+                "partition": "iid",
+                "optimizer": "adam",
+                "learning_rate": 1e-3,
+            },
+        )
+        for rule in ("auto", "fill", "half", "pool", "two")
+    ),
     Case("shared_scale_qsgd", {"reducer": "shared_scale_qsgd(bits=4)", "workers": 3}),
     Case(
         "quadratic, own shares",
