@@ -43,8 +43,8 @@ class Gain:
     that :math:`\rho` is made of are moving means over about 200 steps.
 
     Rule ``auto`` is uniform until the gain exceeds 1.1, and again once it is below 1.05, each for 100 steps at least.
-    Between, it is ``pool``, and ``two`` while less of its variance comes from the batch than from the candidates:
-    :math:`(1 - b/M) \rho < b/M`, until it is twice that. ``two`` ends as well where V is more than twice what scores
+    Between, it is ``pool``, and ``two`` while the number of candidates is what limits that: :math:`\rho < b/M`, until
+    it is twice that. ``two`` ends as well where V is more than twice what scores
     predict, by what the rule before had for both, and is not taken again for 1,000 steps.
 
     All that it learns from are sums over the replicas, which are equal on all, as are its choices then.
@@ -223,5 +223,6 @@ class Gain:
                 return "uniform"
             if two and self._scale and self._variance_scale() > MISS * self._scale:
                 self._pause = PAUSE
-        few = self._sums["second"] < (2 if two else 1) * self._sums["pool"]
+        uniform, pool = self._sums["uniform"], self._sums["pool"]
+        few = self._sums["second"] * uniform < (2 if two else 1) * pool * (uniform - pool)
         return "two" if few and not self._pause and not self.streams else "pool"
