@@ -26,7 +26,7 @@ def readings(rank: int, size: int, position: int) -> Iterator[tuple[int, Sample]
         rows = data.rows(torch.tensor([(number * size + rank) % len(data)]))
         yield number, (rows.inputs[0], rows.targets[0])
         if number % 16 == 15:
-            time.sleep(0.01)
+            time.sleep(0.05)
 
 
 def logged(folder: str, **options: Any) -> LiveStream:

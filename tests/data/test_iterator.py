@@ -163,7 +163,7 @@ def test_each_sample_is_trained_on_once_over_a_kill_and_a_replay_takes_the_same(
     options = ["--workload", "synthetic/quadratic", "--steps", "60", "--evaluate-every", "0", "--out"]
 
     def stream(folder: Path) -> str:
-        return f"tests.logged_stream:logged({str(folder)!r}, least=2, most=16)"
+        return f"tests.logged_stream:logged({str(folder)!r}, least=2, most=24)"
 
     with farflung(
         "train", *options, str(run), "--stream", stream(tmp_path), "--checkpoint-every", "20"

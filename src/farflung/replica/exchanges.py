@@ -590,7 +590,7 @@ class Exchanges:
         flight.result = self._runtime.launch(flight.carry(carrier, self._slots[number], given, before))
         if state["times"] is not None:
             flight.times = done(Decision("times", flight.step, state["times"]))
-        flight.again, flight.square = True, state["square"]
+        flight.again, flight.square = True, state.get("square", 0.0)  # not in states of 0.1
         self._depart(flight)
 
     def _flight(
