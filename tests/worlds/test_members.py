@@ -26,6 +26,8 @@ from farflung.types import Payload, Runtime
 from tests.forks import Fork
 from tests.helpers import PATIENCE_S, in_threads, number_in, numbered, tag
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 SIZE = 5
 VICTIM = 4
 HERE, GO, SUMS, ASK, LATE, AFTER, NEVER, BULK = range(1, 9)

@@ -46,7 +46,7 @@ class Path:
       congestion: the congestion control of its connection, which then has to find its rate; ``None``: it has not.
       round_trip_s: both delays, for that.
       loss: share of packets that are lost.
-      connections: how many alike carry a message together, each an equal part; ``uses`` are of one of them.
+      connections: how many alike carry a message together, each an equal part and each with these ``uses``.
     """
 
     latency_s: float
@@ -96,11 +96,11 @@ class Wiring:
             wanted.append((("entry", b, 0), profile.sites[b].entry_bps, 1))
         for index, medium, times in crossings(profile, self._media, a, b):
             wanted.append((("medium", index, 0), medium.bandwidth_bps, times))
-        uses, connections = [], profile.connections_of(a, b)
+        uses = []
         for key, capacity, times in wanted:
             number = self._number(key, capacity)
             if number is not None:
-                uses.append(Use(number, times * connections))
+                uses.append(Use(number, times))
         return Path(
             there.link.latency_s,
             there.link.jitter_s,
@@ -108,7 +108,7 @@ class Wiring:
             profile.congestion,
             profile.round_trip_s(a, b),
             there.link.loss,
-            connections,
+            profile.connections_of(a, b),
         )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
@@ -271,13 +271,12 @@ class Bundles:
         same = src == dst
         bundle = Bundle(src, dst, other.count - same, one.count - same)
         link = self._profile.connection(one.site, other.site).link
-        connections = self._profile.connections_of(one.site, other.site)
         uses = []
         for resource, (capacity, count) in used_by(self._profile, self._groups, bundle).items():
             if resource not in self._numbers:
                 self._numbers[resource] = len(self.capacities)
                 self.capacities.append(capacity)
-            uses.append(Use(self._numbers[resource], count * connections))
+            uses.append(Use(self._numbers[resource], count))
         round_trip_s = self._profile.round_trip_s(one.site, other.site)
         return Path(
             link.latency_s,
@@ -285,7 +284,7 @@ class Bundles:
             tuple(uses),
             self._profile.congestion,
             round_trip_s,
-            connections=connections,
+            connections=self._profile.connections_of(one.site, other.site),
         )
 
 

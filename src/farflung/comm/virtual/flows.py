@@ -125,6 +125,7 @@ class Flows:
     def _laid(self, src: int, dst: int) -> _Line:
         path = self._paths.path(src, dst)
         capacities = [mean_capacity(self._paths.capacities[use.resource]) for use in path.uses]
+        path = replace(path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses))
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
         tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
