@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from farflung.cli.main import main
+from farflung.errors import ConfigError
+from farflung.network import Link, NetworkProfile
 from farflung.replica import load_tree
 from farflung.runs import RunFolder, simulate
 from farflung.runtime import read_decisions
@@ -56,6 +58,20 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def same_parameters(one: Path, other: Path, step: int) -> bool:
     mine, theirs = parameters(one, step), parameters(other, step)
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_several_connections_take_less_time_under_loss_and_change_no_parameter(tmp_path: Path) -> None:
+    lossy = NetworkProfile.uniform(Link(0.05, 20e6, loss=0.02))
+    options = {"workload": "synthetic/quadratic", "steps": 4, "workers": 2, "network": lossy}
+    counts: list[Any] = [1, "4", "auto"]
+    runs = [simulate(out=tmp_path / str(n), **options, connections=n) for n in counts]
+    times = [run.summary["duration_s"] for run in runs]
+    assert times == sorted(times, reverse=True)
+    assert len({*times}) == 3
+    assert [run.summary["simulated"]["connections"] for run in runs] == [1, 4, "auto"]  # type: ignore[index,call-overload]
+    assert all(torch.equal(runs[0].state_dict()["w"], run.state_dict()["w"]) for run in runs)
+    with pytest.raises(ConfigError, match="uniform: connections = 'several': must be 1 or more, or auto"):
+        simulate(out=tmp_path / "wrong", **options, connections="several")
 
 
 @pytest.mark.parametrize(
