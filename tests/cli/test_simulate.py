@@ -14,7 +14,7 @@ from farflung.cli.main import main
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile
 from farflung.replica import load_tree
-from farflung.runs import RunFolder, simulate
+from farflung.runs import Run, RunFolder, simulate
 from farflung.runtime import read_decisions
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
@@ -62,16 +62,18 @@ def same_parameters(one: Path, other: Path, step: int) -> bool:
 
 def test_several_connections_take_less_time_under_loss_and_change_no_parameter(tmp_path: Path) -> None:
     lossy = NetworkProfile.uniform(Link(0.05, 20e6, loss=0.02))
-    options = {"workload": "synthetic/quadratic", "steps": 4, "workers": 2, "network": lossy}
-    counts: list[Any] = [1, "4", "auto"]
-    runs = [simulate(out=tmp_path / str(n), **options, connections=n) for n in counts]
-    times = [run.summary["duration_s"] for run in runs]
-    assert times == sorted(times, reverse=True)
-    assert len({*times}) == 3
-    assert [run.summary["simulated"]["connections"] for run in runs] == [1, 4, "auto"]  # type: ignore[index,call-overload]
-    assert all(torch.equal(runs[0].state_dict()["w"], run.state_dict()["w"]) for run in runs)
+
+    def run(count: str | int) -> Run:
+        out = tmp_path / str(count)
+        return simulate("synthetic/quadratic", out=out, steps=4, workers=2, network=lossy, connections=count)
+
+    runs = [run(count) for count in (1, "4", "auto")]
+    one, four, auto = (float(str(each.summary["duration_s"])) for each in runs)
+    assert one > four > auto
+    assert [each.config.to_json()["connections"] for each in runs] == [1, "4", "auto"]
+    assert all(torch.equal(runs[0].state_dict()["w"], each.state_dict()["w"]) for each in runs)
     with pytest.raises(ConfigError, match="uniform: connections = 'several': must be 1 or more, or auto"):
-        simulate(out=tmp_path / "wrong", **options, connections="several")
+        run("several")
 
 
 @pytest.mark.parametrize(
