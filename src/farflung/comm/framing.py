@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, overload
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ TLS_NBYTES = 22
 PIECE_S, LEAST_PIECE_NBYTES, MOST_PIECE_NBYTES = 0.01, 1 << 14, 1 << 18
 """Off loopback a piece is what a link carries in this time, within these bounds."""
 
-Counts: TypeAlias = npt.NDArray[np.int64]
+N = TypeVar("N", int, npt.NDArray[np.int64])
 
 
 def piece_nbytes(rate_bps: float) -> int:
@@ -31,15 +31,7 @@ def piece_nbytes(rate_bps: float) -> int:
     return int(min(max(rate_bps / 8 * PIECE_S, LEAST_PIECE_NBYTES), MOST_PIECE_NBYTES))
 
 
-@overload
-def wire_nbytes(nbytes: int, piece: int, *, sealed: bool) -> int: ...
-
-
-@overload
-def wire_nbytes(nbytes: int | Counts, piece: int | Counts, *, sealed: bool) -> int | Counts: ...
-
-
-def wire_nbytes(nbytes: int | Counts, piece: int | Counts, *, sealed: bool) -> int | Counts:
+def wire_nbytes(nbytes: N, piece: N, *, sealed: bool) -> N:
     """Bytes on the wire of a message with so many bytes of payload, as one flat tensor has; of several at once.
 
     Args:
@@ -49,4 +41,5 @@ def wire_nbytes(nbytes: int | Counts, piece: int | Counts, *, sealed: bool) -> i
     """
     pieces = -(-nbytes // piece) * (nbytes > INLINE)
     framed = RECORD_NBYTES + HEAD_NBYTES + nbytes + (RECORD_NBYTES + MORE_NBYTES) * pieces
-    return framed + sealed * TLS_NBYTES * -(-framed // TLS_RECORD_NBYTES)
+    whole: N = framed + sealed * TLS_NBYTES * -(-framed // TLS_RECORD_NBYTES)
+    return whole

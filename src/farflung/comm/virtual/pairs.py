@@ -104,7 +104,8 @@ class Pairs:
           When each arrives.
         """
         a, b = self._site[src], self._site[dst]
-        bits = 8.0 * wire_nbytes(nbytes, self._piece[a, b], sealed=self._sealed) / self._connections[a, b]
+        wire = wire_nbytes(np.asarray(nbytes), self._piece[a, b], sealed=self._sealed)
+        bits = 8.0 * wire / self._connections[a, b]
         leaves = np.maximum(self._free_at[src, dst], self._clock.now()) + bits / self._rate_bps[a, b]
         self._free_at[src, dst] = leaves
         delay = self._latency_s[a, b]
