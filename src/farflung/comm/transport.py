@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from farflung.comm.framing import FIRST, LAST
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
 from farflung.comm.wire import Frame, Message
 from farflung.tasks import Pending
 
 __all__ = ["FIRST", "LAST", "Listener", "Transport"]
-
-FIRST, LAST = -(1 << 31), (1 << 31) - 1
-"""Priorities that nothing has that is sent: before and behind it all."""
 
 
 class Listener(Protocol):
@@ -58,11 +56,6 @@ class Transport(Protocol):
     @property
     def keys(self) -> Keys | None:
         """What this process proves itself with where it encrypts; ``None``: it does not."""
-        ...
-
-    @property
-    def piece(self) -> int:
-        """Bytes of each frame but the last of a large tensor."""
         ...
 
     @property
@@ -111,8 +104,7 @@ class Transport(Protocol):
         Args:
           rank: of whom it is for.
           frames: of the message.
-          priority: the smallest leaves first; below 0 it waits behind no message of 0 or more, however much of that is
-            under way.
+          priority: the smallest leaves first; it waits for no more than a piece of what is under way.
           view: for :meth:`withdraw`.
         """
         ...

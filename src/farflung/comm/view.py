@@ -314,7 +314,7 @@ class View(Meeting):
 
     def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
         route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
-        return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
+        return encode(kind, self.number, tag, payload, route=route)
 
     # --- waits ------------------------------------------------------------------------------------------------------
 
