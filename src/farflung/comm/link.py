@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from farflung.comm.framing import (
     LEAST_PIECE,
@@ -27,11 +27,13 @@ from farflung.comm.framing import (
 from farflung.comm.loop import Loop
 from farflung.comm.wire import Frame, Message, WireError
 
-__all__ = ["Link", "Owner", "State"]
+__all__ = ["Link", "Owner", "Path", "State"]
 
 _NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
 _SIOCOUTQ, _SO_NWRITE = 0x5411, 0x1024
 """How Linux and macOS tell of bytes that are not acknowledged."""
+_TCP_INFO_NBYTES = 160
+"""Of the kernel's ``struct tcp_info``, up to the number of data segments that were sent."""
 _MOST_BUFFERS = 64
 """Of one system call."""
 _KEEPALIVE_S = 30
@@ -40,6 +42,20 @@ _RECEIVED = 1 << 18
 _LOOK_S = 0.05
 """How often the size of a piece follows the rate of a connection that is busy."""
 _AGAIN = (BlockingIOError, InterruptedError)
+
+
+class Path(NamedTuple):
+    """What the kernel has found of the way of a connection.
+
+    Args:
+      round_trip_s: in seconds.
+      loss: the share of segments that were sent again.
+      control: the name of the congestion control.
+    """
+
+    round_trip_s: float
+    loss: float
+    control: str
 
 
 class State(IntEnum):
@@ -75,8 +91,8 @@ class Owner(Protocol):
         """Bytes of a member cannot be read."""
         ...
 
-    def busy(self, link: Link, rate: float) -> None:
-        """The connection has had more to send than it could, at so many bytes a second."""
+    def busy(self, link: Link) -> None:
+        """The connection has had more to send than it could for some time more."""
         ...
 
     def gone(self, link: Link, was: State, error: Exception | None) -> None:
@@ -286,12 +302,23 @@ class Link:
         if not 0.8 < piece / self._piece < 1.25:
             self._piece = piece
             self._hold_little()
-        self._owner.busy(self, rate)
+        self._owner.busy(self)
 
     def _hold_little(self) -> None:
         """Has the kernel take no more than a piece that it cannot send yet."""
         with suppress(OSError):
             self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, self._piece)
+
+    def path(self) -> Path | None:
+        """Reads what the kernel has found of the way; ``None`` where it does not tell, which only Linux does."""
+        if sys.platform != "linux":
+            return None
+        found = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        control = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        if len(found) < _TCP_INFO_NBYTES:
+            return None
+        (round_trip_us,), (again,), (segments,) = (struct.unpack_from("I", found, at) for at in (68, 100, 156))
+        return Path(round_trip_us / 1e6, again / max(1, segments), control.rstrip(b"\0").decode())
 
     # --- receiving --------------------------------------------------------------------------------------------------
 

@@ -30,18 +30,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, get_args
 
 from farflung.comm.endpoint import MOST_CONNECTIONS, NO_WAY_IN, advertised
 from farflung.comm.framing import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.interface import LOOPBACK, is_loopback, tcp
 from farflung.comm.keys import Keys, certificate_of, tls_context
-from farflung.comm.link import Link, State
+from farflung.comm.link import Link, Path, State
 from farflung.comm.loop import Loop
 from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.transport import Listener
 from farflung.comm.wire import MAGIC, VERSION, Frame, Message, WireError
 from farflung.errors import ConfigError, PeerLost
+from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, window_share_bps
 from farflung.tasks import Pending, failed
 
 __all__ = ["TcpTransport"]
@@ -58,6 +60,14 @@ LINGER_S = 5.0
 """How long what was sent may take to leave at the end."""
 OTHERS_S = 1.0
 """How long the other connections to a peer may take to end, once one of them has."""
+MOST_UNASKED = 16
+"""Connections to a peer where no number was asked for."""
+WIDEN_S = 2.0
+"""After how much busy time it is seen whether more connections would help."""
+WORTH = 1.25
+"""By how much twice as many connections have to be faster."""
+SHORT_S = 0.005
+"""Round trips below this need no more than one."""
 _BACKLOG = 128
 _BURST = 32
 """Connections that are accepted in a row."""
@@ -97,6 +107,12 @@ class _Member:
     """Whether its connections have ended."""
     failed: bool = False
     """Whether a process was reached at its address that did not prove to be it."""
+    settled: bool = False
+    """Whether more connections have not helped."""
+    looked_s: float = 0.0
+    sent: int = 0
+    rate_bps: float = 0.0
+    """When the first connection had been busy for so long, how much all of them had sent, and how fast."""
 
 
 class TcpTransport:
@@ -465,8 +481,28 @@ class TcpTransport:
                 if index not in member.links and index not in dialled:
                     self._dial(member, index, RETRY_S)
 
-    def busy(self, link: Link, rate: float) -> None:
-        """A connection has had more to send than it could."""
+    def busy(self, link: Link) -> None:
+        """A connection has had more to send than it could: more of them are made as long as that helps.
+
+        Where one comes to at least half of what its losses and its window allow, these hold it up and not the network,
+        and twice as many connections are worth a try. Where all of them together did not become faster by a quarter, it
+        stays at that.
+        """
+        member = self._members.get(-1 if link.rank is None else link.rank)
+        if member is None or self._connections is not None or link.index or member.settled:
+            return
+        took_s = link.busy_s - member.looked_s
+        path = link.path() if took_s >= WIDEN_S else None
+        if path is None or path.round_trip_s < SHORT_S:
+            return
+        sent = sum(one.busy_nbytes for one in member.links.values())
+        rate_bps = 8 * (sent - member.sent) / took_s
+        member.looked_s, member.sent = link.busy_s, sent
+        if rate_bps < WORTH * member.rate_bps or 2 * member.wanted > MOST_UNASKED:
+            member.settled = True
+        elif rate_bps / len(member.links) >= _reach_bps(path) / 2:
+            member.rate_bps = rate_bps
+            self._widen(member, 2 * member.wanted)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -560,6 +596,13 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _reach_bps(path: Path) -> float:
+    """What one connection can carry at most, by its losses and by the largest window."""
+    control: Any = path.control if path.control in get_args(CongestionControl) else None
+    by_loss = window_share_bps(control, path.loss, path.round_trip_s)
+    return min(by_loss, LARGEST_WINDOW_BITS / path.round_trip_s)
 
 
 def _door(interface: str, ports: Sequence[int], backlog: int) -> socket.socket:

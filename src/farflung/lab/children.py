@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
@@ -30,7 +29,6 @@ class Child:
         if self.pid == 0:
             code = 1
             try:
-                gc.freeze()  # what the parent has left is not the child's to end: ZeroMQ would abort over it
                 _close_all_but(keep)
                 code = fn() or 0
             except BaseException:
