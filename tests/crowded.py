@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from farflung.comm import tcp
 from farflung.comm.wire import Route
 from tests.helpers import Group
 from tests.late import Late
-from tests.strangers import FRAME, forged, knock
+from tests.strangers import FRAME, forged, place
 
 COUNT = 1100
 LIMIT = 1024
@@ -75,9 +76,10 @@ def late_scenario() -> None:
         assert first.view.transport.me.address is not None
         with crowd(first.view.transport.me.address), ExitStack() as strangers:
             members.admit()
-            endless = [strangers.enter_context(knock(first)) for _ in range(3)]
+            endless = [strangers.enter_context(socket.socket()) for _ in range(3)]
             for link in endless:
                 link.setblocking(False)
+                link.connect_ex(place(first))
             for _ in range(50):
                 for link in endless:
                     with suppress(OSError):  # cut off, or nobody reads it

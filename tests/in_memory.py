@@ -58,9 +58,7 @@ class InMemoryTransport:
         del rank
         return False
 
-    def send(
-        self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0
-    ) -> Pending[None]:
+    def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         del priority, view
         try:
             self.say(rank, frames)

@@ -47,7 +47,10 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
             "leave out one of --sharing and --stream",
         ),
         (["train", "--keys", "here"], "--advertise and --keys are for several machines"),
-        (["train", "--port", "7000"], "--interface, --port, --advertise, --keys and --connections are for several"),
+        (
+            ["train", "--port", "7000"],
+            "--interface, --port, --advertise, --keys and --connections are for several",
+        ),
         (["train", "--device", "cuda"], "--device cuda: "),
         (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import closing, suppress
 
@@ -72,12 +73,17 @@ def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> No
 
 def test_without_descriptors_it_accepts_later() -> None:
     with closing(Group(2)) as members:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit, filled = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
         for comm in members.comms:
             comm.view.connect(members.peers)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(), limit[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptors(), limit[1]))
         try:
+            with suppress(OSError):
+                while True:
+                    filled.append(os.open(os.devnull, os.O_RDONLY))
             members.until(lambda: members.transports[0]._rests)
         finally:
+            for one in filled:
+                os.close(one)
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         members.meet().exchange(1)

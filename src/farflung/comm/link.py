@@ -317,7 +317,9 @@ class Link:
         control = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if len(found) < _TCP_INFO_NBYTES:
             return None
-        (round_trip_us,), (again,), (segments,) = (struct.unpack_from("I", found, at) for at in (68, 100, 156))
+        (round_trip_us,), (again,), (segments,) = (
+            struct.unpack_from("I", found, at) for at in (68, 100, 156)
+        )
         return Path(round_trip_us / 1e6, again / max(1, segments), control.rstrip(b"\0").decode())
 
     # --- receiving --------------------------------------------------------------------------------------------------
