@@ -74,14 +74,12 @@ class Pipe:
                 if self.ends[index].paused:
                     return
             said = self.ways[index].popleft()
-            taken = 0
-            for room in self.ends[index].room():
-                part = said[taken : min(taken + len(room), most)]
-                room[: len(part)] = part
-                taken += len(part)
-            if said[taken:]:
-                self.ways[index].appendleft(said[taken:])
-            self.came += self.ends[index].took(taken)
+            room = self.ends[index].room()
+            part = said[: min(len(room), most)]
+            room[: len(part)] = part
+            if said[len(part) :]:
+                self.ways[index].appendleft(said[len(part) :])
+            self.came += self.ends[index].took(len(part))
 
     def all(self) -> list[Message]:
         """Everything arrives that was put."""

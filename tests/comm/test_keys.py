@@ -141,11 +141,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "secret is empty": (spoil("alpha.secret", ""), "alpha.secret: damaged"),
     "secret of another": (
         lambda folder: (folder / "alpha.secret").write_text(
-            Keys.fresh().secret + (folder / "alpha.public").read_text()
+            Keys.fresh().secret.partition("-----BEGIN CERT")[0] + (folder / "alpha.public").read_text()
         ),
         "alpha.secret: damaged",
     ),
-    "secret without its certificate": (spoil("alpha.secret", Keys.fresh().secret), "alpha.secret: damaged"),
+    "secret without its certificate": (
+        spoil("alpha.secret", Keys.fresh().secret.partition("-----BEGIN CERT")[0]),
+        "alpha.secret: damaged",
+    ),
     "secret of before TLS": (
         spoil("alpha.secret", '{"name": "alpha", "public": "", "secret": ""}'),
         "alpha.secret: a key of before farflung used TLS; remove .* --name alpha, and copy the new .public files",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox
-from farflung.comm.forgotten import Forgotten
+from farflung.comm.mailbox import Forgotten
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag, TensorSpec

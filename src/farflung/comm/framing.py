@@ -63,8 +63,6 @@ _RECORD = struct.Struct("<IB3x")
 _MORE = struct.Struct("<IB3xIBQ")
 _WITHDRAWN = struct.Struct("<IB3xI")
 _SCRATCH = 1 << 16
-_BEHIND = 1 << 10
-"""Bytes read at once behind the end of a piece; most that follows is a header, and what is not has to be copied."""
 _WORTH = 1 << 12
 """Room from which on a piece is added to a chunk."""
 _AT_ONCE = 1024
@@ -371,15 +369,15 @@ class Receiver:
         self.nbytes = 0
         """Of what was read last, for an error about it."""
 
-    def room(self) -> list[memoryview]:
-        """Where the next bytes go, in this order."""
+    def room(self) -> memoryview:
+        """Where the next bytes go."""
         if self._target is not None:
-            return [self._target, self._scratch[:_BEHIND]]
+            return self._target
         if self._begin:
             rest = self._end - self._begin
             self._scratch[:rest] = self._scratch[self._begin : self._end]
             self._begin, self._end = 0, rest
-        return [self._scratch[self._end :]]
+        return self._scratch[self._end :]
 
     def took(self, nbytes: int) -> Iterator[Message]:
         """Reads bytes that have been written to :meth:`room`; the messages that are whole with them.
@@ -387,11 +385,10 @@ class Receiver:
         Raises:
           WireError: they are none; nothing behind them is read.
         """
-        if self._target is not None and nbytes:
-            direct = min(nbytes, len(self._target))
-            yield from self._land(direct)
-            nbytes -= direct
-        self._end += nbytes
+        if self._target is not None:
+            yield from self._land(nbytes)
+        else:
+            self._end += nbytes
         self.paused = False
         while self._target is None and not self.paused and (record := self._record()) is not None:
             kind, body = record

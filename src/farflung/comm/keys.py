@@ -8,7 +8,6 @@ certificate authority; what it says of names and times means nothing, it is comp
 
 from __future__ import annotations
 
-import base64
 import datetime
 import hashlib
 import os
@@ -19,9 +18,8 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from farflung.errors import ConfigError
 
@@ -37,8 +35,8 @@ class Keys:
     """What a replica proves itself with, and which others it accepts.
 
     Args:
-      public: its certificate, in DER, as base64.
-      secret: the key that never leaves the machine, in PEM.
+      public: its certificate, in PEM.
+      secret: the key that never leaves the machine, and the certificate, in PEM.
       listed: the names of all accepted certificates; ``None`` accepts those that the run's store names.
     """
 
@@ -67,13 +65,15 @@ class Keys:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .sign(key, hashes.SHA256())
         )
-        pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        return Keys(_base64(certificate), key.private_bytes(*pem).decode())
+        pem = serialization.Encoding.PEM
+        public = certificate.public_bytes(pem)
+        secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return Keys(public.decode(), (secret + public).decode())
 
 
 def certificate_of(public: str) -> bytes:
     """The certificate in DER."""
-    return base64.b64decode(public)
+    return ssl.PEM_cert_to_DER_cert(public)
 
 
 def fingerprint(public: str) -> str:
@@ -84,12 +84,20 @@ def fingerprint(public: str) -> str:
 def is_public_key(text: object) -> bool:
     """Whether ``text`` is a certificate as in :class:`Keys`."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-            cadata=base64.b64decode(str(text), validate=True)
-        )
-    except (ValueError, ssl.SSLError):
+        return isinstance(text, str) and _certificate(text) == text
+    except ValueError:
         return False
-    return isinstance(text, str)
+
+
+def _certificate(text: str) -> str:
+    """The first certificate in a text, alone; raises :class:`ValueError` where there is none."""
+    begin = "-----BEGIN CERTIFICATE-----"
+    public = begin + text.partition(begin)[2].partition("-----END")[0] + "-----END CERTIFICATE-----\n"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=public)
+    except (TypeError, ssl.SSLError):  # not even ASCII, or nothing that can be read
+        raise ValueError("no certificate") from None
+    return ssl.DER_cert_to_PEM_cert(certificate_of(public))
 
 
 def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSLContext:
@@ -105,8 +113,8 @@ def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSL
     context.options |= ssl.OP_NO_TICKET
     if server:
         context.num_tickets = 0
-    with _file_with(keys.secret + _pem(keys.public)) as path:
-        context.load_cert_chain(path)
+    with _file_with(keys.secret) as path:
+        context.load_cert_chain(path, password="none")  # rather than ask for one
     for public in dict.fromkeys(accepted):
         context.load_verify_locations(cadata=certificate_of(public))
     return context
@@ -148,7 +156,14 @@ def load_keys(folder: Path) -> Keys:
                 else f"make one with: farflung keys {folder} --name NAME"
             )
         )
-    public, secret = _pair(own[0], _read(own[0], private=True))
+    secret = _read(own[0], private=True)
+    try:
+        keys = Keys(_certificate(secret), secret)
+        tls_context(keys, [], server=True)
+    except (ValueError, ssl.SSLError):
+        raise ConfigError(
+            f"{own[0]}: damaged: it holds no key with its certificate; make a new key"
+        ) from None
     listed = {}
     for path in sorted(folder.glob("*.public")):
         try:
@@ -157,7 +172,7 @@ def load_keys(folder: Path) -> Keys:
             raise ConfigError(
                 f"{path}: holds no public key; copy it again from the machine that made it"
             ) from None
-    return Keys(public, secret, {**listed, public: own[0].stem})
+    return replace(keys, listed={**listed, keys.public: own[0].stem})
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
@@ -181,9 +196,9 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
             )
         keys = Keys.fresh()
         public = folder / f"{name}.public"
-        _write(public, _pem(keys.public), 0o644)
+        _write(public, keys.public, 0o644)
         try:
-            _write(folder / f"{name}.secret", keys.secret + _pem(keys.public), 0o600)
+            _write(folder / f"{name}.secret", keys.secret, 0o600)
         except BaseException:
             public.unlink()
             raise
@@ -197,50 +212,15 @@ def _demand_private(path: Path, mode: int, wanted: str) -> None:
         raise ConfigError(f"{path}: open to other users of this machine; first: chmod {wanted} {path}")
 
 
-def _base64(certificate: Any) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return base64.b64encode(certificate.public_bytes(Encoding.DER)).decode()
-
-
-def _pem(public: str) -> str:
-    return ssl.DER_cert_to_PEM_cert(certificate_of(public))
-
-
-def _certificate(text: bytes) -> str:
-    """The certificate in PEM; raises :class:`ValueError` where there is none."""
-    from cryptography import x509
-
-    return _base64(x509.load_pem_x509_certificate(text))
-
-
-def _pair(path: Path, text: bytes) -> tuple[str, str]:
-    """A certificate and its key, each in the form of :class:`Keys`."""
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-
-    try:
-        key = serialization.load_pem_private_key(text, None)
-        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        secret, public = key.private_bytes(*form).decode(), _certificate(text)
-        if x509.load_pem_x509_certificate(text).public_key() != key.public_key():
-            raise ValueError("another key's")
-        tls_context(Keys(public, secret), [], server=True)
-    except (ValueError, TypeError, UnsupportedAlgorithm, ssl.SSLError):
-        raise ConfigError(f"{path}: damaged: it holds no key with its certificate; make a new key") from None
-    return public, secret
-
-
-def _read(path: Path, *, private: bool = False) -> bytes:
+def _read(path: Path, *, private: bool = False) -> str:
     try:
         with path.open("rb") as file:
             if private:
                 _demand_private(path, os.fstat(file.fileno()).st_mode, "600")
-            text = file.read(_MAX_FILE_NBYTES)
+            text = file.read(_MAX_FILE_NBYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: not a key file ({type(error).__name__})") from None
-    if text.lstrip().startswith(b"{"):
+    if text.lstrip().startswith("{"):
         raise ConfigError(
             f"{path}: a key of before farflung used TLS; remove the .secret and .public files of this folder, make new "
             f"ones with: farflung keys {path.parent} --name {path.stem}, and copy the new .public files"

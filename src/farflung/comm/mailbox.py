@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 from farflung.comm.channel import in_words
-from farflung.comm.forgotten import Forgotten
-from farflung.comm.news import News
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
-from farflung.tasks import Pending, failed
+from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "Full", "Mailbox", "Waiting"]
+__all__ = ["KEPT_NBYTES", "Forgotten", "Full", "Mailbox", "Waiting"]
 
 
 AHEAD_NBYTES = 1 << 30
@@ -279,3 +278,90 @@ def _describe(specs: tuple[TensorSpec, ...]) -> str:
         " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
         or "nothing"
     )
+
+
+# --- what a mailbox keeps beside messages ---------------------------------------------------------------------------
+
+
+class News:
+    """Ranks of which one waiter is told, each once and in their order.
+
+    Args:
+      what: they have done, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._untold: deque[int] = deque()
+        self._wait: Pending[int] | None = None
+        self._ended: BaseException | None = None
+
+    def tell(self, rank: int) -> None:
+        """Something has happened to a rank."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            self._untold.append(rank)
+        else:
+            wait.set(rank)
+
+    def next(self) -> Pending[int]:
+        """The next rank that nobody was told of."""
+        if self._untold:
+            return done(self._untold.popleft())
+        if self._ended is not None:
+            return failed(self._ended)
+        if self._wait is not None:
+            raise RuntimeError(f"two waits for {self._what}")
+        self._wait = Pending()
+        return self._wait
+
+    def end(self, error: BaseException) -> None:
+        """Nothing more will happen; what has can still be told."""
+        self._ended = error
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait.fail(error)
+
+
+class Forgotten:
+    """A set of numbers that only grows, kept as runs of consecutive ones.
+
+    Exchanges of one purpose are numbered by step. Whoever forgets each once it is through, whatever has come of it,
+    keeps one run for each purpose, however long it goes on.
+
+    >>> forgotten = Forgotten()
+    >>> for number in (7, 3, 5, 4, 5):
+    ...     forgotten.add(number)
+    >>> [number for number in range(10) if number in forgotten], len(forgotten)
+    ([3, 4, 5, 7], 2)
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        """Behind the last number of each run."""
+
+    def __len__(self) -> int:
+        """How many runs there are."""
+        return len(self._begins)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._begins, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        at = bisect_right(self._begins, number)
+        extends = at > 0 and self._ends[at - 1] == number
+        meets = at < len(self._begins) and self._begins[at] == number + 1
+        if extends and meets:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._begins[at]
+        elif extends:
+            self._ends[at - 1] += 1
+        elif meets:
+            self._begins[at] = number
+        else:
+            self._begins.insert(at, number)
+            self._ends.insert(at, number + 1)

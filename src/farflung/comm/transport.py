@@ -37,10 +37,6 @@ class Listener(Protocol):
         """A member does not let this process in."""
         ...
 
-    def broken(self, error: BaseException) -> None:
-        """Nothing can be carried any more."""
-        ...
-
 
 class Transport(Protocol):
     """Connections to the other processes of a run: each proves who it is, and what is too large is refused.

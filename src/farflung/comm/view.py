@@ -211,10 +211,6 @@ class View(Meeting):
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
             )
 
-    @override
-    def broken(self, error: BaseException) -> None:
-        self.end(error)
-
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
             raise Unauthorized("a greeting under another's name")
