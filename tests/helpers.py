@@ -32,7 +32,7 @@ from farflung.codecs import (
 )
 from farflung.comm import LinkModel, Peer, TcpTransport, View, WallCommunicator
 from farflung.comm.endpoint import NO_WAY_IN
-from farflung.comm.wire import Message, WireError, read_head
+from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -153,7 +153,7 @@ def number_in(payload: Payload) -> float:
     return float(tensor)
 
 
-def decode(frames: Sequence[bytearray | memoryview], *, max_nbytes: int) -> Message:
+def decode(frames: Sequence[Frame], *, max_nbytes: int) -> Message:
     """The message that :func:`farflung.comm.wire.encode` has made frames of.
 
     Raises:

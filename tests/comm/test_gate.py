@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from farflung.comm import Endpoint, TcpTransport, tcp
 from farflung.comm import keys as keys_module
 from farflung.comm.keys import Keys, certificate_of
+from farflung.comm.wire import VERSION
 from farflung.errors import ConfigError, ProtocolError
 from farflung.runtime import WallRuntime
 from tests.helpers import Group
@@ -348,7 +349,7 @@ def test_an_impostor_that_replays_an_acceptor_is_found_out() -> None:
         def answer() -> None:
             link, _ = impostor.accept()
             with link:
-                link.sendall(b"FF" + bytes([tcp.VERSION, 0]) + bytes(16))
+                link.sendall(b"FF" + bytes([VERSION, 0]) + bytes(16))
                 recorded.append(exactly(link, HELLO.size))
                 link.sendall(bytes(32))
                 until_closed(link)

@@ -41,6 +41,8 @@ _TCP_INFO_NBYTES = 160
 """Of the kernel's ``struct tcp_info``, up to the number of data segments that were sent."""
 _LOOK_S = 0.05
 """How often the size of a piece follows the rate of a connection that is busy."""
+_MUCH = 1 << 15
+"""Bytes behind which there are likely more."""
 _AGAIN = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -333,9 +335,9 @@ class Link:
                 self.end(None)
             if self.state is State.GONE:
                 return False
-            if self._tls is None:
+            if self._tls is None and nbytes < _MUCH:
                 return True
-            many -= nbytes  # TLS gives one record of its own at a time, and keeps what it has read beyond
+            many -= nbytes  # TLS gives no more than one record of its own at a time
         if isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
             self._loop.after(0.0, self.read)
         return True
