@@ -111,13 +111,10 @@ def test_no_head_is_larger_than_a_piece() -> None:
 
 
 def test_more_tensors_than_fit_in_a_message_are_refused() -> None:
-    big = torch.zeros(INLINE + 1, dtype=torch.uint8)
-    for count, each in ((9, Payload((big,) * 32)), (8, Payload((torch.zeros(()),) * 254))):
-        nested = Payload(tuple([each] * count))
-        if count == 8:
-            nested = Payload(tuple([nested] * 40))
+    large, small = torch.zeros(INLINE + 1, dtype=torch.uint8), torch.zeros((1,) * 8)
+    for count, each in ((9, Payload((large,) * 32)), (8, Payload((small,) * 254))):
         with pytest.raises(ValueError, match="tensors is more than fits in a message"):
-            encode(Kind.DATA, 0, TAG, nested)
+            encode(Kind.DATA, 0, TAG, Payload((each,) * count))
 
 
 @pytest.mark.parametrize("offset", range(8))
