@@ -231,7 +231,7 @@ def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whol
             members.meet()
             waiting = members.comms[0].recv(1, tag(5))
             link = members.transports[1]._members[0].links[0]
-            link._load([b"\xff" * 8 + draw.randbytes(100)])
+            link._out.append(memoryview(b"\xff" * 8 + draw.randbytes(100)))
             link._write()
             members.until(lambda: waiting.done)  # noqa: B023
             assert isinstance(waiting.error, PeerLost)

@@ -15,15 +15,15 @@ class Loop:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._order = 0
 
     def watch(
         self,
         fd: int,
         *,
-        readable: Callable[[], None] | None = None,
-        writable: Callable[[], None] | None = None,
+        readable: Callable[[], object] | None = None,
+        writable: Callable[[], object] | None = None,
     ) -> None:
         """Calls ``readable`` or ``writable`` whenever ``fd`` is, in the place of those given before."""
         events = (selectors.EVENT_READ if readable else 0) | (selectors.EVENT_WRITE if writable else 0)
@@ -36,7 +36,7 @@ class Loop:
         else:
             self._selector.modify(fd, events, (readable, writable))
 
-    def after(self, seconds: float, fn: Callable[[], None]) -> None:
+    def after(self, seconds: float, fn: Callable[[], object]) -> None:
         """Calls ``fn`` once, so many seconds from now."""
         self._order += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._order, fn))

@@ -12,7 +12,7 @@ from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "Forgotten", "Full", "Mailbox", "Waiting"]
+__all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting"]
 
 
 AHEAD_NBYTES = 1 << 30
@@ -68,10 +68,10 @@ class Mailbox:
         """What is kept, by tag and sender: numbered in the order of arrival, and messages."""
         self._came = 0
         """Messages that were kept so far."""
-        self._forgotten = Forgotten()
+        self._cancelled = Cancelled()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
-        self.arrivals, self.departures = News("an arrival"), News("a departure")
+        self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
         """Senders that came after the first meeting, see :meth:`welcome`, and those that are gone."""
         self.view = 0
         """The number of the view whose messages are received."""
@@ -108,7 +108,7 @@ class Mailbox:
             _hand_over(waiting, *found)
             return waiting.found
         ended = self._ended
-        if ended is None and waiting.tag.exchange in self._forgotten:
+        if ended is None and waiting.tag.exchange in self._cancelled:
             ended = WaitEnded(waiting.src, waiting.what)
         if ended is None and waiting.src is not None:
             ended = self._gone.get(waiting.src)
@@ -153,7 +153,7 @@ class Mailbox:
         waiting = self._take((src, tag)) or self._take((None, tag))
         if waiting is not None:
             _hand_over(waiting, src, payload)
-        elif tag.exchange in self._forgotten:
+        elif tag.exchange in self._cancelled:
             self.dropped += 1
         else:
             self._keep(src, tag, payload)
@@ -206,7 +206,7 @@ class Mailbox:
 
     def forget(self, exchange: int) -> None:
         """Ends every wait of an exchange, and drops its messages, now and from now on."""
-        self._forgotten.add(exchange)
+        self._cancelled.add(exchange)
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
@@ -283,7 +283,7 @@ def _describe(specs: tuple[TensorSpec, ...]) -> str:
 # --- what a mailbox keeps beside messages ---------------------------------------------------------------------------
 
 
-class News:
+class EventQueue:
     """Ranks of which one waiter is told, each once and in their order.
 
     Args:
@@ -323,16 +323,16 @@ class News:
             wait.fail(error)
 
 
-class Forgotten:
+class Cancelled:
     """A set of numbers that only grows, kept as runs of consecutive ones.
 
-    Exchanges of one purpose are numbered by step. Whoever forgets each once it is through, whatever has come of it,
-    keeps one run for each purpose, however long it goes on.
+    Exchanges of one purpose are numbered by step. Where each is cancelled once it is through, whatever has come of it,
+    there is one run for each purpose, however long the training goes on.
 
-    >>> forgotten = Forgotten()
+    >>> cancelled = Cancelled()
     >>> for number in (7, 3, 5, 4, 5):
-    ...     forgotten.add(number)
-    >>> [number for number in range(10) if number in forgotten], len(forgotten)
+    ...     cancelled.add(number)
+    >>> [number for number in range(10) if number in cancelled], len(cancelled)
     ([3, 4, 5, 7], 2)
     """
 
