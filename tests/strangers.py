@@ -13,8 +13,8 @@ from contextlib import suppress
 import torch
 
 from farflung.comm import Peer, WallCommunicator
-from farflung.comm.framing import Record
 from farflung.comm.keys import Keys, tls_context
+from farflung.comm.records import Record
 from farflung.comm.wire import DIRECT, MAGIC, VERSION, Kind, Route, encode
 from farflung.types import Payload
 from tests.helpers import PATIENCE_S, numbered, tag

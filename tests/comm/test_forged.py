@@ -110,7 +110,8 @@ def test_a_run_beside_them_ends_with_the_same_bits() -> None:
         found = sums(members.meet(), COUNT // 50)
         print({"refused": members.comms[0].view.transport.refused})
         assert alone.comms[0].view.transport.refused == 0
-        assert members.comms[0].view.transport.refused > COUNT // 2
+        assert members.comms[0].view.transport.refused >= 1
+        assert 2 in members.comms[0].view._left, "it is out with the first that is malformed"
         assert members.comms[0].view.lost is None
     assert all(map(same_bits, found, expected))
 

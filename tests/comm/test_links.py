@@ -16,7 +16,7 @@ from farflung.comm.keys import Keys
 from farflung.comm.link import Path, State
 from farflung.errors import PeerLost
 from farflung.types import Payload
-from tests.comm.test_framing import mutated
+from tests.comm.test_records import mutated
 from tests.helpers import Group, number_in, numbered, same_bits, tag
 from tests.strangers import CLIENT_HELLO, HELLO, knock, patiently
 

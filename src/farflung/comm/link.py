@@ -14,17 +14,9 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from farflung.comm.framing import (
-    LEAST_PIECE,
-    LOCAL_PIECE,
-    MOST_PIECE,
-    PIECE_S,
-    SEALED_PIECE,
-    Chunk,
-    Receiver,
-    Sender,
-)
+from farflung.comm.framing import LEAST_PIECE_NBYTES, LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES, piece_nbytes
 from farflung.comm.loop import Loop
+from farflung.comm.records import Chunk, Receiver, Sender
 from farflung.comm.wire import WireError
 
 if TYPE_CHECKING:
@@ -110,7 +102,7 @@ class Link:
         self._due, self._said = 0, b""
         self._out: list[memoryview] = []
         self._chunk: Chunk | None = None
-        self._piece, self._adapts = LEAST_PIECE, True
+        self._piece, self._adapts = LEAST_PIECE_NBYTES, True
         self._blocked, self._broken = False, False
         """Whether the kernel takes nothing now, or never again."""
         self._looked_at, self._since = 0.0, 0
@@ -184,7 +176,7 @@ class Link:
         if self._adapts:
             self._hold_little()
         else:
-            self._piece = LOCAL_PIECE if self._tls is None else SEALED_PIECE
+            self._piece = LOCAL_PIECE_NBYTES if self._tls is None else SEALED_PIECE_NBYTES
         self.flush()
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -243,12 +235,12 @@ class Link:
         return self._chunk is not None
 
     def _adapt(self) -> None:
-        """Makes a piece what the connection sends in :data:`PIECE_S`."""
+        """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
         now = time.monotonic()
         took_s = now - self._looked_at
         if took_s < _LOOK_S:
             return
-        piece = int(min(max(self._since / took_s * PIECE_S, LEAST_PIECE), MOST_PIECE))
+        piece = piece_nbytes(8 * self._since / took_s)
         self.busy_s += took_s
         self.busy_nbytes += self._since
         self._looked_at, self._since = now, 0
@@ -317,7 +309,7 @@ class Link:
     def _read(self) -> bool:
         if self.state is State.SHAKING:
             self._shake()
-        many = LOCAL_PIECE
+        many = LOCAL_PIECE_NBYTES
         while many > 0:
             if self.state is State.CLOSING:
                 nbytes = len(self.sock.recv(1 << 16))

@@ -33,13 +33,13 @@ from functools import partial
 from typing import Any, get_args
 
 from farflung.comm.endpoint import MOST_CONNECTIONS, NO_WAY_IN, advertised
-from farflung.comm.framing import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.interface import LOOPBACK, is_loopback, tcp
 from farflung.comm.keys import Keys, certificate_of, tls_context
 from farflung.comm.link import Link, Path, State
 from farflung.comm.loop import Loop
 from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
+from farflung.comm.records import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.transport import Listener
 from farflung.comm.wire import MAGIC, VERSION, Frame, Message, WireError
 from farflung.errors import ConfigError, PeerLost

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from farflung.comm.framing import FIRST, LAST
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
+from farflung.comm.records import FIRST, LAST
 from farflung.comm.wire import Frame, Message
 from farflung.tasks import Pending
 

@@ -2,7 +2,7 @@
 
 A message is a head, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in :data:`PIECE` bytes,
 and one frame for each other tensor. Nothing is ever unpickled; every size is bounded before memory is taken. How frames
-cross a connection is described in :mod:`farflung.comm.framing`.
+cross a connection is described in :mod:`farflung.comm.records`.
 """
 
 from __future__ import annotations

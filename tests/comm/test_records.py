@@ -11,21 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.comm import framing
-from farflung.comm.framing import (
+from farflung.comm import records
+from farflung.comm.framing import HEAD_NBYTES, wire_nbytes
+from farflung.comm.pool import Pool
+from farflung.comm.records import (
     CONTROL,
     FIRST,
     HEAD_MOST,
     LAST,
-    MORE_NBYTES,
-    RECORD_NBYTES,
     Landings,
     Receiver,
     Record,
     Sender,
     Withdrawn,
 )
-from farflung.comm.pool import Pool
 from farflung.comm.wire import Frame, Kind, Message, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import number_in, numbered, same_payload, tag
@@ -177,7 +176,8 @@ def test_sizes_of_records_are_those_that_are_documented() -> None:
     pipe.sender.put([head, body], 0, 0)
     while pipe.send():
         pass
-    assert sum(map(len, pipe.ways[0])) == 2 * RECORD_NBYTES + len(head) + MORE_NBYTES + len(body)
+    assert len(head) == HEAD_NBYTES
+    assert sum(map(len, pipe.ways[0])) == wire_nbytes(len(body), PIECE, sealed=False)
 
 
 def test_a_piece_waits_for_the_head_that_comes_over_the_first_connection() -> None:
@@ -278,7 +278,7 @@ def test_other_connections_take_pieces_alone_and_only_soon_due_ones(said: bytes)
 
 
 def test_only_so_many_come_in_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "_AT_ONCE", 3)
+    monkeypatch.setattr(records, "_AT_ONCE", 3)
     pipe = Pipe()
     pipe.ways[0].append(HEAD * 3)
     pipe.hear()
