@@ -1,0 +1,27 @@
+"""The protocol behind elastic training: members agree on the next view without a server.
+
+:class:`Member` is a state machine without sockets and clocks: a driver passes it events and carries out its effects,
+alike on real machines and in virtual time. See ``docs/membership.md``.
+"""
+
+from farflung.membership.member import Certify, Driver, Member
+from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
+from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected
+
+__all__ = [
+    "EXACT_MEMBERS",
+    "Certificate",
+    "Certify",
+    "Codec",
+    "Driver",
+    "Fact",
+    "Malformed",
+    "Member",
+    "Message",
+    "Report",
+    "Transfer",
+    "View",
+    "Vote",
+    "is_majority",
+    "largest_connected",
+]
