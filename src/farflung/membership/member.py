@@ -190,11 +190,12 @@ class Member:
             will = self._report()
             self._driver.keep(will)
             alive = [x for x in self.view.members if x not in self._wills]
-            part = self._part()
-            rest = [x for x in alive if x not in part]
+            reached = [x for x in alive if x in self.connected]
+            others = [x for x in alive if x not in (self.name, *reached)]
             reason = (
-                f"no agreement on view {self.view.number + 1} among {', '.join(part)}; "
-                f"may be alive: {', '.join(rest) or 'no others'}; needed: more than half of {len(alive)} members"
+                f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
+                f"may be alive: {', '.join(others) or 'none'}; "
+                f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
         for name in sorted(self.connected):
             self._driver.send(name, self._certify(self.name, 0, will))
