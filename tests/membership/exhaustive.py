@@ -289,13 +289,13 @@ class Search:
                 continue
             same = {x for x in view.members if x in state.members and state.members[x].view == view}
             if member.frozen:
-                part = member._part()
+                part = Member._part(member)  # whatever a mutant does
                 linked = all(frozenset(pair) in state.up for pair in itertools.combinations(part, 2))
                 if (
                     name in part
                     and linked
                     and same.issuperset(part)
-                    and member._is_quorum(part, member._wills)
+                    and Member._is_quorum(member, part, member._wills)
                 ):
                     raise Broken(f"{name} hangs in {view}; {describe(state.path)}")
             elif len(same) < len(view.members) or any(state.members[x].frozen for x in same):

@@ -358,13 +358,17 @@ class World:
         self.at(moment, arrive)
 
     def connect(self, one: str, other: str) -> None:
-        """Connect two processes again; both have noticed by then that they were not."""
+        """Connect two processes again; one end at least has noticed that they were not; the other may not."""
         nodes = self.nodes[one], self.nodes[other]
         link = self.link(one, other)
         if link.up or not all(node.lives for node in nodes):
             return
-        for name in sorted(link.unaware):
-            self.notice(name, other if name == one else one)
+        both = len(link.unaware) == 2
+        for name in sorted(link.unaware, reverse=self.draw.random() < 0.5):
+            peer = other if name == one else one
+            if both or self.nodes[peer].member.view is None or self.draw.random() < 0.5:
+                self.notice(name, peer)
+                both = False
         if not all(node.lives for node in nodes):
             return
         link.up = True
@@ -374,7 +378,11 @@ class World:
         link.latest.clear()
         have_view = [node.member.view is not None for node in nodes]
         for node, peer, has_view in zip(nodes, reversed(nodes), reversed(have_view), strict=True):
-            node.do(partial(node.meet, peer.name, link.epoch, has_view=has_view))
+            if node.name in link.unaware:
+                link.unaware.remove(node.name)
+                node.do(partial(node.epochs.__setitem__, peer.name, link.epoch))
+            else:
+                node.do(partial(node.meet, peer.name, link.epoch, has_view=has_view))
 
     def notice(self, name: str, peer: str) -> None:
         link = self.link(name, peer)

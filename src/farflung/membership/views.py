@@ -98,8 +98,8 @@ def _largest(members: list[str], broken: dict[str, set[str]]) -> list[str]:
 
 def _greedy(members: list[str], broken: dict[str, set[str]]) -> set[str]:
     kept = set(members)
-    while True:
-        worst = max(reversed(members), key=lambda x: len(broken[x] & kept) if x in kept else 0)
+    for _ in members:
+        worst = max((x for x in reversed(members) if x in kept), key=lambda x: len(broken[x] & kept))
         if not broken[worst] & kept:
             break
         kept.remove(worst)
