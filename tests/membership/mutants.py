@@ -99,7 +99,11 @@ class OldestHeld(Member):
 
 
 class WithoutLateAnswer(Member):
-    """A report of an older view is not answered."""
+    """A process of an older view is not told of the newer one when it connects or reports."""
+
+    def back(self, name: str) -> None:
+        super().back(name)
+        self._due.discard(name)
 
     def _hear_report(self, source: str, report: Report) -> None:
         if self.view is None or report.view.number >= self.view.number:
@@ -147,6 +151,6 @@ MUTANTS = {
     "newest": Mutant(OldestHeld, seed=0),
     "freeze": Mutant(Member, "freeze", seed=2),
     "refusal": Mutant(Member, "refusal", seed=24),
-    "late-answer": Mutant(WithoutLateAnswer),
-    "pairs": Mutant(AccusedLeave),
+    "late-answer": Mutant(WithoutLateAnswer, seed=14),
+    "pairs": Mutant(AccusedLeave, seed=9),
 }

@@ -238,8 +238,13 @@ class Plan:
         return [node for node in self.living() if node.member.view is None or node.member.frozen]
 
     def check_stuck(self, node: Node) -> None:
-        """A quorum that can talk installs a view."""
+        """A quorum that can talk installs a view, and all that can hear of a view have."""
         member, nodes = node.member, self.world.nodes
+        assert member.view is not None
+        for other in self.living():
+            newer = other.member.view is not None and other.member.view.number > member.view.number
+            if newer and self.world.link(node.name, other.name).up:
+                raise Broken(f"{node.name} is connected to {other.name}, and not told of its view")
         part = Member._part(member)  # whatever a mutant does
         agree = all(nodes[x].lives and nodes[x].member.view == member.view for x in part)
         linked = all(self.world.link(*pair).up for pair in itertools.combinations(part, 2))

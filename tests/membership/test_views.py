@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from farflung.membership import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected
+from farflung.membership import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected, reachable
 
 
 def by_trying_all(members: str, cut: set[tuple[str, str]]) -> list[str]:
@@ -27,6 +27,12 @@ def test_the_largest_connected_set_is_the_one_that_trying_all_finds(seed: int) -
     assert largest_connected(members, cut) == by_trying_all(members, cut)
 
 
+def test_what_is_reachable_may_lead_over_others() -> None:
+    cut = {("a", "c"), ("d", "a"), ("d", "b"), ("c", "d")}
+    assert reachable("a", "abcd", cut) == reachable("c", "abcd", cut) == ["a", "b", "c"]
+    assert reachable("d", "abcd", cut) == ["d"]
+
+
 def test_of_a_lone_pair_the_junior_is_left_out() -> None:
     assert largest_connected("abc", {("a", "b")}) == ["a", "c"]
     assert largest_connected("abc", {("c", "b")}) == ["a", "b"]
@@ -40,7 +46,8 @@ def test_above_the_bound_a_set_without_cut_pairs_is_found_quickly_to_which_none_
 ) -> None:
     draw = random.Random(seed)
     members = [f"m{place}" for place in range(4 * EXACT_MEMBERS)]
-    cut = {tuple(draw.sample(members, 2)) for _ in range(2000)}
+    cut = {(draw.choice(members[:40]), draw.choice(members[40:])) for _ in range(900)}
+    cut |= {(draw.choice(members[20:39]), draw.choice(members[39:])) for _ in range(900)}
     found = largest_connected(members, cut)
     assert found == largest_connected(members, {(y, x) for x, y in cut})
 

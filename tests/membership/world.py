@@ -174,8 +174,6 @@ class Node:
             return
         assert self.view is not None
         for exchange in range(self.base + 1, min(self.base + self.world.window, LAST) + 1):
-            if not self.running or self.lacking:
-                return
             if exchange not in self.extra and (self.view.number, exchange) not in self.given:
                 self.given.add((self.view.number, exchange))
                 for name in self.view.members:
@@ -208,7 +206,7 @@ class Node:
             return
         try:
             event()
-            if self.lives and not self.settling:
+            if not self.settling:
                 self.settling = True
                 self.world.after(self.world.batch(), self.settle)
         except Crashed:
@@ -358,17 +356,13 @@ class World:
         self.at(moment, arrive)
 
     def connect(self, one: str, other: str) -> None:
-        """Connect two processes again; one end at least has noticed that they were not; the other may not."""
+        """Connect two processes again; both have noticed by then that they were not."""
         nodes = self.nodes[one], self.nodes[other]
         link = self.link(one, other)
         if link.up or not all(node.lives for node in nodes):
             return
-        both = len(link.unaware) == 2
-        for name in sorted(link.unaware, reverse=self.draw.random() < 0.5):
-            peer = other if name == one else one
-            if both or self.nodes[peer].member.view is None or self.draw.random() < 0.5:
-                self.notice(name, peer)
-                both = False
+        for name in sorted(link.unaware):
+            self.notice(name, other if name == one else one)
         if not all(node.lives for node in nodes):
             return
         link.up = True
@@ -378,11 +372,7 @@ class World:
         link.latest.clear()
         have_view = [node.member.view is not None for node in nodes]
         for node, peer, has_view in zip(nodes, reversed(nodes), reversed(have_view), strict=True):
-            if node.name in link.unaware:
-                link.unaware.remove(node.name)
-                node.do(partial(node.epochs.__setitem__, peer.name, link.epoch))
-            else:
-                node.do(partial(node.meet, peer.name, link.epoch, has_view=has_view))
+            node.do(partial(node.meet, peer.name, link.epoch, has_view=has_view))
 
     def notice(self, name: str, peer: str) -> None:
         link = self.link(name, peer)
@@ -390,6 +380,9 @@ class World:
             link.unaware.remove(name)
             node = self.nodes[name]
             node.do(partial(node.notice, peer))
+
+    def noticed(self, node: Node, name: str) -> None:
+        self.notice(node.name, name)
 
     def reset(self, one: str, other: str, delays: tuple[float, float] | None = None) -> None:
         """Close a connection, whose messages under way are lost; both ends notice after a while, or at the end."""
@@ -434,9 +427,7 @@ class World:
                 if not whole:
                     link.epoch += 1
                 if told:
-                    self.pass_on(
-                        link, node.name, peer.name, lambda _, name=peer.name: self.notice(name, node.name)
-                    )
+                    self.pass_on(link, node.name, peer.name, partial(self.noticed, name=node.name))
 
     # --- processes --------------------------------------------------------------------------------------------------
 

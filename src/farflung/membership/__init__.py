@@ -6,7 +6,7 @@ alike on real machines and in virtual time. See ``docs/membership.md``.
 
 from farflung.membership.member import Certify, Driver, Member
 from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
-from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected
+from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected, reachable
 
 __all__ = [
     "EXACT_MEMBERS",
@@ -24,4 +24,5 @@ __all__ = [
     "Vote",
     "is_majority",
     "largest_connected",
+    "reachable",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
 from farflung.membership.messages import Certificate, Fact, Message, Report, Vote
-from farflung.membership.views import View, is_majority, largest_connected
+from farflung.membership.views import View, is_majority, largest_connected, reachable
 
 __all__ = ["Certify", "Driver", "Member"]
 
@@ -269,12 +269,10 @@ class Member:
     def _part(self) -> list[str]:
         """Return the members that take part in the agreement (R3), by seniority."""
         assert self.view is not None
-        cut = {
-            (fact.member, fact.other)
-            for fact, count in self._know.items()
-            if fact.kind == "link" and count % 2
-        }
-        return largest_connected((x for x in self.view.members if x not in self._wills), cut)
+        links = ((fact, count) for fact, count in self._know.items() if fact.kind == "link")
+        cut = {(fact.member, fact.other) for fact, count in links if count % 2}
+        alive = [x for x in self.view.members if x not in self._wills]
+        return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
 
     def _admitted(self, part: Iterable[str]) -> list[str]:
         """Return the guests that all who take part are connected to."""

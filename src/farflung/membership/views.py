@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Set
 from typing import NamedTuple
 
-__all__ = ["EXACT_MEMBERS", "Transfer", "View", "is_majority", "largest_connected"]
+__all__ = ["EXACT_MEMBERS", "Transfer", "View", "is_majority", "largest_connected", "reachable"]
 
 EXACT_MEMBERS = 20
 """Up to this many members with a broken link the largest connected set is found by exhaustive search."""
@@ -63,6 +63,18 @@ def is_majority(names: Set[str], members: Iterable[str], dead: Collection[str]) 
     alive = [member for member in members if member not in dead]
     missing = sum(member not in names for member in alive)
     return 2 * missing < len(alive) or (2 * missing == len(alive) > 0 and alive[0] in names)
+
+
+def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
+    """Return the members that connections lead to from one of them, over others too, in their order."""
+    rest = list(members)
+    found, latest = {member}, {member}
+    while latest:
+        latest = {
+            y for y in rest if y not in found and any((x, y) not in cut and (y, x) not in cut for x in latest)
+        }
+        found |= latest
+    return [x for x in rest if x in found]
 
 
 def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
