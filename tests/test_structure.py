@@ -43,7 +43,7 @@ ORDER: list[set[str]] = [
     {"network", "devices"},
     {"codecs", "faults"},
     {"comm", "lab"},
-    {"reducers", "schedules", "sampling", "data"},
+    {"reducers", "schedules", "sampling", "data", "membership"},
     {"workloads"},
     {"replica"},
     {"runtime"},

@@ -16,6 +16,7 @@ from farflung.membership.views import View, is_majority, largest_connected, reac
 __all__ = ["Certify", "Driver", "Member"]
 
 Certify: TypeAlias = Callable[[str, int, Report | None], Certificate]
+"""Signs a certificate of a name, an exit code and a will."""
 
 
 class Driver(Protocol):
@@ -117,7 +118,7 @@ class Member:
         self._observe(name)
 
     def back(self, name: str) -> None:
-        """Note a new connection to a process that has a view, or from this one where it has none."""
+        """Note a new connection to a process that has a view."""
         self.connected.add(name)
         self._down.discard(name)
         self._due.add(name)
@@ -275,7 +276,7 @@ class Member:
         return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
 
     def _admitted(self, part: Iterable[str]) -> list[str]:
-        """Return the guests that all who take part are connected to."""
+        """Return the guests that are connected to all members that take part."""
         assert self.view is not None
         guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
         links = {guest: [self._know.get(Fact("link", x, guest), 1) for x in part] for guest in guests}
@@ -287,7 +288,7 @@ class Member:
         return self._quorum == 1 or is_majority(set(names), self.view.members, dead)
 
     def _cast(self) -> None:
-        """Vote, once a ballot, where all that take part have reported the same knowledge (R5)."""
+        """Vote, once at each ballot, where all that take part have reported the same knowledge (R5)."""
         assert self.view is not None
         part, dead, own = self._part(), tuple(sorted(self._wills)), self._report()
         if self.name not in part or not self._is_quorum(part, dead):
@@ -315,8 +316,8 @@ class Member:
     def _value(self, reports: Mapping[str, Report]) -> View:
         """Return the value of the highest ballot that a report or will shows; otherwise the view that follows."""
         wills = [x.will for x in self._wills.values() if x.will is not None and x.will.view == self.view]
-        votes = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
-        return max(votes, key=lambda vote: vote.ballot).value if votes else self._successor(reports)
+        earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
+        return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._successor(reports)
 
     def _successor(self, reports: Mapping[str, Report]) -> View:
         assert self.view is not None

@@ -95,6 +95,7 @@ class Certificate(NamedTuple):
 
 
 Message: TypeAlias = Report | Vote | Certificate
+"""What members send to each other; supervisors send certificates alone."""
 
 
 class _Count(NamedTuple):
@@ -178,8 +179,10 @@ class Codec:
         for name, exit_code, flat, signature in envelope.certificates:
             will = None if flat is None else _report(flat, certificates)
             certificate = self.certify(name, exit_code, will)
-            if name in certificates or not hmac.compare_digest(certificate.signature, signature):
-                raise Malformed(f"certificate of {name}: given twice, or its signature is wrong")
+            if not name or name in certificates or not hmac.compare_digest(certificate.signature, signature):
+                raise Malformed(
+                    f"certificate of {name or 'no process'}: given twice, or its signature is wrong"
+                )
             certificates[name] = certificate
         if envelope.report is not None and envelope.vote is None:
             return _report(envelope.report, certificates)
