@@ -110,6 +110,8 @@ class Node:
     def install(self, view: View) -> None:
         self.view = view
         self.contributions.clear()
+        if not self.has_model:  # exchanges that were given before the state are not committed
+            self.base, self.extra = -1, set()
         covered = {*range(view.newest[0] + 1), *view.newest}
         if self.has_model and not covered.issuperset(self.whole):
             raise Broken(f"{self.name} holds {self.whole}, view {view.number} begins after {view.newest}")

@@ -45,8 +45,9 @@ class Driver(Protocol):
         """Go on in a view.
 
         Exchanges in ``view.newest`` are done; those that are lacking are adopted from their givers. All later ones
-        are made again, from the contributions that were sent before, under the new number. Data of an older view is
-        refused; data of a newer one is kept until that view is installed.
+        are made again, from the contributions that were sent before, under the new number. A process that does not
+        have the model yet forgets exchanges that it has adopted. Data of an older view is refused; data of a newer
+        one is kept until that view is installed.
         """
         ...
 
