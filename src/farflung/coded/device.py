@@ -130,6 +130,7 @@ class Device:
         while True:
             task = await self._work.next()
             if isinstance(task, End):
+                await self._runtime.launch(self._fetcher.stop())
                 return task.reason
             if isinstance(task, FarflungError):
                 raise task

@@ -74,6 +74,9 @@ class Fetcher:
         self._runtime, self._comm, self._holding, self._met = runtime, runtime.comm, holding, met
         self._deadline_s, self._room_nbytes = deadline_s, room_nbytes
         self._asked = self._making_nbytes = 0
+        self._open: set[int] = set()
+        """Numbers of requests whose answers are awaited."""
+        self._stopped = False
 
     async def rows(self, order: Rows) -> int:
         """Makes a block of rows.
@@ -176,11 +179,23 @@ class Fetcher:
                 nbytes += await self._land(*flying.popleft())
         finally:
             for _, number, _ in flying:
-                self._comm.forget(messages.reply(number).exchange)
+                self._forget(number)
         return nbytes
+
+    async def stop(self) -> None:
+        """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
+        self._stopped = True
+        for number in tuple(self._open):
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._open.discard(number)
+        self._comm.forget(messages.reply(number).exchange)
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
         rank = share.source.rank
+        if self._stopped:
+            raise SourceLost(rank, "this device has ended")
         met, passed = self._met(rank), self._runtime.sleep_until(self._runtime.now() + self._deadline_s)
         if not met.done and await self._runtime.first_of(met, passed):
             raise SourceLost(rank, f"not met within {self._deadline_s:g} s")
@@ -189,6 +204,7 @@ class Fetcher:
         self._asked += 1
         number = self._asked
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._deadline_s)
+        self._open.add(number)
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
         return share, number, answer
 
@@ -206,7 +222,7 @@ class Fetcher:
         except (FarflungError, Malformed) as error:
             raise SourceLost(share.source.rank, str(error)) from None
         finally:
-            self._comm.forget(messages.reply(number).exchange)
+            self._forget(number)
 
 
 def _adding(into: Tensor, weight: float, most: int | None = None) -> Callable[[Tensor], object]:
