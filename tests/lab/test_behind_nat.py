@@ -58,7 +58,7 @@ def test_homes_train_through_a_relay_as_on_one_machine(
     public, *_ = machines
     what = [
         *("train", "--workload", "fashion-mnist/mlp", "--data", "packaged", "--steps", str(STEPS)),
-        *("--batch-size", "8", "--evaluate-every", "0", "--out", "run", "--json"),
+        *("--batch-size", "8", "--evaluate-every", "0", "--collective", "direct", "--out", "run", "--json"),
     ]
     store = public.inside(lambda: dist.TCPStore(public.address, 0, is_master=True, wait_for_workers=False))
     folders = [tmp_path_factory.mktemp(name) for name in ("public", "a", "b")]
