@@ -196,9 +196,7 @@ class Link:
             try:
                 sent = self.sock.sendmsg(self._out) if self._tls is None else self.sock.send(self._out[0])
             except _AGAIN:
-                if not self._blocked:
-                    self._blocked, self._looked_at, self._since = True, time.monotonic(), 0
-                    self._listen()
+                self._wait()
                 return
             except OSError:
                 if self.state is not State.MEMBER:
@@ -217,11 +215,20 @@ class Link:
                     del self._out[0]
             if self._blocked and self._adapts:
                 self._adapt()
+            if self._adapts and not self._out and self._sender and self._sender.has(first=self.index == 0):
+                self._wait()  # the next piece is taken when the kernel has sent most of this one
+                return
         if self._blocked:
             self._blocked = False
             self._listen()
         if self.state is State.CLOSING:
             self.sock.shutdown(socket.SHUT_WR)
+
+    def _wait(self) -> None:
+        """Goes on once the kernel takes more."""
+        if not self._blocked:
+            self._blocked, self._looked_at, self._since = True, time.monotonic(), 0
+            self._listen()
 
     def _next(self) -> bool:
         """Takes the next bytes from the queue; whether there are any."""
