@@ -49,6 +49,8 @@ ROWS: dict[str, Row] = {
         partial(GroupedImportance, rule="paper", groups="bacc", chunk=3, every=2)
     ),
     "grouped_importance (in a run)": Row(in_a_run),
+    "grouped_importance (fill)": Row(partial(GroupedImportance, rule="fill", groups=4), fewest=4),
+    "grouped_importance (half)": Row(partial(GroupedImportance, rule="half", groups=4), fewest=4),
     "uniform": Row(Uniform),
 }
 """Keys are names in SAMPLERS, with a word in brackets where one name has several rows."""

@@ -411,8 +411,9 @@ class GroupedImportance:
         self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])
         self._uniform.load_state_dict(state["uniform"])
-        if self._rule is not None and self.gain is not None:
+        if self._rule is not None:
             self._rule.load_state_dict(state["rule"])
+        if self.gain is not None:
             self.gain.load_state_dict(state["gain"])
 
     def _hold(self, view: PoolView) -> None:
