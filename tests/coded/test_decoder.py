@@ -77,13 +77,13 @@ def test_both_products_equal_the_uncoded_ones(
 
     W = randn(2 * partitions, 3)
     held = coded_blocks(matrix, list(X.split(heights)))
-    found = plan.apply({who: held[who] @ W for who in decoder.used}, heights)
+    found = plan.apply({index: held[index] @ W for index in decoder.used}, heights)
     assert [len(one) for one in found] == heights
     assert error(torch.cat(found), X @ W) < 1e-9
 
     R = randn(len(X), 3)
     held = coded_blocks(matrix, [block.T for block in X.split(2, dim=1)])
-    found = plan.apply({who: held[who] @ R for who in decoder.used})
+    found = plan.apply({index: held[index] @ R for index in decoder.used})
     assert error(torch.cat(found), X.T @ R) < 1e-9
 
 
@@ -111,7 +111,7 @@ def test_it_is_complete_with_the_first_answers_that_can_be_decoded(
         assert set(decoder.used) <= set(came)
         known = {raw_partition(matrix[who]) for who in came} - {None}
         assert set(decoder.missing) == set(range(partitions)) - known
-        assert {raw_partition(matrix[who]) for who in decoder.used} - {None} == known
+        assert {raw_partition(matrix[index]) for index in decoder.used} - {None} == known
         return
     pytest.fail("all answers together are of full rank")
 

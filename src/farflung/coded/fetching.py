@@ -194,13 +194,13 @@ class Fetcher:
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
         rank = share.source.rank
-        if self._stopped:
-            raise SourceLost(rank, "this device has ended")
         met, passed = self._met(rank), self._runtime.sleep_until(self._runtime.now() + self._deadline_s)
         if not met.done and await self._runtime.first_of(met, passed):
             raise SourceLost(rank, f"not met within {self._deadline_s:g} s")
         if met.error is not None:
             raise SourceLost(rank, str(met.error))
+        if self._stopped:
+            raise SourceLost(rank, "this device has ended")
         self._asked += 1
         number = self._asked
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._deadline_s)

@@ -115,7 +115,10 @@ class Exchanges:
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
         self._gain = gain
-        self._rider = Rider((*rides, *(gain.begins(self._unlike(reducer)) if gain is not None else ())))
+        measured = () if gain is None else gain.begins(self._unlike(reducer))
+        self._learner = gain if measured else None
+        """The gain, where gradients say what it is."""
+        self._rider = Rider((*rides, *measured))
         self._carriers: dict[type[Merge], Carrier] = {
             kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets) or reducer
             for kind, merger in self._mergers.items()
@@ -287,7 +290,7 @@ class Exchanges:
             self._rate = float(self._optimizer.param_groups[0]["lr"])
         for votes in self._votes.values():
             votes.append(vote)
-        numbers = vote.numbers if self._gain is None else {**vote.numbers, **self._gain.tell()}
+        numbers = vote.numbers if self._learner is None else {**vote.numbers, **self._learner.tell()}
         for name, value in numbers.items():
             self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
@@ -561,7 +564,7 @@ class Exchanges:
             tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
             tensors.append(tensor)
         flight = self._flight(number, self._step, transfer, kept, weight, rider, leads, absent)
-        if self._gain is not None:
+        if self._learner is not None:
             flight.square = _square(tensors)
         flight.result = self._runtime.launch(
             flight.carry(self._carriers[type(transfer.merge)], self._slots[number], joined(tensors))
@@ -646,9 +649,9 @@ class Exchanges:
         """Merges one step's exchanges; whether they have brought something."""
         skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
         merged = False
-        if self._gain is not None and not any(tally.nonfinite for _, _, tally in arrived):
+        if self._learner is not None and not any(tally.nonfinite for _, _, tally in arrived):
             flight, reduced, _ = arrived[0]
-            self._gain.measured(
+            self._learner.measured(
                 sum(flight.square for flight, _, _ in arrived),
                 _square([reduced.mean for _, reduced, _ in arrived]),
                 flight.weight / reduced.weight if reduced.weight else 0.0,
@@ -708,12 +711,12 @@ class Exchanges:
         for name, value in sums.items():
             self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
         if (
-            self._gain is not None
+            self._learner is not None
             and flight.leads
-            and self._gain.learn(sums)
+            and self._learner.learn(sums)
             and self._runtime.comm.rank == 0
         ):
-            chosen = Decision("sampling", flight.step, self._gain.rule, timing=False)
+            chosen = Decision("sampling", flight.step, self._learner.rule, timing=False)
             self._runtime.decisions.record(chosen)
         stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._rate)
         if flight.times is not None:

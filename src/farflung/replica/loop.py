@@ -439,9 +439,8 @@ class Replica:
         with still(self.model) if aside else nullcontext():
             losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        told = float(loss.detach())
         share = 1.0 if self._scoring is None else self._scoring.filled.share(len(batch))
-        vote = self.vote(told, len(batch))
+        vote = self.vote(float(loss.detach()), len(batch))
         return (loss, vote) if share == 1.0 else (loss * share, replace(vote, weight=vote.weight / share))
 
     def scorer(self) -> Callable[[SampleIds], Tensor]:
