@@ -15,7 +15,15 @@ from farflung.workloads import Classification
 from farflung.workloads.classification import settings
 from farflung.workloads.models import resnet
 
-__all__ = ["cifar10", "fashion", "fashion_long_tail", "fashion_noisy", "some", "with_tail"]
+__all__ = [
+    "cifar10",
+    "fashion",
+    "fashion_long_tail",
+    "fashion_noisy",
+    "fashion_resnet",
+    "some",
+    "with_tail",
+]
 
 TAIL = 0.01
 """Samples of the rarest class over those of the first."""
@@ -39,6 +47,11 @@ def fashion_long_tail() -> Workload:
 def fashion_noisy() -> Workload:
     """The same with a fifth of the training labels drawn at random from all ten."""
     return _fashion("fashion-mnist/14x14, noisy", _noisy)
+
+
+def fashion_resnet() -> Workload:
+    """Fashion-MNIST at 14 x 14 with the residual network of 8 layers, which has batch norm."""
+    return Classification("fashion-mnist/14x14, resnet8", _narrow, _in_colour, _DEFAULTS)
 
 
 def cifar10() -> Workload:
@@ -68,6 +81,14 @@ def _fashion(name: str, change: Callable[[TensorDataset], Dataset]) -> Workload:
         return change(_halved(train)), _halved(test)
 
     return Classification(name, _dense, load, _DEFAULTS)
+
+
+def _in_colour() -> tuple[Dataset, Dataset]:
+    """In three equal channels."""
+    train, test = map(_halved, fashion_mnist.load(augment=False))
+    for data in (train, test):
+        data.inputs = data.inputs.expand(-1, 3, -1, -1)
+    return train, test
 
 
 def _cifar10() -> tuple[Dataset, Dataset]:
