@@ -43,7 +43,7 @@ FEATURES = 10
 _SOURCES = (Source(2, 1, 1.0), Source(3, 0, -0.5))
 COMMANDS: Sequence[Command] = (
     Welcome("run", 0),
-    Meet(3, first=True),
+    Meet(3, 1, first=True),
     Lost(3),
     Rows(20, 30, FEATURES, _SOURCES),
     Rows(21, 30, FEATURES, ()),
@@ -67,6 +67,7 @@ REPORTS: Sequence[Report] = (
     Hello("part 9", 3, 1 << 40, (), "", torch.ones(3, dtype=torch.float64)),
     Hello("part 9", 1 << 40, FEATURES, (), "", torch.ones(3, dtype=torch.float64)),
     Hello("", 0, 0),
+    Ready(0),
     Ready(2),
     Ready(1 << 40),
     Built(1, (), 8),

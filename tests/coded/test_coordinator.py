@@ -189,6 +189,17 @@ def test_a_device_without_data_makes_up_for_a_loss() -> None:
         assert any(block.holder == 7 for block in seen.coordinator.registry.there(kind))
 
 
+@pytest.mark.parametrize("after_ms", range(5, 60, 5))
+def test_a_device_that_is_lost_as_it_meets_the_others_is_no_fault_of_theirs(after_ms: int) -> None:
+    """They report that they are ready for it when the coordinator knows already that it is gone, or came again."""
+    gone_s = 0.2 + after_ms / 1e3
+    faults = PLAN.join(7, at_s=0.2).crash(7, at_s=gone_s).join(7, at_s=gone_s + 0.01)
+    seen = Run(later=[None], faults=faults)(products_agree(40))
+    assert seen.found < EXACT
+    assert not seen.coordinator.counters.refused
+    assert any(block.holder == 7 for block in seen.coordinator.registry.there("rows"))
+
+
 def test_devices_without_data_get_complementary_blocks() -> None:
     faults = PLAN.join(9, at_s=0.2).join(10, at_s=0.4)
     seen = Run(8, 8, later=[None, None], faults=faults, settings={"redundancy": 0})(products_agree(20))

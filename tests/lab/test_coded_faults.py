@@ -134,5 +134,5 @@ def test_the_minimum_is_that_without_losses(
     assert abs(off) < SAME
     assert plan.done
     assert runtime.now() < LIMIT_S
-    assert not coordinator.counters.refused
+    assert not coordinator.counters.refused, notes.of("refused")
     assert not [one for one in left if (one["reason"], one["refused"], one["kept"]) != ("", "", [])]

@@ -205,7 +205,7 @@ class Device:
                 del self._met[message.rank]
             self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
             if message.first:
-                self._runtime.launch(self._report_ready(message.rank))
+                self._runtime.launch(self._report_ready(message.number))
         elif isinstance(message, Lost):
             self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
         elif isinstance(message, (Rows, Columns)):
@@ -216,9 +216,9 @@ class Device:
         elif isinstance(message, Probe):
             self._report(Probe())
 
-    async def _report_ready(self, rank: int) -> None:
+    async def _report_ready(self, meeting: int) -> None:
         await self._opened()
-        self._report(Ready(rank))
+        self._report(Ready(meeting))
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 

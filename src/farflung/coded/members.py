@@ -73,8 +73,9 @@ class Members:
         """The number of times that a device has fallen silent."""
         self._probed = set[int]()
         """Devices that were probed and have not answered yet."""
-        self._to_meet: set[tuple[int, int]] = set()
-        """Devices that get ready for a later one, and that one."""
+        self._to_meet = dict[int, tuple[int, int]]()
+        """Devices that get ready for a later one, and that one, by the number of their meeting."""
+        self._meetings = 0
         self._runtime, self._settings, self._run, self._record = runtime, settings, run, record
         self._began = runtime.now()
         code = build("code", settings.code, CODES)
@@ -140,10 +141,7 @@ class Members:
         if isinstance(report, Probe):
             return
         if isinstance(report, Ready):
-            if (rank, report.rank) not in self._to_meet:
-                raise Malformed("ready for a device that is not expected")
-            self._to_meet.discard((rank, report.rank))
-            self.send(report.rank, Meet(rank, first=False))
+            self._ready(rank, report.number)
             return
         if isinstance(report, Leaving):
             member.leaving = True
@@ -160,6 +158,15 @@ class Members:
             else:
                 self._failed(member, block, report)
         self.repair()
+
+    def _ready(self, rank: int, meeting: int) -> None:
+        """Has the second device of a meeting connect, unless one of the two has gone in the meantime."""
+        pair = self._to_meet.get(meeting)
+        if meeting >= self._meetings or (pair is not None and pair[0] != rank):
+            raise Malformed("ready for a device that is not expected")
+        if pair is not None:
+            del self._to_meet[meeting]
+            self.send(pair[1], Meet(rank, meeting, first=False))
 
     def _built(self, member: Member, block: Block, report: Built) -> None:
         self.registry.built(block, report.partitions)
@@ -210,8 +217,9 @@ class Members:
             registry.enter(Block(raw, "rows", {partition.number: 1.0}, rank, ready=True))
         for other in registry.members:
             pair = min(rank, other), max(rank, other)
-            self._to_meet.add(pair)
-            self.send(pair[0], Meet(pair[1], first=True))
+            self._to_meet[self._meetings] = pair
+            self.send(pair[0], Meet(pair[1], self._meetings, first=True))
+            self._meetings += 1
         registry.members[rank] = Member(rank)
         self.send(rank, Welcome(self._run, raw))
         self._take_held(rank, hello)
@@ -260,7 +268,7 @@ class Members:
         if rank not in self.registry.members:
             return False
         self.registry.lose(rank)
-        self._to_meet = {pair for pair in self._to_meet if rank not in pair}
+        self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
         self.tell("gone", rank=rank)
         for other in self.registry.members:
             self.send(other, Lost(rank))

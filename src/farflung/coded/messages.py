@@ -141,11 +141,13 @@ class Meet:
 
     Args:
       rank: of it.
+      number: of their meeting.
       first: whether this device gets ready for it first, and reports so. The other one, of a higher rank, connects; it
         is told only then, so that it finds an open door.
     """
 
     rank: int
+    number: int
     first: bool
 
 
@@ -272,10 +274,10 @@ class Ready:
     """The device is ready for another one that it was told of.
 
     Args:
-      rank: of that one.
+      number: of their meeting.
     """
 
-    rank: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
