@@ -223,10 +223,11 @@ def _windows(**options: Any) -> GradiVeQ:
 _HOPS = {"reducer": "codec(phases='hops')"}
 _SUMMED = {"schedule": "delayed_gradient(delay=0, period=2)", "codec": "error_feedback(qsgd(bits=4))"}
 UNCOMPRESSED, PAPER, POWERSGD = "uncompressed", "the paper's windows, K / 9", "PowerSGD, rank 3"
-OURS, BASIS = "spread windows, K / 32", "spread windows, K / 16"
+OURS, BASIS = "spread windows, K / 32", "spread windows, one sample in three, K / 32"
 METHODS = {
     UNCOMPRESSED: Method(CodecReducer(collective="ring"), 3, RATES),
-    BASIS: Method(_windows(ratio=16.0), 3, RATES),
+    BASIS: Method(_windows(ratio=32.0, compress_steps=200), 3, RATES),
+    "spread windows, K / 16": Method(_windows(ratio=16.0), 3),
     OURS: Method(_windows(), 3, RATES),
     POWERSGD: Method(PowerSGD(rank=3, dense_steps=_WARM_UP, collective="ring"), 3, RATES),
     PAPER: Method(_windows(ratio=9.0, windows="paper")),
