@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox
-from farflung.comm.forgotten import Forgotten
+from farflung.comm.mailbox import Cancelled
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag, TensorSpec
@@ -279,7 +279,7 @@ def test_a_forgotten_exchange_ends_its_waits_and_drops_what_comes() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_what_is_forgotten_is_kept_as_runs(numbers: list[int]) -> None:
-    forgotten = Forgotten()
+    forgotten = Cancelled()
     for number in numbers:
         forgotten.add(number)
     assert [number for number in range(32) if number in forgotten] == sorted(set(numbers))

@@ -7,13 +7,11 @@ from typing import Protocol
 
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
+from farflung.comm.records import FIRST, LAST
 from farflung.comm.wire import Frame, Message
 from farflung.tasks import Pending
 
 __all__ = ["FIRST", "LAST", "Listener", "Transport"]
-
-FIRST, LAST = -(1 << 31), (1 << 31) - 1
-"""Priorities that nothing has that is sent: before and behind it all."""
 
 
 class Listener(Protocol):
@@ -39,10 +37,6 @@ class Listener(Protocol):
         """A member does not let this process in."""
         ...
 
-    def broken(self, error: BaseException) -> None:
-        """Nothing can be carried any more."""
-        ...
-
 
 class Transport(Protocol):
     """Connections to the other processes of a run: each proves who it is, and what is too large is refused.
@@ -58,11 +52,6 @@ class Transport(Protocol):
     @property
     def keys(self) -> Keys | None:
         """What this process proves itself with where it encrypts; ``None``: it does not."""
-        ...
-
-    @property
-    def piece(self) -> int:
-        """Bytes of each frame but the last of a large tensor."""
         ...
 
     @property
@@ -111,8 +100,7 @@ class Transport(Protocol):
         Args:
           rank: of whom it is for.
           frames: of the message.
-          priority: the smallest leaves first; below 0 it waits behind no message of 0 or more, however much of that is
-            under way.
+          priority: the smallest leaves first; it waits for no more than a piece of what is under way.
           view: for :meth:`withdraw`.
         """
         ...

@@ -211,10 +211,6 @@ class View(Meeting):
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
             )
 
-    @override
-    def broken(self, error: BaseException) -> None:
-        self.end(error)
-
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
             raise Unauthorized("a greeting under another's name")
@@ -314,7 +310,7 @@ class View(Meeting):
 
     def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
         route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
-        return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
+        return encode(kind, self.number, tag, payload, route=route)
 
     # --- waits ------------------------------------------------------------------------------------------------------
 

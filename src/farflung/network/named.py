@@ -42,7 +42,7 @@ def loopback() -> NetworkProfile:
     return NetworkProfile(
         "loopback",
         (Site("machine", inside=Link(50e-6, 20e9)),),
-        source="Our choice: 50 us between two processes through ZeroMQ, and 20 Gbit/s for each pair.",
+        source="Our choice: 50 us between two processes, and 20 Gbit/s for each pair.",
     )
 
 

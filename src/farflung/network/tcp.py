@@ -26,7 +26,7 @@ FIRST_WINDOW_BITS = 10 * SEGMENT_BITS
 """What a connection sends before anything was acknowledged (RFC 6928)."""
 LARGEST_WINDOW_BITS = 8.0 * (4 << 20)
 """The largest send buffer that Linux gives a connection unasked (the third of net.ipv4.tcp_wmem, by the kernel's
-documentation of ip-sysctl). ZeroMQ leaves it as it is, so no more is ever on its way."""
+documentation of ip-sysctl). It is left as it is, so no more is ever on its way."""
 LEAST_SPREAD_S, SPREAD_KEPT = 0.2, 0.86
 """By how much a timeout for retransmission is longer than a round trip: at least this, as Linux has it, and at first by
 two round trips (RFC 6298), of which each leaves this share, which is fitted."""
