@@ -7,13 +7,14 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.comm import wire
+from farflung.comm import framing, wire
 from farflung.comm.wire import INLINE, PIECE, Kind, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import decode, raw, same_bits, same_payload
@@ -267,3 +268,27 @@ def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
     assert decode(frames, max_nbytes=2 * tensor.nbytes).payload.nbytes == 2 * tensor.nbytes
     with pytest.raises(WireError, match="where messages of this run have at most"):
         decode(frames, max_nbytes=2 * tensor.nbytes - 1)
+
+
+# --- in virtual time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, INLINE, INLINE + 8, 10**6])
+def test_the_model_of_a_message_has_the_bytes_of_one(nbytes: int) -> None:
+    head, *rest = encode(Kind.DATA, 7, TAG, Payload((torch.zeros(nbytes, dtype=torch.uint8),)))
+    piece = framing.piece_nbytes(50e6)
+    assert piece == 62_500
+    plain = 8 + len(head) + sum(len(frame) + 21 * math.ceil(len(frame) / piece) for frame in rest)
+    assert framing.wire_nbytes(nbytes, piece, sealed=False) == plain
+    assert framing.wire_nbytes(nbytes, piece, sealed=True) == plain + 22 * math.ceil(plain / 16_384)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1.0, 1e12)), min_size=1), st.booleans())
+def test_many_messages_are_modelled_as_one(messages: list[tuple[int, float]], sealed: bool) -> None:
+    pieces = [framing.piece_nbytes(bps) for _, bps in messages]
+    assert all(1 << 14 <= piece <= 1 << 18 for piece in pieces)
+    each = [
+        framing.wire_nbytes(n, piece, sealed=sealed) for (n, _), piece in zip(messages, pieces, strict=True)
+    ]
+    together = framing.wire_nbytes(np.array([n for n, _ in messages]), np.array(pieces), sealed=sealed)
+    assert np.array_equal(together, each)
