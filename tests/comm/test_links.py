@@ -55,6 +55,21 @@ def test_large_messages_share_all_connections_and_arrive_as_they_are(several: Gr
     assert [transport.turned_away for transport in several.transports] == [0, 0, 0]
 
 
+def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> None:
+    tensor, room, short = torch.rand(LARGE_NUMEL), torch.zeros(LARGE_NUMEL), torch.zeros(LARGE_NUMEL - 1)
+    for number, into in enumerate((room, short, torch.zeros(LARGE_NUMEL, 2)[:, 0])):
+        several.comms[0].land(1, tag(number), into)
+        several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
+        arrived = several.comms[0].recv(1, tag(number))
+        several.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        came, beside = arrived.result().tensors()
+        assert same_bits(came, tensor)
+        assert same_bits(beside, torch.ones(2))
+        assert (came.data_ptr() == into.data_ptr()) == (into is room)
+    assert not several.comms[0].view.mailbox._places
+    assert not short.any()
+
+
 def test_one_of_several_that_breaks_loses_the_peer(several: Group) -> None:
     waiting = several.comms[0].recv(1, tag(5))
     several.transports[1]._members[0].links[2].sock.shutdown(socket.SHUT_RDWR)

@@ -30,6 +30,34 @@ def anybodys(pending: Pending[tuple[int, Payload]]) -> tuple[int, float] | None:
     return src, number_in(payload)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["delivered", "forgotten", "a newer view", "the end"])
+def test_memory_is_named_until_its_message_has_come_or_will_not(end: str) -> None:
+    mailbox, into = Mailbox(), torch.zeros(5)
+    mailbox.land(1, tag(2), into)
+    place = mailbox.place(1, tag(2), 0, 20)
+    assert place is not None
+    assert place.data_ptr() == into.data_ptr()
+    assert (
+        mailbox.place(1, tag(2), 0, 16)
+        is mailbox.place(1, tag(2), 1, 20)
+        is mailbox.place(2, tag(2), 0, 20)
+        is None
+    )
+    if end == "delivered":
+        mailbox.deliver(1, tag(2), numbered(3))
+    elif end == "forgotten":
+        mailbox.forget(tag(2).exchange)
+    elif end == "a newer view":
+        mailbox.advance(1)
+    else:
+        mailbox.end(RunLost("it has ended"))
+        mailbox.land(1, tag(2), into)
+    assert mailbox.place(1, tag(2), mailbox.view, 20) is None
+
+
 # --- matching ---------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ class Pipe:
 
     def __init__(self, connections: int = 1, room: int = ROOM) -> None:
         self.sender, self.widths = Sender(), list[int]()
-        landings = Landings(Pool().tensor, lambda: room)
+        landings = Landings(lambda head, number: Pool().tensor(head.large[number]), lambda: room)
         self.ends = [
             Receiver(landings, first=not index, links=self.widths.append) for index in range(connections)
         ]

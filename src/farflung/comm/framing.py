@@ -22,7 +22,7 @@ TLS_NBYTES = 22
 """Of TLS 1.3, for each record of at most :data:`TLS_RECORD_NBYTES`: header, type and tag (RFC 8446 Sec. 5.2)."""
 PIECE_S, LEAST_PIECE_NBYTES, MOST_PIECE_NBYTES = 0.01, 1 << 14, 1 << 18
 """Off loopback a piece is what a link carries in this time, within these bounds."""
-LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES = 1 << 20, 1 << 18
+LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES = 1 << 21, 1 << 18
 """A piece within a machine, plain and encrypted."""
 
 N = TypeVar("N", int, npt.NDArray[np.int64])

@@ -7,6 +7,9 @@ from bisect import bisect_right
 from collections import Counter, deque
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from farflung.comm.channel import in_words
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
@@ -68,6 +71,8 @@ class Mailbox:
         """What is kept, by tag and sender: numbered in the order of arrival, and messages."""
         self._came = 0
         """Messages that were kept so far."""
+        self._places: dict[tuple[int, Tag], Tensor] = {}
+        """Where messages to come may be put."""
         self._cancelled = Cancelled()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
@@ -100,6 +105,16 @@ class Mailbox:
         deadline_s: float | None = None,
     ) -> Pending[tuple[int, Payload]]:
         return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
+
+    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+        """See :meth:`farflung.types.Communicator.land`."""
+        if self._ended is None and into.device.type == "cpu" and into.is_contiguous():
+            self._places[src, tag] = into.detach().view(-1).view(torch.uint8)
+
+    def place(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
+        """Finds the memory that was named for a message under way, where that has so many bytes."""
+        into = self._places.get((src, tag)) if view == self.view else None
+        return into if into is not None and into.nbytes == nbytes else None
 
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
         found, key = self._kept_for(waiting), (waiting.src, waiting.tag)
@@ -150,6 +165,7 @@ class Mailbox:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of views to come")
             self._ahead.append((view, src, tag, payload))
             return
+        self._places.pop((src, tag), None)
         waiting = self._take((src, tag)) or self._take((None, tag))
         if waiting is not None:
             _hand_over(waiting, src, payload)
@@ -209,6 +225,8 @@ class Mailbox:
         self._cancelled.add(exchange)
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
+        for key in [key for key in self._places if key[1].exchange == exchange]:
+            del self._places[key]
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
             for src, kept in self._arrived.pop(tag).items():
                 self.dropped += len(kept)
@@ -227,6 +245,7 @@ class Mailbox:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         self.dropped += sum(len(kept) for senders in self._arrived.values() for kept in senders.values())
         self._arrived.clear()
+        self._places.clear()
         self._kept.clear()
         self.view, ahead, self._ahead = view, self._ahead, []
         for number, src, tag, payload in ahead:
@@ -250,6 +269,7 @@ class Mailbox:
         """Fails every wait, now and from now on; what has arrived can still be received."""
         if self._ended is None:
             self._ended = error
+        self._places.clear()
         for waiting in self._all():
             self.fail(waiting, self._ended)
         for news in (self.arrivals, self.departures):

@@ -12,7 +12,7 @@ import heapq
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -225,10 +225,13 @@ class Sender:
 # --- receiving ------------------------------------------------------------------------------------------------------
 
 
+Memory: TypeAlias = Callable[[Head, int], Tensor]
+
+
 class _Landing:
     """A message whose tensors arrive in pieces, in any order."""
 
-    def __init__(self, head: Head, memory: Callable[[int], Tensor]) -> None:
+    def __init__(self, head: Head, memory: Memory) -> None:
         self.head, self._memory = head, memory
         self._tensors: list[Tensor | None] = [None] * len(head.large)
         self._gaps = [[(0, nbytes)] for nbytes in head.large]
@@ -252,7 +255,7 @@ class _Landing:
         gaps[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
         memory = self._tensors[tensor]
         if memory is None:
-            memory = self._tensors[tensor] = self._memory(self.head.large[tensor])
+            memory = self._tensors[tensor] = self._memory(self.head, tensor)
         return memory.numpy().data[offset:end]
 
     def message(self) -> Message:
@@ -264,11 +267,11 @@ class Landings:
     """The messages of one peer that have arrived in part.
 
     Args:
-      memory: gives an aligned tensor of so many bytes.
+      memory: gives a tensor in bytes for one of the large tensors of a message, by number.
       max_nbytes: gives the largest payload accepted.
     """
 
-    def __init__(self, memory: Callable[[int], Tensor], max_nbytes: Callable[[], int]) -> None:
+    def __init__(self, memory: Memory, max_nbytes: Callable[[], int]) -> None:
         self._memory, self._max_nbytes = memory, max_nbytes
         self._begun: dict[int, _Landing] = {}
         self._withdrawn: dict[int, None] = {}

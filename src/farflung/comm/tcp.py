@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
+from torch import Tensor
+
 from farflung.comm.endpoint import MOST_CONNECTIONS, NO_WAY_IN, advertised
 from farflung.comm.interface import LOOPBACK, is_loopback, tcp
 from farflung.comm.keys import Keys, certificate_of, tls_context
@@ -41,7 +43,7 @@ from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.records import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.transport import Listener
-from farflung.comm.wire import MAGIC, VERSION, Frame, Message, WireError
+from farflung.comm.wire import MAGIC, VERSION, Frame, Head, Message, WireError
 from farflung.errors import ConfigError, PeerLost
 from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, window_share_bps
 from farflung.tasks import Pending, failed
@@ -192,13 +194,20 @@ class TcpTransport:
         self._listener = listener
         for peer in others:
             self.dismiss(peer.rank)
-            landings = Landings(self._pool.tensor, lambda: self.max_nbytes)
+            landings = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
             self._members[peer.rank] = _Member(peer, landings, wanted=self._connections or 1)
         self._tls = None
         for peer in others:
             if connects(self.me, peer):
                 self._dial(self._members[peer.rank], 0, RETRY_S)
         self._mind()
+
+    def _memory(self, rank: int, head: Head, number: int) -> Tensor:
+        """Finds room for a large tensor of a message: where it is waited for, if that is known."""
+        assert self._listener is not None
+        nbytes = head.large[number]
+        room = None if number else self._listener.room(rank, head, nbytes)
+        return self._pool.tensor(nbytes) if room is None else room
 
     def dismiss(self, rank: int) -> None:
         member = self._members.pop(rank, None)

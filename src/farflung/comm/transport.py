@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
 from farflung.comm.records import FIRST, LAST
-from farflung.comm.wire import Frame, Message
+from farflung.comm.wire import Frame, Head, Message
 from farflung.tasks import Pending
 
 __all__ = ["FIRST", "LAST", "Listener", "Transport"]
@@ -22,6 +24,16 @@ class Listener(Protocol):
 
         Raises:
           WireError: it is refused; it is counted, and nothing of it is used.
+        """
+        ...
+
+    def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
+        """Gives memory for the first large tensor of a member's message; ``None``: the transport does.
+
+        Args:
+          rank: of the member.
+          head: of the message.
+          nbytes: of the tensor.
         """
         ...
 

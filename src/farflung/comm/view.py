@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm.blame import Blame, Holdup
@@ -15,7 +16,18 @@ from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
 from farflung.comm.transport import FIRST, LAST, Transport
-from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, Unauthorized, WireError, encode, json_of
+from farflung.comm.wire import (
+    DIRECT,
+    Frame,
+    Head,
+    Kind,
+    Message,
+    Route,
+    Unauthorized,
+    WireError,
+    encode,
+    json_of,
+)
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
@@ -184,6 +196,12 @@ class View(Meeting):
                 self._see_off(rank)
         else:
             self._control(rank, message)
+
+    @override
+    def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
+        if head.kind is not Kind.DATA or head.route != DIRECT or not head.begins_large:
+            return None
+        return self.mailbox.place(rank, head.tag, head.view, nbytes)
 
     @override
     def closed(self, rank: int) -> None:

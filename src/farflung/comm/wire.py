@@ -154,6 +154,11 @@ class Head(NamedTuple):
         return self.layout.large
 
     @property
+    def begins_large(self) -> bool:
+        """Whether the payload's first part is a tensor that has a frame of its own."""
+        return self.layout.tree[:1] == [None] and self.layout.leaves[0].at is None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole message."""
         return len(self.frame) + sum(self.layout.large)
