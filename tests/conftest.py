@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_coded_cut.py", "te
 
 CROWDED = ("tests/coded/test_faults.py",)
 """These start a dozen processes each, and run where the lab's tests do, with nothing beside them."""
+
+
+@pytest.fixture(scope="module")
+def unframed() -> Iterator[None]:
+    """In virtual time messages have as many bytes on the wire as their payload, for arithmetic on paper."""
+    from farflung.comm import framing
+
+    none = dict.fromkeys(("RECORD_NBYTES", "HEAD_NBYTES", "MORE_NBYTES", "TLS_NBYTES"), 0)
+    with mock.patch.multiple(framing, **none):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from farflung.comm import door
+from farflung.comm import tcp
 from farflung.comm.wire import Route
 from tests.helpers import Group
 from tests.late import Late
-from tests.strangers import FRAME, PLAIN_GREETING, forged, knock
+from tests.strangers import FRAME, forged, place
 
 COUNT = 1100
 LIMIT = 1024
@@ -51,11 +52,11 @@ def descriptors() -> int:
 
 def scenario() -> None:
     """A crowd is there before a run starts, and comes again once it has."""
-    with mock.patch.object(door, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
+    with mock.patch.object(tcp, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
         first = members.comms[0]
         with crowd(first.view.transport.me.where):
             members.meet().exchange(1)
-            members.until(lambda: members.transports[0]._connections.waiting == 0)
+            members.until(lambda: not members.transports[0]._early)
         assert first.view.transport.turned_away > 0
         before = descriptors()
         with crowd(first.view.transport.me.where):
@@ -68,20 +69,21 @@ def scenario() -> None:
 def late_scenario() -> None:
     """A crowd is there while one is admitted, who forges, and others send without end, in such a process."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-    with mock.patch.object(door, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
+    with mock.patch.object(tcp, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
         members.meet().exchange(1)
         members.newcomer()
         first, before = members.comms[0], resident_nbytes()
         assert first.view.transport.me.address is not None
         with crowd(first.view.transport.me.address), ExitStack() as strangers:
             members.admit()
-            endless = [strangers.enter_context(knock(first)) for _ in range(3)]
+            endless = [strangers.enter_context(socket.socket()) for _ in range(3)]
             for link in endless:
                 link.setblocking(False)
-            for number in range(50):
+                link.connect_ex(place(first))
+            for _ in range(50):
                 for link in endless:
                     with suppress(OSError):  # cut off, or nobody reads it
-                        link.send(PLAIN_GREETING if number == 0 else FRAME)
+                        link.send(FRAME)
                 members.raw(2, 0, *forged(Route(1, 0, 0)))
                 assert descriptors() < LIMIT
             members.until(lambda: members.views[-1].ready.done)

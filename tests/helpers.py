@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-import zmq
 from torch import Tensor
 
 from farflung.codecs import (
@@ -31,11 +30,9 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.comm import LinkModel, Peer, View, WallCommunicator, ZmqTransport
+from farflung.comm import LinkModel, Peer, TcpTransport, View, WallCommunicator
 from farflung.comm.endpoint import NO_WAY_IN
-from farflung.comm.inbox import Inbox
-from farflung.comm.pool import Pool
-from farflung.comm.wire import WHOLE, Buffer, Message, WireError
+from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.runtime import VirtualWorld, WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
@@ -156,16 +153,20 @@ def number_in(payload: Payload) -> float:
     return float(tensor)
 
 
-def decode(frames: Sequence[Buffer], *, max_nbytes: int, piece: int = WHOLE) -> Message:
-    """The one message that :func:`farflung.comm.wire.encode` has made frames of, as an inbox reads it.
+def decode(frames: Sequence[Frame], *, max_nbytes: int) -> Message:
+    """The message that :func:`farflung.comm.wire.encode` has made frames of.
 
     Raises:
-      WireError: it refuses them.
+      WireError: they are none.
     """
-    (message,) = Inbox(piece, Pool()).take(frames, max_nbytes)
-    if isinstance(message, WireError):
-        raise message
-    return message
+    if not frames:
+        raise WireError("no head")
+    head = read_head(frames[0])
+    head.check(max_nbytes)
+    if [len(frame) for frame in frames[1:]] != head.large:
+        raise WireError("other frames than described")
+    large = [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
+    return head.message(large)
 
 
 # --- drivers ----------------------------------------------------------------------------------------------------
@@ -287,11 +288,11 @@ class Group:
         self.clock = 0.0
         given = settings or [{}] * size
         ways = [{"advertise": NO_WAY_IN} if rank in hidden else {} for rank in range(size)]
-        transports = [ZmqTransport(rank, size, **{**options, **way}) for rank, way in enumerate(ways)]
+        transports = [TcpTransport(rank, size, **{**options, **way}) for rank, way in enumerate(ways)]
         self.take(transports, given, **(about or {}))
 
     def take(
-        self, transports: Sequence[ZmqTransport], settings: Sequence[dict[str, Any]], **about: Any
+        self, transports: Sequence[TcpTransport], settings: Sequence[dict[str, Any]], **about: Any
     ) -> None:
         """Makes members of these."""
         self.transports, size = list(transports), len(transports)
@@ -313,9 +314,6 @@ class Group:
             if not view._addresses:
                 view.connect(self.peers)
         self.until(lambda: all(view.ready.done for view in self.views))
-        self.until(
-            lambda: not any(one._urgent_due for one in self.transports) or any(one.lost for one in self.views)
-        )
         return self
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -336,17 +334,8 @@ class Group:
             assert number_in(arrived.result()) == number
 
     def raw(self, src: int, dst: int, *frames: bytes) -> None:
-        """Any bytes at all from one member to another, once there is room."""
-
-        def sent() -> bool:
-            try:
-                self.transports[src]._socket.send(self.transports[dst].me.token, zmq.SNDMORE | zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            self.transports[src]._socket.send_multipart(frames)
-            return True
-
-        self.until(sent)
+        """Any bytes at all from one member to another, as the frames of a message."""
+        self.transports[src].send(dst, frames)
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""

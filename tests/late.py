@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farflung.comm import View, WallCommunicator, ZmqTransport
+from farflung.comm import TcpTransport, View, WallCommunicator
 from tests.helpers import Group
 
 __all__ = ["Late"]
@@ -31,7 +31,7 @@ class Late(Group):
         if self.views[-1] in self._open:
             self.close(self.views[-1])
         rank, size = len(self.views) - 1, len(self.views)
-        self.transports[-1] = ZmqTransport(rank, size, **self._late)
+        self.transports[-1] = TcpTransport(rank, size, **self._late)
         self.views[-1] = View(
             self.transports[-1], size, now=lambda: self.clock, whole=False, settings=settings
         )

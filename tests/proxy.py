@@ -13,7 +13,7 @@ from tests.helpers import PATIENCE_S
 
 
 class Proxy:
-    """Listens on loopback and hands everything on to ``target``, an address as ZeroMQ writes it."""
+    """Listens on loopback and hands everything on to ``target``, an address as a peer publishes it."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")

@@ -1,75 +1,110 @@
-"""Those who knock at a replica's door and do not belong there."""
+"""Those that connect to a replica and do not belong there."""
 
 from __future__ import annotations
 
 import hmac
+import secrets
 import socket
+import ssl
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
-import zmq
 
 from farflung.comm import Peer, WallCommunicator
-from farflung.comm.keys import Keys
-from farflung.comm.wire import DIRECT, Kind, Route, encode
+from farflung.comm.keys import Keys, tls_context
+from farflung.comm.records import Record
+from farflung.comm.wire import DIRECT, MAGIC, VERSION, Kind, Route, encode
 from farflung.types import Payload
 from tests.helpers import PATIENCE_S, numbered, tag
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-CURVE_GREETING = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
-PLAIN_GREETING = GREETING + b"PLAIN".ljust(20, b"\0") + bytes(32)
+CHALLENGE_NBYTES, PROOF_NBYTES = 20, 32
+HELLO = struct.Struct("<IB3x16s32s")
+CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 NOISE = {
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
-    "the protocol of before there was encryption": b"\x01\x00",
-    "a mechanism that is none": GREETING + b"WHAT".ljust(20, b"\0") + bytes(32),
-    "no mechanism": GREETING + b"NULL".ljust(20, b"\0") + bytes(32),
-    "a frame larger than any memory": CURVE_GREETING + b"\x06" + struct.pack(">Q", 1 << 62),
-    "the same to who does not encrypt": PLAIN_GREETING + b"\x06" + struct.pack(">Q", 1 << 62),
-    "a password that ends early": PLAIN_GREETING + b"\x04\x08" + b"\x05HELLO\xff0",
-    "a handshake of zeros": CURVE_GREETING + b"\x04\xc8" + b"\x05HELLO" + bytes(194),
-    "a message instead of a handshake": CURVE_GREETING + b"\x00\x05HELLO",
-    "a message without a password": PLAIN_GREETING + b"\x00\x05HELLO",
+    "what came before TLS": b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32),
+    "an introduction of zeros": bytes(HELLO.size),
+    "an introduction of ones": b"\xff" * HELLO.size,
+    "TLS that ends early": CLIENT_HELLO,
+    "TLS with nonsense in it": CLIENT_HELLO + secrets.token_bytes(600),
+    "a record before an introduction": struct.pack("<IB3x", 1 << 20, Record.HEAD) + bytes(1000),
 }
-
-
-FRAME = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+FRAME = struct.pack("<IB3x", 1 << 20, Record.HEAD) + bytes(1 << 20)
 """One of 1 MiB, with more to follow."""
 
 
+def place(comm: WallCommunicator) -> tuple[str, int]:
+    return comm.view.transport.me.host_and_port
+
+
 def knock(comm: WallCommunicator) -> socket.socket:
-    host, _, port = comm.view.transport.me.where.removeprefix("tcp://").rpartition(":")
-    less_than_zeromqs_own = PATIENCE_S / 3
-    return socket.create_connection((host, int(port)), timeout=less_than_zeromqs_own)
+    return socket.create_connection(place(comm), timeout=PATIENCE_S / 3)
 
 
 def until_closed(link: socket.socket) -> None:
-    with suppress(ConnectionError):
+    with suppress(OSError):
         while link.recv(1 << 16):
             pass
 
 
-@contextmanager
-def dealing() -> Iterator[zmq.Socket[bytes]]:
-    """A socket of somebody else."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
-        one.linger = 0
-        yield one
+def exactly(link: socket.socket, nbytes: int) -> bytes:
+    said = b""
+    while len(said) < nbytes:
+        part = link.recv(nbytes - len(said))
+        if not part:
+            raise ConnectionResetError("closed")
+        said += part
+    return said
 
 
-def with_keys(dealer: zmq.Socket[bytes], keys: Keys, server: str) -> None:
-    dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-    dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-    dealer.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+def proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
+    return hmac.digest(to, nonce + of + struct.pack(f"<{len(said)}I", *said), "sha256")
 
 
-def with_password(dealer: zmq.Socket[bytes], of: Peer, to: Peer) -> None:
-    dealer.setsockopt(zmq.PLAIN_USERNAME, str(of.rank).encode())
-    dealer.setsockopt(zmq.PLAIN_PASSWORD, hmac.digest(to.token, of.token, "sha256").hex().encode())
+def sealed(link: socket.socket, keys: Keys, server: str) -> ssl.SSLSocket:
+    """The same connection with TLS, by someone's keys; ``server`` is the certificate that is accepted."""
+    return tls_context(keys, [server], server=False).wrap_socket(link)
+
+
+def challenged(link: socket.socket) -> bytes:
+    """The nonce of the other end."""
+    magic, version, nonce = struct.unpack("<2sBx16s", exactly(link, CHALLENGE_NBYTES))
+    assert (magic, version) == (MAGIC, VERSION)
+    return bytes(nonce)
+
+
+def introduced(link: socket.socket, of: Peer, to: Peer, index: int = 0, *, rank: int | None = None) -> bool:
+    """Introduces a connection as a member would that has these tokens; whether it was let in."""
+    rank = of.rank if rank is None else rank
+    nonce = challenged(link)
+    link.sendall(HELLO.pack(rank, index, bytes(range(16)), proof(nonce, of.token, to.token, rank, index)))
+    try:
+        said = exactly(link, PROOF_NBYTES)
+    except OSError:
+        return False
+    return said == proof(bytes(range(16)), to.token, of.token)
+
+
+def patiently(let: Callable[[], object], work: Callable[[], object]) -> None:
+    """Runs ``let``, a stranger's side, while ``work`` lets members work."""
+    import threading
+
+    thread = threading.Thread(target=let, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        work()
+    thread.join()
 
 
 FORGED = tag(99)
+
+
+def message(frames: list[bytes]) -> bytes:
+    """The records of a message whose tensors all ride in its head."""
+    (head,) = frames
+    return struct.pack("<IB3x", len(head), Record.HEAD) + head
 
 
 def forged(route: Route = DIRECT) -> list[bytes]:

@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 IMPORTED_AS = {
     "confluent-kafka": "confluent_kafka",
-    "pyzmq": "zmq",
+    "cryptography": "cryptography",
     "scikit-learn": "sklearn",
 }
 USERS = (

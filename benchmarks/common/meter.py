@@ -17,12 +17,7 @@ from farflung.types import CodingCost
 __all__ = ["MAIN", "ROLES", "Meter"]
 
 T = TypeVar("T")
-ROLES = (MAIN, COMMUNICATION, ZEROMQ, OTHERS) = (
-    "main thread",
-    "communication thread",
-    "ZeroMQ",
-    "gloo and others",
-)
+ROLES = (MAIN, COMMUNICATION, OTHERS) = ("main thread", "communication thread", "gloo and others")
 """Threads of a process, by what they do."""
 TASKS = Path("/proc/self/task")
 SENT = Path("/proc/self/net/dev")
@@ -85,6 +80,4 @@ class Meter:
 def _role(task: int, name: str) -> str:
     if task == os.getpid():
         return MAIN
-    if name == "farflung-communication":
-        return COMMUNICATION
-    return ZEROMQ if name.startswith("ZMQbg") else OTHERS
+    return COMMUNICATION if name == "farflung-communication" else OTHERS

@@ -34,8 +34,6 @@ RESULTS = Path(__file__).parent / "results" / "one_flow.jsonl"
 FITTED = (1, 2)
 CONTROLS = get_args(CongestionControl)
 REST_S = 3.0
-WORDS_NBYTES = 8
-"""Before each message: its length."""
 LOSSY = ((0.005, 50e6, 0.01), (0.02, 20e6, 0.02), (0.05, 20e6, 0.01), (0.05, 20e6, 0.003), (0.1, 10e6, 0.001))
 """Delay, bandwidth and loss, of the networks on which what a flow gets under loss is judged."""
 LOSSY_NBYTES, LOSSY_MESSAGES = 1_000_000, 8
@@ -107,7 +105,7 @@ def predicted(row: dict[str, Any], congestion: CongestionControl | None) -> list
                 clock.at(t + rests[len(took)], send)
             took.append(t - begin_s)
 
-        flows.send(0, 1, 8 * (row["nbytes"] + WORDS_NBYTES), 0, arrived)
+        flows.send(0, 1, row["nbytes"], 0, arrived)
 
     send()
     clock.run()

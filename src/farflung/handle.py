@@ -293,7 +293,7 @@ class Handle:
 
     @property
     def communication_cpu_s(self) -> float:
-        """Processor seconds that the communication thread has taken so far, without ZeroMQ's own."""
+        """Processor seconds that the communication thread has taken so far."""
         return self._runtime.communication_cpu_s
 
     @property

@@ -36,6 +36,8 @@ from farflung.seeding import generator
 from farflung.timing import forward_flops
 from farflung.workloads import workload
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 TINY = Watched(QUADRATIC, steps=24, every=4)
 SHAPES = {
     "aid": (3, 64, 64),

@@ -46,8 +46,11 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
             ["simulate", "--sharing", "resharding(by='uniform')", "--stream", "rate(20)"],
             "leave out one of --sharing and --stream",
         ),
-        (["train", "--keys", "here"], "--advertise and --keys are for several machines"),
-        (["train", "--port", "7000"], "--interface, --port, --advertise and --keys are for several machines"),
+        (["train", "--keys", "here"], "--keys and --connections are for several machines"),
+        (
+            ["train", "--port", "7000"],
+            "--interface, --port, --advertise, --keys and --connections are for several",
+        ),
         (["train", "--device", "cuda"], "--device cuda: "),
         (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),
     ],

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from farflung.cli.main import main
+from farflung.errors import ConfigError
+from farflung.network import Link, NetworkProfile
 from farflung.replica import load_tree
-from farflung.runs import RunFolder, simulate
+from farflung.runs import Run, RunFolder, simulate
 from farflung.runtime import read_decisions
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
@@ -56,6 +58,22 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def same_parameters(one: Path, other: Path, step: int) -> bool:
     mine, theirs = parameters(one, step), parameters(other, step)
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_several_connections_take_less_time_under_loss_and_change_no_parameter(tmp_path: Path) -> None:
+    lossy = NetworkProfile.uniform(Link(0.05, 20e6, loss=0.02))
+
+    def run(count: str | int) -> Run:
+        out = tmp_path / str(count)
+        return simulate("synthetic/quadratic", out=out, steps=4, workers=2, network=lossy, connections=count)
+
+    runs = [run(count) for count in (1, "4", "auto")]
+    one, four, auto = (float(str(each.summary["duration_s"])) for each in runs)
+    assert one > four > auto
+    assert [each.config.to_json()["connections"] for each in runs] == [1, "4", "auto"]
+    assert all(torch.equal(runs[0].state_dict()["w"], each.state_dict()["w"]) for each in runs)
+    with pytest.raises(ConfigError, match="uniform: connections = 'several': must be 1 or more, or auto"):
+        run("several")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from farflung.coded.messages import (
     Source,
     Welcome,
     packed,
+    sent,
     unpacked,
 )
 from farflung.coded.queues import Work
@@ -185,7 +186,7 @@ async def coordinate(runtime: Runtime) -> tuple[float, Coordinator]:
     coordinator = Coordinator(runtime, settings)
     await coordinator.gather()
     whole = torch.cat([part(int(one.name.removeprefix("part ")))[0] for one in coordinator.settle()])
-    runtime.comm.send(NOTHING, hostile_of(coordinator), BEGIN)
+    await runtime.launch(sent(runtime.comm, NOTHING, hostile_of(coordinator), BEGIN))
     through = runtime.launch(hears_the_end(runtime))
     random_, worst, rounds = torch.Generator().manual_seed(0), 0.0, 0
     while not through.done or rounds < 5:

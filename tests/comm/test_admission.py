@@ -299,18 +299,6 @@ def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
         assert members.transports[1].refused == 0
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_without_the_connection_for_urgent_messages_they_take_the_other(sealed: bool) -> None:
-    with closing(Group(2, keys=Keys.fresh() if sealed else None)) as members:
-        one, other = members.meet().comms
-        for transport, rank in ((members.transports[0], 1), (members.transports[1], 0)):
-            transport._urgent.discard(rank)
-        one.send(numbered(7), 1, tag(1), priority=-1)
-        came = other.recv(0, tag(1))
-        members.until(lambda: came.done)
-        assert number_in(came.result()) == 7
-
-
 def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
     store = dist.HashStore()
     found = in_threads(

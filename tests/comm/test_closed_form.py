@@ -66,12 +66,12 @@ class Plan:
     """What each rank does: exchanges of so many elements begin at its times; ``spare`` messages go beside them.
 
     Args:
-      spare: from, to, when, how many bytes, with which priority.
+      spare: from, to, when, how many bytes.
     """
 
     numels: tuple[int, ...]
     begin_s: tuple[tuple[float, ...], ...]
-    spare: tuple[tuple[int, int, float, int, int], ...] = ()
+    spare: tuple[tuple[int, int, float, int], ...] = ()
     dtype: torch.dtype = torch.float32
 
 
@@ -104,11 +104,11 @@ def simulated(network: NetworkProfile, size: int, name: str, plan: Plan, closed_
         for index, message in enumerate(plan.spare):
             if message[1] == rank:
                 heard.append(runtime.launch(hear(message[0], index)))
-        for index, (src, dst, at, nbytes, priority) in enumerate(plan.spare):
+        for index, (src, dst, at, nbytes) in enumerate(plan.spare):
             if rank == src:
                 await runtime.sleep_until(at)
                 payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
-                runtime.comm.send(payload, dst, Tag(10**6, index), priority)
+                runtime.comm.send(payload, dst, Tag(10**6, index))
         for one in heard:
             await one
         return times
@@ -192,8 +192,7 @@ def test_buckets_that_follow_each_other(network: NetworkProfile, name: str) -> N
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
-    """Ranks join at times of their own, several exchanges are under way together, other messages between them, urgent
-    ones among these."""
+    """Ranks join at times of their own, several exchanges are under way together, other messages between them."""
     size = data.draw(st.integers(2, 6), label="size")
     network = data.draw(
         st.sampled_from([NETWORKS["alike"], JITTERY, SWITCH] + [UNEQUAL, CELL] * (size > 3)), label="network"
@@ -208,8 +207,7 @@ def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
     ]
     rank = st.integers(0, size - 1)
     spare_time = st.builds(lambda t, k: t + k * 7.77e-6, time, st.integers(1, 1000))
-    priority = st.sampled_from([0, -1, 0, -2, 1])
-    spares = st.tuples(rank, rank, spare_time, st.integers(0, 20_000), priority).filter(
+    spares = st.tuples(rank, rank, spare_time, st.integers(0, 20_000)).filter(
         lambda message: message[0] != message[1]
     )
     spare = sorted(data.draw(st.lists(spares, max_size=6), label="spare"), key=lambda message: message[2])

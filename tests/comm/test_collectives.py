@@ -265,6 +265,7 @@ def test_how_many_one_way_delays_it_takes(name: str, delays: Callable[[int], int
         assert seconds == (0.25 * delays(size) if size > 1 else 0.0), (size, numel)
 
 
+@pytest.mark.usefixtures("unframed")
 @pytest.mark.parametrize(("name", "seconds"), [("ring", 6 * 2000e-6), ("direct", 2 * 2000e-6)])
 @either_way
 def test_every_link_is_used_at_once(name: str, seconds: float, closed_form: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from farflung.comm.wire import PIECE, Kind, WireError, encode, json_of
 from farflung.types import Payload, Tag
 from tests.helpers import Group, decode, same_bits, tag
-from tests.strangers import NOISE, PLAIN_GREETING, knock
+from tests.strangers import NOISE, knock
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def forged(draw: random.Random) -> list[bytes]:
     if draw.random() < 0.1:
         return [draw.randbytes(draw.randrange(200)) for _ in range(draw.randint(1, 3))]
     kind, payload = draw.choice(GOOD)
-    frames = [bytearray(frame) for frame in encode(kind, 0, FAR, payload, piece=PIECE)]
+    frames = [bytearray(frame) for frame in encode(kind, 0, FAR, payload)]
     for _ in range(draw.randint(1, 4)):
         frame = draw.choice(frames)
         at = draw.randrange(min(len(frame), 80) + 1)
@@ -66,7 +66,7 @@ def forged(draw: random.Random) -> list[bytes]:
 def verdict(frames: list[bytes]) -> str:
     """What becomes of a message; anything but a refusal by name is an error."""
     try:
-        message = decode([bytearray(frame) for frame in frames], max_nbytes=ROOM, piece=PIECE)
+        message = decode([bytearray(frame) for frame in frames], max_nbytes=ROOM)
         if message.kind is not Kind.DATA:
             json_of(message.payload)
     except WireError:
@@ -110,7 +110,8 @@ def test_a_run_beside_them_ends_with_the_same_bits() -> None:
         found = sums(members.meet(), COUNT // 50)
         print({"refused": members.comms[0].view.transport.refused})
         assert alone.comms[0].view.transport.refused == 0
-        assert members.comms[0].view.transport.refused > COUNT // 2
+        assert members.comms[0].view.transport.refused >= 1
+        assert 2 in members.comms[0].view._left, "it is out with the first that is malformed"
         assert members.comms[0].view.lost is None
     assert all(map(same_bits, found, expected))
 
@@ -122,9 +123,7 @@ def test_no_forged_handshake_gets_in() -> None:
         first = members.comms[0]
         first.view.connect(members.peers)
         for known in range(1, count + 1):
-            said = bytearray(
-                draw.choice([*NOISE.values(), PLAIN_GREETING + b"\x04\x12\x05HELLO\x011\x08password"])
-            )
+            said = bytearray(draw.choice([*NOISE.values(), bytes(60), draw.randbytes(60)]))
             for _ in range(draw.randint(0, 3)):
                 said[draw.randrange(len(said))] = draw.randrange(256)
             with knock(first) as stranger:

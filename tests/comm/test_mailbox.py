@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox
-from farflung.comm.forgotten import Forgotten
+from farflung.comm.mailbox import Cancelled
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag, TensorSpec
@@ -28,6 +28,34 @@ def anybodys(pending: Pending[tuple[int, Payload]]) -> tuple[int, float] | None:
         return None
     src, payload = pending.result()
     return src, number_in(payload)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["delivered", "forgotten", "a newer view", "the end"])
+def test_memory_is_named_until_its_message_has_come_or_will_not(end: str) -> None:
+    mailbox, into = Mailbox(), torch.zeros(5)
+    mailbox.land(1, tag(2), into)
+    place = mailbox.place(1, tag(2), 0, 20)
+    assert place is not None
+    assert place.data_ptr() == into.data_ptr()
+    assert (
+        mailbox.place(1, tag(2), 0, 16)
+        is mailbox.place(1, tag(2), 1, 20)
+        is mailbox.place(2, tag(2), 0, 20)
+        is None
+    )
+    if end == "delivered":
+        mailbox.deliver(1, tag(2), numbered(3))
+    elif end == "forgotten":
+        mailbox.forget(tag(2).exchange)
+    elif end == "a newer view":
+        mailbox.advance(1)
+    else:
+        mailbox.end(RunLost("it has ended"))
+        mailbox.land(1, tag(2), into)
+    assert mailbox.place(1, tag(2), mailbox.view, 20) is None
 
 
 # --- matching ---------------------------------------------------------------------------------------------------
@@ -279,7 +307,7 @@ def test_a_forgotten_exchange_ends_its_waits_and_drops_what_comes() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_what_is_forgotten_is_kept_as_runs(numbers: list[int]) -> None:
-    forgotten = Forgotten()
+    forgotten = Cancelled()
     for number in numbers:
         forgotten.add(number)
     assert [number for number in range(32) if number in forgotten] == sorted(set(numbers))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farflung.comm import ZmqTransport
+from farflung.comm import TcpTransport
 from farflung.comm.endpoint import advertised, ports_in
 from farflung.errors import ConfigError
 from tests.helpers import Group
@@ -77,7 +77,7 @@ def test_no_free_port(taken: int) -> None:
     with pytest.raises(
         ConfigError, match=f"interface 127.0.0.1: port {taken} in use: give others with --port"
     ):
-        ZmqTransport(0, 2, ports=(taken,))
+        TcpTransport(0, 2, ports=(taken,))
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def test_a_replica_is_reached_through_a_forwarded_port() -> None:
         assert members.comms[0].view.transport.me.address == f"tcp://127.0.0.1:{port}"
         door = members.transports[0]._door
         assert door is not None
-        behind.append(door.port)
+        behind.append(door.getsockname()[1])
         members.meet()
         members.exchange(3)
         members.close()

@@ -18,7 +18,7 @@ from farflung.comm.peer import connects
 from farflung.comm.relay import Relay
 from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST
-from farflung.comm.wire import PIECE, Frame, Kind, Message, Route, WireError, encode
+from farflung.comm.wire import Frame, Kind, Message, Route, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
 from farflung.runtime import WallRuntime
 from farflung.types import Payload, Runtime, Tag
@@ -144,9 +144,9 @@ def test_all_reach_all(hidden: tuple[int, ...], group: Callable[..., Group]) -> 
     assert all(not view._early for view in members.views)
     for rank in hidden:
         assert members.transports[rank]._door is None, "it listens"
-    due = [sorted(view.transport._urgent) for view in members.views]  # type: ignore[attr-defined]
-    for rank, urgent in enumerate(due):
-        assert urgent == [b for b in range(size) if b != rank and not {rank, b} <= set(hidden)]
+    for rank, transport in enumerate(members.transports):
+        connected = [other for other, member in transport._members.items() if member.links]
+        assert sorted(connected) == [b for b in range(size) if b != rank and not {rank, b} <= set(hidden)]
 
 
 # --- what is relayed --------------------------------------------------------------------------------------------
@@ -190,7 +190,6 @@ def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> No
     members.until(lambda: relay.view.relay.count >= 2 + 4)
     sent(6, numbered(6), -1)
     members.until(lambda: relay.view.relay.count >= 2 + 5)
-    assert members.transports[2]._socket.poll(int(PATIENCE_S * 1000))
     members._open.append(receiver.view)
     members.until(lambda: len(came) == 5)
     assert came[0] == 6
@@ -259,7 +258,7 @@ def relayed(source: int, destination: int, payload: Payload, kind: Kind = Kind.D
 
 
 def forged(route: Route, payload: Payload | None = None, kind: Kind = Kind.DATA) -> list[bytes]:
-    frames = encode(kind, 0, tag(99), payload or numbered(666), piece=PIECE, route=route)
+    frames = encode(kind, 0, tag(99), payload or numbered(666), route=route)
     return [bytes(frame) for frame in frames]
 
 
@@ -323,8 +322,8 @@ def test_who_has_not_greeted_has_nothing_relayed(group: Callable[..., Group]) ->
 def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
     members.raw(0, 1, *forged(Route(0, 3, 0), text(b"{}"), Kind.HELLO))
-    long, piece = text(b" " * (1 << 20) + b"{}"), members.transports[0].piece
-    members.transports[0].say(1, encode(Kind.HELLO, 0, tag(99), long, piece=piece, route=Route(0, 2, 0)))
+    long = text(b" " * (1 << 20) + b"{}")
+    members.transports[0].say(1, encode(Kind.HELLO, 0, tag(99), long, route=Route(0, 2, 0)))
     members.until(lambda: members.transports[1].refused == 2)
     assert not members.views[1].relay._held
     members.exchange(1, 0, 2)
@@ -445,9 +444,7 @@ class Passing:
     def __init__(self) -> None:
         of = peers(3, *BEHIND_1)
         self.said: list[int] = []
-        transport: Any = SimpleNamespace(
-            me=of[1], piece=PIECE, say=lambda rank, *_, **__: self.said.append(rank)
-        )
+        transport: Any = SimpleNamespace(me=of[1], say=lambda rank, *_, **__: self.said.append(rank))
         self.routes = routes(of, 1)
         self.relay = Relay(transport, self.routes, 3)
 

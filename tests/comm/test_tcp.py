@@ -14,6 +14,8 @@ from farflung.network import Link, NetworkProfile, Site, Wiring, network_profile
 from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, repaired_s
 from farflung.runtime import VirtualWorld
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 SEGMENT_BITS = 8 * SEGMENT_NBYTES
 WIDE = NetworkProfile.uniform(Link(0.5))
 """A round trip of a second, and no limit but the window's."""
@@ -29,8 +31,8 @@ def arrivals(network: NetworkProfile, control: Any, *messages: tuple[float, floa
     for number, (at, segments) in enumerate(messages):
 
         def send(number: int = number, segments: float = segments) -> None:
-            bits = round(segments * SEGMENT_BITS)
-            flows.send(0, 1, bits, 0, lambda t: found.__setitem__(number, t))
+            nbytes = round(segments * SEGMENT_NBYTES)
+            flows.send(0, 1, nbytes, 0, lambda t: found.__setitem__(number, t))
 
         clock.at(at, send)
     clock.run()
@@ -106,7 +108,7 @@ def test_a_stalled_flow_leaves_its_share_to_others() -> None:
     clock, found = VirtualClock(), dict[int, float]()
     flows = Flows(clock, Wiring(network), seed=0)
     for dst in (1, 2):
-        flows.send(0, dst, 15 * SEGMENT_BITS, 0, lambda t, dst=dst: found.__setitem__(dst, t))  # type: ignore[misc]
+        flows.send(0, dst, 15 * SEGMENT_NBYTES, 0, lambda t, dst=dst: found.__setitem__(dst, t))  # type: ignore[misc]
     clock.run()
     # Ten of each fill the way for a second, five of each follow.
     assert found == pytest.approx({1: 2.0, 2: 2.0})

@@ -7,13 +7,14 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.comm import wire
+from farflung.comm import framing, wire
 from farflung.comm.wire import INLINE, PIECE, Kind, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import decode, raw, same_bits, same_payload
@@ -86,7 +87,7 @@ def test_views_that_are_not_contiguous_and_need_a_gradient() -> None:
         assert same_bits(back, view.detach())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.PART, Kind.WITHDRAWN)])
+@pytest.mark.parametrize("kind", list(Kind))
 def test_every_kind(kind: Kind) -> None:
     assert decode(received(encode(kind, 0, TAG, Payload(()))), max_nbytes=0).kind is kind
 
@@ -101,42 +102,20 @@ def test_small_tensors_ride_in_the_header_and_large_ones_are_not_copied_to_be_se
     assert raw(back) == raw(big)
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1, PIECE], ids=["less", "two whole", "more", "three"])
-def test_large_tensors_may_come_in_pieces(more: int) -> None:
-    big, little = filled([2 * PIECE + more], torch.uint8), filled([3], torch.float64)
-    payload = Payload((big, little, Payload((big,))))
-    frames = encode(Kind.DATA, 0, TAG, payload, piece=PIECE)
-    assert len(frames) == 1 + 2 * -(-big.nbytes // PIECE)
-    assert max(map(len, frames[1:])) == PIECE
-    assert same_payload(decode(received(frames), max_nbytes=2 * ROOM, piece=PIECE).payload, payload)
-
-
-def test_pieces_of_other_sizes_are_refused() -> None:
-    head, *pieces = received(
-        encode(Kind.DATA, 0, TAG, Payload((filled([3 * PIECE], torch.uint8),)), piece=PIECE)
-    )
-    whole = bytearray().join(pieces)
-    at = 2 * PIECE - 1
-    for frames in (
-        pieces[:2],
-        [*pieces, bytearray()],
-        [*pieces, bytearray(1)],
-        [pieces[0], whole[PIECE:at], whole[at:]],
-        [whole[:at], whole[at:]],
-        [pieces[0], whole[PIECE:]],
-    ):
-        with pytest.raises(WireError):
-            decode([head, *frames], max_nbytes=ROOM, piece=PIECE)
-
-
-def test_no_frame_is_larger_than_a_piece() -> None:
+def test_no_head_is_larger_than_a_piece() -> None:
     little = filled([INLINE // 8 - 1], torch.float64)
-    payload = Payload((filled([3 * PIECE], torch.uint8), *[little] * 100, filled([0, 7], torch.int8)))
-    frames = encode(Kind.DATA, 0, TAG, payload, piece=PIECE)
-    assert max(map(len, frames)) <= PIECE
-    assert len(frames) > 1 + 3
-    back = decode(received(frames), max_nbytes=ROOM, piece=PIECE).payload
-    assert same_payload(back, payload)
+    payload = Payload((*[little] * 100, filled([0, 7], torch.int8)))
+    frames = encode(Kind.DATA, 0, TAG, payload)
+    assert len(frames[0]) <= PIECE
+    assert len(frames) > 1
+    assert same_payload(decode(received(frames), max_nbytes=ROOM).payload, payload)
+
+
+def test_more_tensors_than_fit_in_a_message_are_refused() -> None:
+    large, small = torch.zeros(INLINE + 1, dtype=torch.uint8), torch.zeros((1,) * 8)
+    for count, each in ((9, Payload((large,) * 32)), (8, Payload((small,) * 254))):
+        with pytest.raises(ValueError, match="tensors is more than fits in a message"):
+            encode(Kind.DATA, 0, TAG, Payload((each,) * count))
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -203,10 +182,12 @@ def test_noise_is_harmless(frames: list[bytes]) -> None:
 
 def headed(
     description: bytes, kind: int = 0, magic: bytes = wire.MAGIC, version: int = wire.VERSION
-) -> bytes:
+) -> bytearray:
     """A description behind a good header, unless told otherwise."""
     padded = description + bytes(-len(description) % 8)
-    return struct.pack("<2sBBIQIIIIIiII", magic, version, kind, *[0] * 4, len(padded), *[0] * 5) + padded
+    return bytearray(
+        struct.pack("<2sBBIQIIIIIi", magic, version, kind, *[0] * 4, len(padded), *[0] * 3) + padded
+    )
 
 
 @given(st.binary(max_size=60))
@@ -287,3 +268,27 @@ def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
     assert decode(frames, max_nbytes=2 * tensor.nbytes).payload.nbytes == 2 * tensor.nbytes
     with pytest.raises(WireError, match="where messages of this run have at most"):
         decode(frames, max_nbytes=2 * tensor.nbytes - 1)
+
+
+# --- in virtual time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, INLINE, INLINE + 8, 10**6])
+def test_the_model_of_a_message_has_the_bytes_of_one(nbytes: int) -> None:
+    head, *rest = encode(Kind.DATA, 7, TAG, Payload((torch.zeros(nbytes, dtype=torch.uint8),)))
+    piece = framing.piece_nbytes(50e6)
+    assert piece == 62_500
+    plain = 8 + len(head) + sum(len(frame) + 21 * math.ceil(len(frame) / piece) for frame in rest)
+    assert framing.wire_nbytes(nbytes, piece, sealed=False) == plain
+    assert framing.wire_nbytes(nbytes, piece, sealed=True) == plain + 22 * math.ceil(plain / 16_384)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1.0, 1e12)), min_size=1), st.booleans())
+def test_many_messages_are_modelled_as_one(messages: list[tuple[int, float]], sealed: bool) -> None:
+    pieces = [framing.piece_nbytes(bps) for _, bps in messages]
+    assert all(1 << 14 <= piece <= 1 << 18 for piece in pieces)
+    each = [
+        framing.wire_nbytes(n, piece, sealed=sealed) for (n, _), piece in zip(messages, pieces, strict=True)
+    ]
+    together = framing.wire_nbytes(np.array([n for n, _ in messages]), np.array(pieces), sealed=sealed)
+    assert np.array_equal(together, each)

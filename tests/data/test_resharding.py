@@ -22,6 +22,8 @@ from tests.helpers import same_bits
 WHOLE = TensorDataset(torch.arange(60.0).reshape(30, 2), torch.arange(30, dtype=torch.uint8))
 SAMPLE_NBYTES = 8 + 2 * 4 + 1 + 4
 """Its id, its row with the target, its score."""
+pytestmark = pytest.mark.usefixtures("unframed")
+
 LINK = LinkModel(latency_s=0.25, bandwidth_bps=8.0 * SAMPLE_NBYTES)
 """On which a sample leaves in a second."""
 

@@ -20,6 +20,8 @@ from farflung.network import (
 from farflung.runtime import VirtualWorld
 from farflung.types import Runtime
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 ALIKE = NetworkProfile.uniform(Link(0.25, 8e3))
 SIDE_NBYTES = 16
 COSTS = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]

@@ -18,8 +18,8 @@ def uses(*resources: int) -> list[Use]:
     return [Use(resource) for resource in resources]
 
 
-def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use], int]]) -> list[float]:
-    """Starts flows ``(at, bits, uses, priority)``; when each ends."""
+def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use]]]) -> list[float]:
+    """Starts flows ``(at, bits, uses)``; when each ends."""
     fabric = Fabric(capacities)
     waiting = sorted(range(len(starts)), key=lambda k: starts[k][0])
     ends = [math.inf] * len(starts)
@@ -30,8 +30,8 @@ def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use], 
             ends[numbers[flow.number]] = now
         while waiting and starts[waiting[0]][0] <= now:
             index = waiting.pop(0)
-            _, bits, used, priority = starts[index]
-            numbers[fabric.start(bits, used, priority).number] = index
+            _, bits, used = starts[index]
+            numbers[fabric.start(bits, used).number] = index
         fabric.settle(now)
     assert fabric.in_flight == sum(end == math.inf for end in ends)
     return ends
@@ -41,55 +41,64 @@ def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use], 
 
 
 def test_alone() -> None:
-    assert run([100.0], [(1.0, 250.0, uses(0), 0)]) == [3.5]
+    assert run([100.0], [(1.0, 250.0, uses(0))]) == [3.5]
 
 
 def test_two_flows_share_a_link() -> None:
     # 50 each until the first has its 100 at 2; the second has 200 left at twice the rate.
-    assert run([100.0], [(0.0, 100.0, uses(0), 0), (0.0, 300.0, uses(0), 0)]) == [2.0, 4.0]
+    assert run([100.0], [(0.0, 100.0, uses(0)), (0.0, 300.0, uses(0))]) == [2.0, 4.0]
 
 
 def test_a_flow_that_comes_later() -> None:
     # Alone for 1 s (100 of 300), then half each: 200 at 50 bit/s for the first, 100 for the second by 3.
-    assert run([100.0], [(0.0, 300.0, uses(0), 0), (1.0, 100.0, uses(0), 0)]) == [4.0, 3.0]
+    assert run([100.0], [(0.0, 300.0, uses(0)), (1.0, 100.0, uses(0))]) == [4.0, 3.0]
 
 
-def test_a_priority_overtakes() -> None:
-    assert run([100.0], [(0.0, 300.0, uses(0), 1), (1.0, 100.0, uses(0), 0)]) == [4.0, 2.0]
+def test_a_flow_that_is_cut_short() -> None:
+    fabric = Fabric([100.0])
+    first, second = fabric.start(300.0, uses(0)), fabric.start(300.0, uses(0))
+    fabric.settle(0.0)
+    fabric.shorten(first, 1.0, 25.0)  # of 250 left
+    fabric.settle(1.0)
+    assert fabric.due() == 1.5
+    assert fabric.ended(1.5) == [first]
+    fabric.settle(1.5)
+    assert fabric.due() == 1.5 + 2.25
+    assert fabric.ended(3.75) == [second]
 
 
 def test_a_trace_that_halves_the_bandwidth_in_mid_transfer() -> None:
     trace = Trace((0.0, 2.0), (100.0, 50.0), 10.0)
     # 200 bits by 2 s, the other 100 take 2 s more.
-    assert run([trace], [(0.0, 300.0, uses(0), 0)]) == [4.0]
+    assert run([trace], [(0.0, 300.0, uses(0))]) == [4.0]
 
 
 def test_an_outage_in_the_middle() -> None:
     trace = Trace((0.0, 1.0, 3.0), (100.0, 0.0, 100.0), 10.0)
-    assert run([trace], [(0.0, 150.0, uses(0), 0)]) == [3.5]
+    assert run([trace], [(0.0, 150.0, uses(0))]) == [3.5]
 
 
 def test_a_trace_that_repeats() -> None:
     trace = Trace((0.0, 1.0), (100.0, 0.0), 2.0, "repeat")
-    assert run([trace], [(0.0, 350.0, uses(0), 0)]) == [6.5]
+    assert run([trace], [(0.0, 350.0, uses(0))]) == [6.5]
 
 
 def test_a_trace_that_ends_early() -> None:
     trace = Trace((0.0,), (100.0,), 2.0, name="office.toml: trace cell")
-    assert run([trace], [(0.0, 199.0, uses(0), 0)]) == [1.99]
+    assert run([trace], [(0.0, 199.0, uses(0))]) == [1.99]
     with pytest.raises(ConfigError, match=r"office.toml: trace cell: ends at 2 s and the run goes on"):
-        run([trace], [(0.0, 201.0, uses(0), 0)])
+        run([trace], [(0.0, 201.0, uses(0))])
 
 
 def test_a_trace_matters_only_while_it_is_used() -> None:
     trace = Trace((0.0,), (100.0,), 2.0)
-    assert run([trace, 1.0], [(0.0, 100.0, uses(0), 0), (0.0, 50.0, uses(1), 0)]) == [1.0, 50.0]
+    assert run([trace, 1.0], [(0.0, 100.0, uses(0)), (0.0, 50.0, uses(1))]) == [1.0, 50.0]
 
 
 def test_elsewhere_nothing_changes_to_the_last_bit() -> None:
     """A flow's end is worked out once; what happens to others leaves it as it is."""
-    others = [(0.1 * k, 33.3, uses(1, 2), 0) for k in range(20)]
-    ends = run([0.7, 1.1, 1.3], [(0.0, 1.0, uses(0), 0), *others])
+    others = [(0.1 * k, 33.3, uses(1, 2)) for k in range(20)]
+    ends = run([0.7, 1.1, 1.3], [(0.0, 1.0, uses(0)), *others])
     assert ends[0] == 1.0 / 0.7
 
 
@@ -97,7 +106,7 @@ def test_elsewhere_nothing_changes_to_the_last_bit() -> None:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> tuple[list[Capacity], list[tuple[float, float, list[Use], int]]]:
+def traffic(draw: st.DrawFn) -> tuple[list[Capacity], list[tuple[float, float, list[Use]]]]:
     count = draw(st.integers(1, 4))
     constant = st.sampled_from([1.0, 3.3, 10.0])
     traces = st.builds(
@@ -113,7 +122,6 @@ def traffic(draw: st.DrawFn) -> tuple[list[Capacity], list[tuple[float, float, l
         st.sampled_from([0.0, 0.5, 1.0, 4.0]),
         st.sampled_from([0.1, 1.0, 12.5, 40.0]),
         use.map(lambda found: uses(*found)),
-        st.integers(0, 1),
     )
     return capacities, draw(st.lists(flow, min_size=1, max_size=8))
 
@@ -154,8 +162,8 @@ def test_every_flow_gets_its_bits_and_no_capacity_is_exceeded(made: Any) -> None
             assert fabric.carried[flow.number] == pytest.approx(wanted[flow.number], rel=1e-9)
             del fabric.flows[flow.number]
         while waiting and waiting[0][0] <= now:
-            _, bits, used, priority = waiting.pop(0)
-            flow = fabric.start(bits, used, priority)
+            _, bits, used = waiting.pop(0)
+            flow = fabric.start(bits, used)
             fabric.flows[flow.number], wanted[flow.number] = flow, bits
         fabric.settle(now)
     assert not fabric.flows
@@ -167,6 +175,6 @@ def test_every_flow_gets_its_bits_and_no_capacity_is_exceeded(made: Any) -> None
 def test_a_busy_link_is_never_idle_in_part(made: Any) -> None:
     """Work conserving: where all flows cross one constant link and nothing else, it is busy until all have ended."""
     _, starts = made
-    starts = [(0.0, bits, uses(0), priority) for _, bits, _, priority in starts]
+    starts = [(0.0, bits, uses(0)) for _, bits, _ in starts]
     ends = run([2.5], starts)
-    assert max(ends) == pytest.approx(sum(bits for _, bits, _, _ in starts) / 2.5, rel=1e-12)
+    assert max(ends) == pytest.approx(sum(bits for _, bits, _ in starts) / 2.5, rel=1e-12)

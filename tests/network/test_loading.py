@@ -34,6 +34,7 @@ from farflung.network import loading as loading_module
 WHOLE = """
 name = "office and field"
 congestion = "cubic"
+connections = "auto"
 [default]
 latency_s = 0.02
 [[site]]
@@ -85,6 +86,7 @@ def test_all_of_the_format(tmp_path: Path) -> None:
         Link(0.02),
         source=str(path),
         congestion="cubic",
+        tcp_connections="auto",
     )
     assert load_profile(path) == network_profile(str(path)) == wanted
 
@@ -142,6 +144,8 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
         ),
         ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
         ('"cubic"', "1", "congestion = 1: must be a string"),
+        ('"auto"', "0", "connections = 0.0: must be 1 or more, or auto"),
+        ('"auto"', "true", "connections = True: must be a number"),
         ("loss = 0.001", "loss = 1.5", "link from office to field: loss = 1.5: must be"),
         ("shared = true", "shared = 1", "link from office to field: shared = 1: must be true or false"),
         ('to = "field"', 'to = "sea"', "link from office to sea: no site is named 'sea'"),

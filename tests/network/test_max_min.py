@@ -1,4 +1,4 @@
-"""Shares are max-min fair: within the capacities, work conserving, the most urgent first, whatever the order."""
+"""Shares are max-min fair: within the capacities, work conserving, whatever the order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from farflung.network import max_min_rates
 @dataclass(frozen=True)
 class Flow:
     uses: tuple[tuple[str, int], ...]
-    priority: int = 0
 
 
-def over(*resources: str, priority: int = 0) -> Flow:
-    return Flow(tuple((resource, 1) for resource in resources), priority)
+def over(*resources: str) -> Flow:
+    return Flow(tuple((resource, 1) for resource in resources))
 
 
 def shares(flows: list[Flow], capacities: dict[str, float]) -> list[float]:
@@ -44,11 +43,6 @@ def test_the_parking_lot() -> None:
     links = {f"l{k}": 1.0 for k in range(4)} | {"l2": 0.5}
     flows = [over(*links), *(over(link) for link in links)]
     assert shares(flows, links) == [0.25, 0.75, 0.75, 0.25, 0.75]
-
-
-def test_the_most_urgent_first() -> None:
-    flows = [over("a", priority=3), over("a", "b", priority=-1), over("b", priority=3), over("a", priority=3)]
-    assert shares(flows, {"a": 10.0, "b": 4.0}) == [3.0, 4.0, 0.0, 3.0]
 
 
 def test_what_crosses_twice_counts_twice() -> None:
@@ -78,7 +72,7 @@ RESOURCES = "abcdef"
 def networks(draw: st.DrawFn) -> tuple[list[Flow], dict[str, float]]:
     capacities = {r: draw(st.sampled_from([0.0, 0.1, 1 / 3, 1.0, 2.7, 1e6])) for r in RESOURCES}
     use = st.lists(st.tuples(st.sampled_from(RESOURCES), st.integers(1, 3)), min_size=1, max_size=4)
-    flow = st.builds(lambda uses, priority: Flow(tuple(dict(uses).items()), priority), use, st.integers(0, 2))
+    flow = st.builds(lambda uses: Flow(tuple(dict(uses).items())), use)
     return draw(st.lists(flow, max_size=12)), capacities
 
 
@@ -95,7 +89,7 @@ def test_capacities_are_never_exceeded(network: tuple[list[Flow], dict[str, floa
 
 
 @given(networks())
-def test_every_flow_has_a_full_resource_where_nobody_as_urgent_gets_more(
+def test_every_flow_has_a_full_resource_where_no_other_gets_more(
     network: tuple[list[Flow], dict[str, float]],
 ) -> None:
     """What defines max-min fairness: a bottleneck for each; work conserving follows."""
@@ -103,23 +97,10 @@ def test_every_flow_has_a_full_resource_where_nobody_as_urgent_gets_more(
     rates = shares(flows, capacities)
     for flow, rate in zip(flows, rates, strict=True):
 
-        def is_bottleneck(resource: str, flow: Flow = flow, rate: float = rate) -> bool:
-            others = [
-                other_rate
-                for other, other_rate in zip(flows, rates, strict=True)
-                if resource in dict(other.uses) and other.priority == flow.priority
-            ]
-            urgent = [
-                other_rate
-                for other, other_rate in zip(flows, rates, strict=True)
-                if resource in dict(other.uses) and other.priority > flow.priority
-            ]
+        def is_bottleneck(resource: str, rate: float = rate) -> bool:
+            largest = max(r for other, r in zip(flows, rates, strict=True) if resource in dict(other.uses))
             full = used(flows, rates, resource) >= capacities[resource] * (1 - 1e-9)
-            return (
-                full
-                and rate >= max(others) * (1 - 1e-9)
-                and max(urgent, default=0.0) <= 1e-9 * capacities[resource]
-            )
+            return full and rate >= largest * (1 - 1e-9)
 
         assert any(is_bottleneck(resource) for resource, _ in flow.uses)
 
@@ -133,19 +114,6 @@ def test_the_order_of_the_flows_changes_no_bit(
     random.Random(seed).shuffle(order)
     rates = shares(flows, capacities)
     assert shares([flows[k] for k in order], capacities) == [rates[k] for k in order]
-
-
-@given(networks())
-def test_the_less_urgent_take_nothing_from_the_more_urgent(
-    network: tuple[list[Flow], dict[str, float]],
-) -> None:
-    flows, capacities = network
-    rates = shares(flows, capacities)
-    urgent = [flow for flow in flows if flow.priority == 0]
-    alone = iter(shares(urgent, capacities))
-    for flow, rate in zip(flows, rates, strict=True):
-        if flow.priority == 0:
-            assert rate == next(alone)
 
 
 @settings(max_examples=20)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import (
@@ -18,6 +20,7 @@ from farflung.network import (
     Site,
     Trace,
     Wiring,
+    connections_for,
     is_dedicated,
     network_profile,
 )
@@ -81,6 +84,73 @@ def test_what_a_flow_gets_under_loss_depends_on_the_congestion_control() -> None
     assert replace(link, loss=0.2).goodput_bps(1.0, "bbr") == replace(link, loss=0.2).goodput_bps(1.0, "reno")
     profile = replace(NetworkProfile.uniform(link), congestion="reno")
     assert profile.goodput_bps(0, 0) == link.goodput_bps(1.0, "reno")
+
+
+def test_each_of_several_connections_has_a_window_of_its_own() -> None:
+    link = Link(0.1, 5e6, loss=0.01)
+    one = link.goodput_bps(0.2)
+    assert isinstance(one, float)
+    assert [link.goodput_bps(0.2, connections=count) for count in (2, 7, 64)] == [
+        2 * one,
+        0.99 * 5e6,
+        0.99 * 5e6,
+    ]
+    profile = replace(NetworkProfile.uniform(link), tcp_connections=2)
+    assert profile.goodput_bps(0, 0) == 2 * one
+    auto = replace(profile, tcp_connections="auto")
+    assert auto.connections_of(0, 0) == math.ceil(0.99 * 5e6 / one) == 7
+    assert auto.goodput_bps(0, 0) == 0.99 * 5e6
+    assert replace(auto, congestion="bbr").connections_of(0, 0) == 1
+    narrow = replace(auto, sites=(replace(auto.sites[0], up_bps=2e6),))
+    assert narrow.connections_of(0, 0) == 3
+
+
+def test_connections_fill_the_way() -> None:
+    assert connections_for(1e9, 0.0, 0.0) == connections_for(math.inf, 0.0, 0.5) == 1
+    # Without loss the send buffer of 4 MiB limits one: 335 Mbit/s at a round trip of 0.1 s.
+    assert [connections_for(bps, 0.1, 0.0) for bps in (335e6, 336e6, 1e9, 1e12, math.inf)] == [
+        1,
+        2,
+        3,
+        16,
+        16,
+    ]
+    assert [connections_for(100e6, 0.15, loss) for loss in (1e-6, 1e-5, 1e-4, 1e-3, 0.02)] == [
+        1,
+        1,
+        6,
+        16,
+        16,
+    ]
+
+
+@given(st.floats(1e3, 1e12), st.floats(0.0, 1.0), st.floats(0.0, 0.5), st.floats(1.0, 4.0))
+def test_a_faster_or_longer_way_takes_no_fewer_connections(
+    bps: float, round_trip_s: float, loss: float, more: float
+) -> None:
+    count = connections_for(bps, round_trip_s, loss)
+    assert 1 <= count <= min(connections_for(more * bps, round_trip_s, loss), 16)
+    assert count <= connections_for(bps, more * round_trip_s, loss)
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0"), ("some", "'some'"), (1.5, "1.5"), (True, "True")])
+def test_a_number_of_connections_is_checked(count: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"uniform: connections = {said}: must be 1 or more, or auto"):
+        replace(NetworkProfile.uniform(Link(0.1)), tcp_connections=count)
+
+
+def test_settings_of_tcp_stand_behind_a_name() -> None:
+    found = network_profile("four-regions(congestion=bbr, connections=8)")
+    assert (found.name, found.congestion, found.tcp_connections) == (
+        "four-regions(congestion=bbr, connections=8)", "bbr", 8,
+    )  # fmt: skip
+    assert network_profile("lan-1g(connections=auto)").tcp_connections == "auto"
+    for wrong, said in (
+        ("connections=0", "connections = 0"),
+        ("window=3", "window: must be one of congestion"),
+    ):
+        with pytest.raises(ConfigError, match=f"lan-1g: {said}"):
+            network_profile(f"lan-1g({wrong})")
 
 
 def test_the_round_trip_counts_both_ways() -> None:

@@ -38,6 +38,7 @@ SAMPLE_NBYTES = 8 + 4 * DIM + 8 + 4
 """Its id, its row with the label, its score."""
 LATENCY_S, BANDWIDTH_BPS = 0.002, 4e5
 LINK = LinkModel(LATENCY_S, BANDWIDTH_BPS)
+pytestmark = pytest.mark.usefixtures("unframed")
 PLAIN = "resharding(samples=5, every=5, within=4, piece_nbytes=220)"
 LONG = "resharding(samples=9, every=5, piece_nbytes=220)"
 """Rounds of more pieces than there is time for in one backward pass."""

@@ -20,6 +20,8 @@ from farflung.telemetry import Event, Telemetry
 from farflung.types import Cost, Runtime
 from farflung.workloads import workload
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 LAYERS = (Layer(10, 0.25, 0.5), Layer(0, 0.5, 1.0), Layer(6, 0.25, 2.5))
 
 

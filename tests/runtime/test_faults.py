@@ -20,6 +20,8 @@ from farflung.types import Cost, Runtime
 from farflung.workloads import workload
 from tests.helpers import number_in, numbered, tag
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 T = TypeVar("T")
 
 LINK = LinkModel(

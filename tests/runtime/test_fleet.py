@@ -17,6 +17,8 @@ from farflung.reducers import CodecReducer
 from farflung.runtime import VirtualWorld, time_fleet
 from farflung.types import CodecState, Contribution, Cost, Runtime, StateSlot
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 FLEET = NetworkProfile(
     "fleet",
     (

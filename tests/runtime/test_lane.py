@@ -34,6 +34,8 @@ from farflung.types import (
 )
 from tests.helpers import same_bits, tag
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 NUMEL = 120
 LINK = LinkModel(latency_s=0.5)
 """Half a second, whatever the size."""

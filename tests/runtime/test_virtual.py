@@ -21,6 +21,8 @@ from farflung.tasks import Pending
 from farflung.types import Cost, Decision, Json, Payload, Runtime
 from tests.helpers import in_virtual_time, number_in, numbered, tag
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 KILOBYTE = Payload((torch.zeros(250),))
 LINK = LinkModel(latency_s=0.5, bandwidth_bps=8000.0)  # a kilobyte in a second, half a second later
 

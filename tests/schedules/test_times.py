@@ -10,6 +10,8 @@ from farflung.types import Decision
 from farflung.workloads import Quadratic
 from tests.schedules.runs import Run
 
+pytestmark = pytest.mark.usefixtures("unframed")
+
 DIM = 2_000
 NBYTES = 4 * DIM
 RIDER = 6 * 8

@@ -30,7 +30,7 @@ class MakeKeys:
     def run(self) -> int:
         """Carries it out; returns the exit code."""
         file, public = make_keys(self.folder, self.name)
-        print(f"public key  {public}")
+        print(f"key         {public}")
         print(f"copy        {file}  to the folder of keys of every other machine, and theirs here")
         print("train       torchrun ... -m farflung train --keys", self.folder, "...")
         return 0

@@ -30,7 +30,9 @@ class Train(RunCommand):
     Under srun and mpirun it does the same.
     """
 
-    elsewhere: ClassVar[frozenset[str]] = frozenset({"network", "device", "faults", "count_evaluation"})
+    elsewhere: ClassVar[frozenset[str]] = frozenset(
+        {"network", "connections", "device", "faults", "count_evaluation"}
+    )
 
     network: str | None = None
     """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from farflung.comm.endpoint import Endpoint
     from farflung.comm.mailbox import Mailbox, Waiting
     from farflung.comm.peer import Peer
+    from farflung.comm.tcp import TcpTransport
     from farflung.comm.transport import Listener, Transport
     from farflung.comm.view import View
     from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
-    from farflung.comm.zeromq import ZmqTransport
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -34,13 +34,13 @@ __all__ = [
     "Mailbox",
     "Peer",
     "Purpose",
+    "TcpTransport",
     "Transport",
     "View",
     "VirtualCommunicator",
     "VirtualNetwork",
     "Waiting",
     "WallCommunicator",
-    "ZmqTransport",
     "choose",
     "collective_named",
     "cost_s",

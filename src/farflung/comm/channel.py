@@ -169,6 +169,9 @@ class ExchangeChannel:
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         return self._comm.recv(src, self.tag(hop), expect)
 
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        self._comm.land(src, self.tag(hop), into)
+
     def collective(self, name: str) -> AllReduce:
         return self._comm.collective(name)
 

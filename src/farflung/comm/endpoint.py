@@ -13,10 +13,12 @@ from farflung.comm.interface import LOOPBACK, interface_address, is_loopback, tc
 from farflung.comm.keys import Keys, load_keys
 from farflung.errors import ConfigError
 
-__all__ = ["NO_WAY_IN", "Endpoint", "advertised", "ports_in"]
+__all__ = ["MOST_CONNECTIONS", "NO_WAY_IN", "Endpoint", "advertised", "ports_in"]
 
 NO_WAY_IN = "none"
 """What a replica advertises to which no peer can connect."""
+MOST_CONNECTIONS = 64
+"""To one peer."""
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _HIGHEST = 65535
@@ -38,9 +40,12 @@ class Endpoint:
         encrypted then. When not given, keys are made for the run and exchanged through its store, so whatever reaches
         that store can take part.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
+      connections: how many connections large messages to each peer share, 1 to 64: several are faster where packets are
+        lost or the way is long. When not given, as many as help, by what is measured; of two peers the larger number
+        counts.
 
     Raises:
-      ConfigError: a port where none is listened at.
+      ConfigError: a port where none is listened at, or another number of connections.
     """
 
     interface: str | None = None
@@ -48,6 +53,7 @@ class Endpoint:
     advertise: str | None = None
     keys: Path | str | None = None
     encrypt: bool = False
+    connections: int | None = None
 
     def __post_init__(self) -> None:
         if self.advertise == NO_WAY_IN and self.port is not None:
@@ -55,6 +61,8 @@ class Endpoint:
                 f"--advertise {NO_WAY_IN}: no peer connects to this replica, so it listens at no port: leave out "
                 f"--port {self.port}, or name the address at which it is reached"
             )
+        if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise ConfigError(f"--connections {self.connections}: must be from 1 to {MOST_CONNECTIONS}")
 
     @property
     def address(self) -> str:
@@ -115,7 +123,7 @@ def ports_in(asked: str | int) -> range:
 
 
 def advertised(asked: str, port: int) -> str:
-    """The address in ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"``, as ZeroMQ writes it.
+    """The address in ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"``, as a peer's is published.
 
     Args:
       asked: what the others are to be told; a host's name is looked up here.

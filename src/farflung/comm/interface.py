@@ -91,5 +91,5 @@ def route_to(host: str) -> str:
 
 
 def tcp(address: str) -> str:
-    """``address`` as ZeroMQ writes it, without a port."""
+    """``address`` as a peer's is published, without a port."""
     return f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

@@ -1,42 +1,43 @@
-"""The keys replicas prove themselves with, and the folder that holds them where the run's store is not trusted.
+"""The certificates by which replicas recognise each other, and the folder that holds them where the run's store is not
+trusted.
 
-A folder belongs to one machine: its secret key as ``NAME.secret``, and the public keys of all replicas that may take
-part as ``*.public``, its own among them. Both are JSON; keys are written as ZeroMQ writes them (Z85, 40 characters).
+A folder belongs to one machine: ``NAME.secret`` is its secret key and certificate, ``*.public`` are the certificates of
+all replicas that may take part, its own among them. All are PEM. A certificate is self-signed, for P-256, and no
+certificate authority; what it says of names and times means nothing, it is compared byte by byte.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
+import hashlib
 import os
 import re
 import secrets
+import ssl
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import zmq
-from zmq.utils import z85
 
 from farflung.errors import ConfigError
 
-__all__ = ["Keys", "is_public_key", "load_keys", "make_keys"]
+__all__ = ["Keys", "certificate_of", "fingerprint", "is_public_key", "load_keys", "make_keys", "tls_context"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_KEY_NBYTES = 32
-_MAX_FILE_NBYTES = 4096
+_MAX_FILE_NBYTES = 8192
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a replica proves itself with, and whom it accepts.
+    """What a replica proves itself with, and which others it accepts.
 
     Args:
-      public: the half that others know it by.
-      secret: the half that never leaves the machine.
-      listed: the names of all accepted public keys; ``None`` accepts those that the run's store names.
+      public: its certificate, in PEM.
+      secret: the key that never leaves the machine, and the certificate, in PEM.
+      listed: the names of all accepted certificates; ``None`` accepts those that the run's store names.
     """
 
     public: str
@@ -45,17 +46,93 @@ class Keys:
 
     @staticmethod
     def fresh() -> Keys:
-        """A new pair for one run, made known through its store."""
-        public, secret = zmq.curve_keypair()
-        return Keys(public.decode(), secret.decode())
+        """A new pair."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        # OpenSSL looks for a certificate by its subject, and takes the first that it finds.
+        named = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, secrets.token_hex(16))])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(named)
+            .issuer_name(named)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(datetime.datetime(1970, 1, 1))  # the clocks of devices need not be right
+            .not_valid_after(datetime.datetime(9999, 12, 31))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        public = certificate.public_bytes(pem)
+        secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return Keys(public.decode(), (secret + public).decode())
 
 
-def is_public_key(text: str) -> bool:
-    """Whether ``text`` is a public key in Z85."""
+def certificate_of(public: str) -> bytes:
+    """The certificate in DER."""
+    return ssl.PEM_cert_to_DER_cert(public)
+
+
+def fingerprint(public: str) -> str:
+    """What stands for a certificate in messages: the beginning of its SHA-256, in hex."""
+    return hashlib.sha256(certificate_of(public)).hexdigest()[:32]
+
+
+def is_public_key(text: object) -> bool:
+    """Whether ``text`` is a certificate as in :class:`Keys`."""
     try:
-        return len(z85.decode(text.encode())) == _KEY_NBYTES
-    except Exception:  # z85 raises whatever its arithmetic does
+        return isinstance(text, str) and _certificate(text) == text
+    except ValueError:
         return False
+
+
+def _certificate(text: str) -> str:
+    """The first certificate in a text, alone; raises :class:`ValueError` where there is none."""
+    begin = "-----BEGIN CERTIFICATE-----"
+    public = begin + text.partition(begin)[2].partition("-----END")[0] + "-----END CERTIFICATE-----\n"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=public)
+    except (TypeError, ssl.SSLError):  # not even ASCII, or nothing that can be read
+        raise ValueError("no certificate") from None
+    return ssl.DER_cert_to_PEM_cert(certificate_of(public))
+
+
+def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSLContext:
+    """TLS 1.3 between a replica and those with ``accepted`` certificates.
+
+    That a certificate verifies means only that it is one of these, or was signed by one: compare it with the one that
+    is due.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_TICKET
+    if server:
+        context.num_tickets = 0
+    with _file_with(keys.secret) as path:
+        context.load_cert_chain(path, password="none")  # rather than ask for one
+    for public in dict.fromkeys(accepted):
+        context.load_verify_locations(cadata=certificate_of(public))
+    return context
+
+
+@contextmanager
+def _file_with(text: str) -> Iterator[str]:
+    """A file for this process alone: in memory where the system has such, which only Linux has."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("farflung"), "w") as memory:
+            memory.write(text)
+            memory.flush()
+            yield f"/proc/self/fd/{memory.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile("w") as file:  # of mode 0600
+            file.write(text)
+            file.flush()
+            yield file.name
 
 
 def load_keys(folder: Path) -> Keys:
@@ -79,24 +156,30 @@ def load_keys(folder: Path) -> Keys:
                 else f"make one with: farflung keys {folder} --name NAME"
             )
         )
-    pair = _read(own[0], private=True)
-    public, secret = pair.get("public"), pair.get("secret")
-    if not isinstance(secret, str) or not isinstance(public, str) or _public_of(secret) != public:
-        raise ConfigError(f"{own[0]}: damaged: its two halves do not belong together; make a new key")
+    secret = _read(own[0], private=True)
+    try:
+        keys = Keys(_certificate(secret), secret)
+        tls_context(keys, [], server=True)
+    except (ValueError, ssl.SSLError):
+        raise ConfigError(
+            f"{own[0]}: damaged: it holds no key with its certificate; make a new key"
+        ) from None
     listed = {}
     for path in sorted(folder.glob("*.public")):
-        key = _read(path).get("public")
-        if not isinstance(key, str) or not is_public_key(key):
-            raise ConfigError(f"{path}: holds no public key; copy it again from the machine that made it")
-        listed[key] = path.stem
-    return Keys(public, secret, {**listed, public: own[0].stem})
+        try:
+            listed[_certificate(_read(path))] = path.stem
+        except ValueError:
+            raise ConfigError(
+                f"{path}: holds no public key; copy it again from the machine that made it"
+            ) from None
+    return replace(keys, listed={**listed, keys.public: own[0].stem})
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
-    """Makes a key pair in a folder, which is made too where there is none.
+    """Makes a key and its certificate in a folder, which is made too where there is none.
 
     Returns:
-      The file to copy to the other machines, and the public key in it.
+      The file to copy to the other machines, and the fingerprint of the certificate in it.
 
     Raises:
       ConfigError: the folder holds a secret key already, is open to others, or cannot be written.
@@ -113,17 +196,15 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
             )
         keys = Keys.fresh()
         public = folder / f"{name}.public"
-        _write(public, {"name": name, "public": keys.public}, 0o644)
+        _write(public, keys.public, 0o644)
         try:
-            _write(
-                folder / f"{name}.secret", {"name": name, "public": keys.public, "secret": keys.secret}, 0o600
-            )
+            _write(folder / f"{name}.secret", keys.secret, 0o600)
         except BaseException:
             public.unlink()
             raise
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep keys there ({error.strerror})") from None
-    return public, keys.public
+    return public, fingerprint(keys.public)
 
 
 def _demand_private(path: Path, mode: int, wanted: str) -> None:
@@ -131,34 +212,29 @@ def _demand_private(path: Path, mode: int, wanted: str) -> None:
         raise ConfigError(f"{path}: open to other users of this machine; first: chmod {wanted} {path}")
 
 
-def _public_of(secret: str) -> str | None:
-    try:
-        return zmq.curve_public(secret.encode()).decode()
-    except Exception:  # as in is_public_key
-        return None
-
-
-def _read(path: Path, *, private: bool = False) -> dict[str, Any]:
+def _read(path: Path, *, private: bool = False) -> str:
     try:
         with path.open("rb") as file:
             if private:
                 _demand_private(path, os.fstat(file.fileno()).st_mode, "600")
-            entry = json.loads(file.read(_MAX_FILE_NBYTES))
-    except (OSError, ValueError, RecursionError) as error:
+            text = file.read(_MAX_FILE_NBYTES).decode(errors="replace")
+    except OSError as error:
         raise ConfigError(f"{path}: not a key file ({type(error).__name__})") from None
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{path}: not a key file")
-    return entry
+    if text.lstrip().startswith("{"):
+        raise ConfigError(
+            f"{path}: a key of before farflung used TLS; remove the .secret and .public files of this folder, make new "
+            f"ones with: farflung keys {path.parent} --name {path.stem}, and copy the new .public files"
+        )
+    return text
 
 
-def _write(path: Path, entry: Mapping[str, str], mode: int) -> None:
+def _write(path: Path, text: str, mode: int) -> None:
     """Writes a file that appears whole or not at all, and never in place of another."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(entry, file, indent=2)
-            file.write("\n")
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from farflung.comm.channel import in_words
-from farflung.comm.forgotten import Forgotten
-from farflung.comm.news import News
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
-from farflung.tasks import Pending, failed
+from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "Full", "Mailbox", "Waiting"]
+__all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting"]
 
 
 AHEAD_NBYTES = 1 << 30
@@ -69,10 +71,12 @@ class Mailbox:
         """What is kept, by tag and sender: numbered in the order of arrival, and messages."""
         self._came = 0
         """Messages that were kept so far."""
-        self._forgotten = Forgotten()
+        self._places: dict[tuple[int, Tag], Tensor] = {}
+        """Where messages to come may be put."""
+        self._cancelled = Cancelled()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
-        self.arrivals, self.departures = News("an arrival"), News("a departure")
+        self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
         """Senders that came after the first meeting, see :meth:`welcome`, and those that are gone."""
         self.view = 0
         """The number of the view whose messages are received."""
@@ -102,6 +106,16 @@ class Mailbox:
     ) -> Pending[tuple[int, Payload]]:
         return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
 
+    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+        """See :meth:`farflung.types.Communicator.land`."""
+        if self._ended is None and into.device.type == "cpu" and into.is_contiguous():
+            self._places[src, tag] = into.detach().view(-1).view(torch.uint8)
+
+    def place(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
+        """Finds the memory that was named for a message under way, where that has so many bytes."""
+        into = self._places.get((src, tag)) if view == self.view else None
+        return into if into is not None and into.nbytes == nbytes else None
+
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
         found, key = self._kept_for(waiting), (waiting.src, waiting.tag)
         if found is not None:
@@ -109,7 +123,7 @@ class Mailbox:
             _hand_over(waiting, *found)
             return waiting.found
         ended = self._ended
-        if ended is None and waiting.tag.exchange in self._forgotten:
+        if ended is None and waiting.tag.exchange in self._cancelled:
             ended = WaitEnded(waiting.src, waiting.what)
         if ended is None and waiting.src is not None:
             ended = self._gone.get(waiting.src)
@@ -151,10 +165,11 @@ class Mailbox:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of views to come")
             self._ahead.append((view, src, tag, payload))
             return
+        self._places.pop((src, tag), None)
         waiting = self._take((src, tag)) or self._take((None, tag))
         if waiting is not None:
             _hand_over(waiting, src, payload)
-        elif tag.exchange in self._forgotten:
+        elif tag.exchange in self._cancelled:
             self.dropped += 1
         else:
             self._keep(src, tag, payload)
@@ -207,9 +222,11 @@ class Mailbox:
 
     def forget(self, exchange: int) -> None:
         """Ends every wait of an exchange, and drops its messages, now and from now on."""
-        self._forgotten.add(exchange)
+        self._cancelled.add(exchange)
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
+        for key in [key for key in self._places if key[1].exchange == exchange]:
+            del self._places[key]
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
             for src, kept in self._arrived.pop(tag).items():
                 self.dropped += len(kept)
@@ -228,6 +245,7 @@ class Mailbox:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         self.dropped += sum(len(kept) for senders in self._arrived.values() for kept in senders.values())
         self._arrived.clear()
+        self._places.clear()
         self._kept.clear()
         self.view, ahead, self._ahead = view, self._ahead, []
         for number, src, tag, payload in ahead:
@@ -251,6 +269,7 @@ class Mailbox:
         """Fails every wait, now and from now on; what has arrived can still be received."""
         if self._ended is None:
             self._ended = error
+        self._places.clear()
         for waiting in self._all():
             self.fail(waiting, self._ended)
         for news in (self.arrivals, self.departures):
@@ -279,3 +298,90 @@ def _describe(specs: tuple[TensorSpec, ...]) -> str:
         " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
         or "nothing"
     )
+
+
+# --- what a mailbox keeps beside messages ---------------------------------------------------------------------------
+
+
+class EventQueue:
+    """Ranks of which one waiter is told, each once and in their order.
+
+    Args:
+      what: they have done, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._untold: deque[int] = deque()
+        self._wait: Pending[int] | None = None
+        self._ended: BaseException | None = None
+
+    def tell(self, rank: int) -> None:
+        """Something has happened to a rank."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            self._untold.append(rank)
+        else:
+            wait.set(rank)
+
+    def next(self) -> Pending[int]:
+        """The next rank that nobody was told of."""
+        if self._untold:
+            return done(self._untold.popleft())
+        if self._ended is not None:
+            return failed(self._ended)
+        if self._wait is not None:
+            raise RuntimeError(f"two waits for {self._what}")
+        self._wait = Pending()
+        return self._wait
+
+    def end(self, error: BaseException) -> None:
+        """Nothing more will happen; what has can still be told."""
+        self._ended = error
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait.fail(error)
+
+
+class Cancelled:
+    """A set of numbers that only grows, kept as runs of consecutive ones.
+
+    Exchanges of one purpose are numbered by step. Where each is cancelled once it is through, whatever has come of it,
+    there is one run for each purpose, however long the training goes on.
+
+    >>> cancelled = Cancelled()
+    >>> for number in (7, 3, 5, 4, 5):
+    ...     cancelled.add(number)
+    >>> [number for number in range(10) if number in cancelled], len(cancelled)
+    ([3, 4, 5, 7], 2)
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        """Behind the last number of each run."""
+
+    def __len__(self) -> int:
+        """How many runs there are."""
+        return len(self._begins)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._begins, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        at = bisect_right(self._begins, number)
+        extends = at > 0 and self._ends[at - 1] == number
+        meets = at < len(self._begins) and self._begins[at] == number + 1
+        if extends and meets:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._begins[at]
+        elif extends:
+            self._ends[at - 1] += 1
+        elif meets:
+            self._begins[at] = number
+        else:
+            self._begins.insert(at, number)
+            self._ends.insert(at, number + 1)

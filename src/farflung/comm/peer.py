@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farflung.comm.interface import is_loopback
-from farflung.comm.keys import Keys, is_public_key
+from farflung.comm.keys import Keys, fingerprint, is_public_key
 from farflung.errors import ConfigError, ProtocolError
 
 __all__ = ["Peer", "check_peers", "connects"]
 
-_ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):[0-9]{1,5}")
+_ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Peer:
     """``None``: it has no way in."""
     token: bytes
     key: str | None = None
-    """Its public key; ``None`` where nothing is encrypted."""
+    """Its certificate, see :class:`farflung.comm.keys.Keys`; ``None`` where nothing is encrypted."""
 
     @property
     def where(self) -> str:
@@ -38,14 +38,17 @@ class Peer:
         """The address without transport and port, where there is one.
 
         Raises:
-          ValueError: it is none that ZeroMQ would reach by TCP without asking anybody.
+          ValueError: it is none that TCP reaches without a name being looked up.
         """
-        if self.address is None:
-            return None
-        found = _ADDRESS.fullmatch(self.address)
-        if found is None:
+        return None if self.address is None else self.host_and_port[0]
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Where to connect to; raises as :attr:`host`."""
+        found = _ADDRESS.fullmatch(self.address or "")
+        if found is None or not 0 < int(found[3]) < 1 << 16:
             raise ValueError(f"{self.address!r} is no address")
-        return str(ipaddress.ip_address(found[1] or found[2]))
+        return str(ipaddress.ip_address(found[1] or found[2])), int(found[3])
 
     def to_json(self) -> str:
         fields = {"rank": self.rank, "address": self.address, "token": self.token.hex(), "key": self.key}
@@ -105,8 +108,8 @@ def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
             )
         if keys is not None and keys.listed is not None and peer.key not in keys.listed:
             raise ConfigError(
-                f"rank {peer.rank} at {peer.where} has the key {peer.key}, which is not in the folder of --keys "
-                "here: copy the .public file of its machine there"
+                f"rank {peer.rank} at {peer.where} has the key {fingerprint(peer.key or '')}, which is not in the "
+                "folder of --keys here: copy the .public file of its machine there"
             )
     for names in ({peer.rank for peer in (me, *others)}, {peer.token for peer in (me, *others)}):
         if len(names) <= len(others):

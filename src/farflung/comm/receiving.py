@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from torch import Tensor
+
 from farflung.comm.mailbox import Mailbox
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag, TensorSpec
@@ -34,6 +36,9 @@ class Receiving(ABC):
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
         return self._mailbox.recv(src, tag, expect, self._wait_begins(deadline_s), deadline_s)
+
+    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+        self._mailbox.land(src, tag, into)
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None

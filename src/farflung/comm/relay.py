@@ -94,7 +94,6 @@ class Relay:
             message.view,
             message.tag,
             message.payload,
-            piece=self._transport.piece,
             route=message.route,
         )
         self.count += 1

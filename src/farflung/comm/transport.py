@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
-from farflung.comm.wire import Frame, Message
+from farflung.comm.records import FIRST, LAST
+from farflung.comm.wire import Frame, Head, Message
 from farflung.tasks import Pending
 
 __all__ = ["FIRST", "LAST", "Listener", "Transport"]
-
-FIRST, LAST = -(1 << 31), (1 << 31) - 1
-"""Priorities that nothing has that is sent: before and behind it all."""
 
 
 class Listener(Protocol):
@@ -27,6 +27,16 @@ class Listener(Protocol):
         """
         ...
 
+    def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
+        """Gives memory for the first large tensor of a member's message; ``None``: the transport does.
+
+        Args:
+          rank: of the member.
+          head: of the message.
+          nbytes: of the tensor.
+        """
+        ...
+
     def malformed(self, rank: int, nbytes: int, why: str) -> None:
         """So many bytes have come of a member, and cannot be read: nothing that follows can be trusted."""
         ...
@@ -37,10 +47,6 @@ class Listener(Protocol):
 
     def denied(self, rank: int) -> None:
         """A member does not let this process in."""
-        ...
-
-    def broken(self, error: BaseException) -> None:
-        """Nothing can be carried any more."""
         ...
 
 
@@ -58,11 +64,6 @@ class Transport(Protocol):
     @property
     def keys(self) -> Keys | None:
         """What this process proves itself with where it encrypts; ``None``: it does not."""
-        ...
-
-    @property
-    def piece(self) -> int:
-        """Bytes of each frame but the last of a large tensor."""
         ...
 
     @property
@@ -111,8 +112,7 @@ class Transport(Protocol):
         Args:
           rank: of whom it is for.
           frames: of the message.
-          priority: the smallest leaves first; below 0 it waits behind no message of 0 or more, however much of that is
-            under way.
+          priority: the smallest leaves first; it waits for no more than a piece of what is under way.
           view: for :meth:`withdraw`.
         """
         ...

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm.blame import Blame, Holdup
@@ -15,7 +16,18 @@ from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
 from farflung.comm.transport import FIRST, LAST, Transport
-from farflung.comm.wire import DIRECT, Frame, Kind, Message, Route, Unauthorized, WireError, encode, json_of
+from farflung.comm.wire import (
+    DIRECT,
+    Frame,
+    Head,
+    Kind,
+    Message,
+    Route,
+    Unauthorized,
+    WireError,
+    encode,
+    json_of,
+)
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
@@ -186,6 +198,12 @@ class View(Meeting):
             self._control(rank, message)
 
     @override
+    def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
+        if head.kind is not Kind.DATA or head.route != DIRECT or not head.begins_large:
+            return None
+        return self.mailbox.place(rank, head.tag, head.view, nbytes)
+
+    @override
     def closed(self, rank: int) -> None:
         self._is_gone(rank, CLOSED)
         self._tell_gone(rank, CLOSED)
@@ -210,10 +228,6 @@ class View(Meeting):
             self.end(
                 ProtocolError(f"rank {rank} does not accept this replica's key: it was given another list")
             )
-
-    @override
-    def broken(self, error: BaseException) -> None:
-        self.end(error)
 
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
@@ -314,7 +328,7 @@ class View(Meeting):
 
     def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
         route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
-        return encode(kind, self.number, tag, payload, piece=self.transport.piece, route=route)
+        return encode(kind, self.number, tag, payload, route=route)
 
     # --- waits ------------------------------------------------------------------------------------------------------
 

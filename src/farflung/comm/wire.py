@@ -1,14 +1,8 @@
 """Messages as frames: a small fixed header, checked before anything is used, then the tensors' own bytes.
 
-A message is a header frame, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in
-:data:`PIECE` bytes, and for each other tensor one frame, or several of equal size: so every frame is bounded, whatever
-the tensors. An encrypted frame is encrypted and decrypted as a whole, so in small pieces a tensor is on the wire while
-the rest of it is still being encrypted. Nothing is ever unpickled; every size is bounded before memory is taken.
-
-What crosses a connection at once is a parcel: whole messages, and parts of some that are larger than it. Heads say how
-many frames of their message follow; those behind which none does lie in one frame, one after the other. The rest of a
-message that is in parts comes later, behind heads of its number, and between other parcels. See
-:mod:`farflung.comm.outbox` and :mod:`farflung.comm.inbox`.
+A message is a head, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in :data:`PIECE` bytes,
+and one frame for each other tensor. Nothing is ever unpickled; every size is bounded before memory is taken. How frames
+cross a connection is described in :mod:`farflung.comm.records`.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -33,39 +27,30 @@ __all__ = [
     "MAGIC",
     "PIECE",
     "VERSION",
-    "WHOLE",
-    "Buffer",
     "Frame",
     "Head",
     "Kind",
-    "Landing",
     "Message",
     "Route",
     "Unauthorized",
     "WireError",
-    "begin",
     "encode",
-    "head_in",
     "json_of",
-    "part",
+    "read_head",
 ]
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
-Frame: TypeAlias = "bytes | memoryview"
+Frame: TypeAlias = "bytes | bytearray | memoryview"
 
 MAGIC = b"FF"
-VERSION = 4
+VERSION = 5
 INLINE = 4096
-"""Tensors up to this many bytes ride in the header frame, while it is no longer than a piece."""
+"""Tensors up to this many bytes ride in the head, while it is no longer than a piece."""
 PIECE = 1 << 17
-"""Bytes of each frame but the last of a tensor that is encrypted, which takes less than half a millisecond."""
-WHOLE = 1 << 25
-"""The same where nothing is encrypted: a tensor of up to this size comes in one frame."""
+"""The most that a head with tensors in it has, in bytes."""
+MOST_LARGE = 256
+"""Tensors outside of the head, at most."""
 
-_HEADER = struct.Struct("<2sBBIQIIIIIiII")
-_PARTS = struct.Struct("<II")
-"""The last two numbers of a header; see :class:`Head`."""
-_PARTS_AT = _HEADER.size - _PARTS.size
+_HEADER = struct.Struct("<2sBBIQIIIIIi")
 _ALIGNMENT = 8
 """The description and each small tensor are padded to a multiple of this many bytes."""
 _PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
@@ -93,6 +78,9 @@ _SHAPES = [struct.Struct(f"<BB{dims}Q") for dims in range(_MAX_DIMS + 1)]
 class WireError(ValueError):
     """A frame that is not what this protocol sends."""
 
+    nbytes: int | None = None
+    """Bytes of the message, where they are known."""
+
 
 class Unauthorized(WireError):
     """A message in due form that its sender may not send, or not yet."""
@@ -106,18 +94,11 @@ class Kind(IntEnum):
     FAREWELL = 2
     ABORT = 3
     WAITING = 4
-    PART = 5
-    """More frames of a message that came in part."""
-    WITHDRAWN = 6
-    """No more frames of it will come."""
-    OPEN = 7
-    """A connection is there."""
-    LOST = 8
-    """Somebody is gone whose messages the sender has relayed."""
+    LOST = 5
+    """A rank is gone whose messages the sender has relayed."""
 
 
 _KINDS = tuple(Kind)
-_WITHOUT_TENSORS = (Kind.PART, Kind.WITHDRAWN)
 
 
 class Route(NamedTuple):
@@ -149,40 +130,66 @@ class Message(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The beginning of a message, or of more of it.
+    """The beginning of a message.
 
     Args:
-      kind: of message, or of part.
-      view: whose.
+      kind: of the message.
+      view: its number.
       tag: of the message.
       route: the way that it takes.
-      number: of a message in parts among those of its connection, from 1 on; 0: it is whole.
-      follow: how many frames behind it belong to it.
-      layout: of its tensors; ``None``: it has none.
-      nbytes: of itself.
+      layout: of its tensors.
+      frame: itself.
     """
 
     kind: Kind
     view: int
     tag: Tag
     route: Route
-    number: int
-    follow: int
-    layout: _Layout | None
-    nbytes: int
+    layout: _Layout
+    frame: Frame
+
+    @property
+    def large(self) -> list[int]:
+        """Bytes of each tensor that has a frame of its own."""
+        return self.layout.large
+
+    @property
+    def begins_large(self) -> bool:
+        """Whether the payload's first part is a tensor that has a frame of its own."""
+        return self.layout.tree[:1] == [None] and self.layout.leaves[0].at is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole message."""
+        return len(self.frame) + sum(self.layout.large)
 
     def check(self, max_nbytes: int) -> None:
         """Raises :class:`WireError` where the payload is larger than so many bytes."""
-        if self.layout is not None and self.layout.nbytes > max_nbytes:
-            raise WireError(
+        if self.layout.nbytes > max_nbytes:
+            error = WireError(
                 f"a payload of {self.layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
             )
+            error.nbytes = self.nbytes
+            raise error
+
+    def message(self, large: Sequence[Tensor] = ()) -> Message:
+        """Makes the message.
+
+        Args:
+          large: the tensors that have frames of their own, as bytes.
+        """
+        layout, rest = self.layout, iter(large)
+        tensors = [leaf.read(self.frame, rest) for leaf in layout.leaves]
+        payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
+        return Message(self.kind, self.view, self.tag, payload, self.route)
 
 
-def encode(
-    kind: Kind, view: int, tag: Tag, payload: Payload, *, piece: int = WHOLE, route: Route = DIRECT
-) -> list[Frame]:
-    """The frames of a message; large tensors are not copied, and come in pieces of ``piece`` bytes."""
+def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = DIRECT) -> list[Frame]:
+    """The frames of a message: its head, and one for each large tensor, which is not copied.
+
+    Raises:
+      ValueError: the payload has more tensors than fit in a message.
+    """
     tensors: list[Tensor] = []
     description = _description(_structure(payload, tensors))
     head: list[Frame] = [b"", description]
@@ -191,116 +198,42 @@ def encode(
     for tensor in tensors:
         dense = tensor.detach().contiguous()
         if not _rides(dense.nbytes, at):
-            data = dense.reshape(-1).view(torch.uint8).numpy().data
-            frames += [data[start : start + piece] for start in range(0, dense.nbytes, piece)]
+            frames.append(dense.reshape(-1).view(torch.uint8).numpy().data)
             continue
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         at += dense.nbytes + -dense.nbytes % _ALIGNMENT
+    if len(frames) > MOST_LARGE or len(description) > PIECE:
+        raise ValueError(f"a payload of {len(tensors)} tensors is more than fits in a message")
     head[0] = _HEADER.pack(
-        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route, 0, len(frames)
+        MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route
     )
     return [b"".join(head), *frames]
 
 
-def begin(head: Frame, number: int, follow: int) -> bytes:
-    """The head of a message of which only some frames follow."""
-    return b"".join((head[:_PARTS_AT], _PARTS.pack(number, follow), head[_HEADER.size :]))
-
-
-def part(kind: Kind, number: int, follow: int) -> bytes:
-    """A head without tensors: of more frames of a message, or of the end of one that is not whole."""
-    return _HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, *DIRECT, number, follow)
-
-
-def head_in(frame: memoryview, begin: int = 0) -> Head:
-    """The head at a place of a frame; more may follow in it.
+def read_head(frame: Frame) -> Head:
+    """Reads the head of a message.
 
     Raises:
-      WireError: there is none.
+      WireError: the frame is something else.
     """
-    room = len(frame) - begin
-    if room < _HEADER.size:
-        raise WireError(f"a header of {room} bytes")
-    magic, version, kind, view, exchange, part, hop, described, *route, number, follow = _HEADER.unpack_from(
-        frame, begin
-    )
+    if len(frame) < _HEADER.size:
+        raise WireError(f"a header of {len(frame)} bytes")
+    magic, version, kind, view, exchange, part, hop, described, *route = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
-    tag = Tag(exchange, part, hop)
-    if kind in _WITHOUT_TENSORS:
-        return Head(_KINDS[kind], view, tag, DIRECT, number, follow, None, _HEADER.size)
     end = _HEADER.size + described
-    if end > room:
+    if end > len(frame):
         raise WireError("a description that ends early")
-    layout = _layout(bytes(frame[begin + _HEADER.size : begin + end]))
-    if layout.head_nbytes > room:
-        raise WireError("fewer bytes than described")
-    return Head(_KINDS[kind], view, tag, Route(*route), number, follow, layout, layout.head_nbytes)
-
-
-class Landing:
-    """A message whose frames arrive: large tensors are copied to their place as they come.
-
-    Args:
-      head: of it.
-      described: the bytes of its head.
-      piece: bytes of each piece of a large tensor but the last.
-      memory: gives an aligned tensor of so many bytes.
-    """
-
-    def __init__(
-        self, head: Head, described: memoryview, piece: int, memory: Callable[[int], Tensor]
-    ) -> None:
-        self._head, self._described = head, described
-        self._piece, self._memory = piece, memory
-        self._large = head.layout.large if head.layout else []
-        self._come: list[Tensor] = []
-        """The bytes of large tensors that are whole."""
-        self._begun: Tensor | None = None
-        self._at = 0
-
-    @property
-    def whole(self) -> bool:
-        return len(self._come) == len(self._large)
-
-    def take(self, frame: Buffer) -> None:
-        """The next frame.
-
-        Raises:
-          WireError: it is none of this message.
-        """
-        if self.whole:
-            raise WireError("more frames than described")
-        nbytes = self._large[len(self._come)]
-        due = min(self._piece, nbytes - self._at)
-        if len(frame) != due:
-            raise WireError(f"{len(frame)} bytes where {due} were described")
-        if self._begun is None:
-            self._begun = self._memory(nbytes)
-        self._begun[self._at : self._at + due].copy_(torch.frombuffer(frame, dtype=torch.uint8))
-        self._at += due
-        if self._at == nbytes:
-            self._come.append(self._begun)
-            self._begun, self._at = None, 0
-
-    def message(self) -> Message:
-        """Makes the message, once it is whole.
-
-        Raises:
-          WireError: it is a head without a message.
-        """
-        head, layout, large = self._head, self._head.layout, iter(self._come)
-        if layout is None:
-            raise WireError("no message")
-        tensors = [leaf.read(self._described, large) for leaf in layout.leaves]
-        payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
-        return Message(head.kind, head.view, head.tag, payload, head.route)
+    layout = _layout(bytes(frame[_HEADER.size : end]))
+    if layout.head_nbytes != len(frame):
+        raise WireError(f"{len(frame)} bytes where {layout.head_nbytes} were described")
+    return Head(_KINDS[kind], view, Tag(exchange, part, hop), Route(*route), layout, frame)
 
 
 def _rides(nbytes: int, at: int) -> bool:
-    """Whether a tensor rides in the header frame, which is ``at`` bytes long without it."""
+    """Whether a tensor rides in the head, which is ``at`` bytes long without it."""
     return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= PIECE)
 
 
@@ -343,7 +276,7 @@ def _description(structure: _Structure) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One tensor of a message; ``at`` is where it begins in the header frame, ``None`` if it has its own."""
+    """One tensor of a message; ``at`` is where it begins in the head, ``None`` if it has a frame of its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -354,14 +287,14 @@ class _Leaf:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def read(self, described: memoryview, large: Iterator[Tensor]) -> Tensor:
+    def read(self, frame: Frame, large: Iterator[Tensor]) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.at is None:
             flat = next(large)
         else:
             # Copied as bytes, since they may lie at any address; torch aligns the copy.
-            flat = torch.frombuffer(described, dtype=torch.uint8, count=self.nbytes, offset=self.at).clone()
+            flat = torch.frombuffer(frame, dtype=torch.uint8, count=self.nbytes, offset=self.at).clone()
         tensor = flat.view(self.dtype)
         return tensor if len(self.shape) == 1 else tensor.view(self.shape)
 
@@ -406,6 +339,8 @@ def _layout(description: bytes) -> _Layout:
         at += size + -size % _ALIGNMENT
     nested = any(node is not None for node in tree)
     large = [leaf.nbytes for leaf in leaves if leaf.at is None]
+    if len(large) > MOST_LARGE:
+        raise WireError(f"{len(large)} large tensors")
     return _Layout(tuple(leaves), tree, nested, nbytes, at, large)
 
 

@@ -30,7 +30,7 @@ class Child:
         if self.pid == 0:
             code = 1
             try:
-                gc.freeze()  # what the parent has left is not the child's to end: ZeroMQ would abort over it
+                gc.freeze()  # what the parent has left is not the child's to end
                 _close_all_but(keep)
                 code = fn() or 0
             except BaseException:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from farflung.network.max_min import max_min_rates
     from farflung.network.named import NETWORKS, network_profile
     from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-    from farflung.network.tcp import Tcp, repaired_s, window_share_bps
+    from farflung.network.tcp import Tcp, check_connections, connections_for, repaired_s, window_share_bps
     from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -31,6 +31,8 @@ __all__ = [
     "Trace",
     "Use",
     "Wiring",
+    "check_connections",
+    "connections_for",
     "is_dedicated",
     "load_profile",
     "max_min_rates",

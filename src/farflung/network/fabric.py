@@ -16,25 +16,32 @@ __all__ = ["Fabric", "Flow"]
 class Flow:
     """Bits on their way at the rate of their share."""
 
-    __slots__ = ("_since", "ends_at", "left_bits", "number", "priority", "rate_bps", "uses")
+    __slots__ = ("_since", "ends_at", "left_bits", "number", "rate_bps", "uses")
 
-    def __init__(self, number: int, bits: float, uses: tuple[tuple[int, int], ...], priority: int) -> None:
+    def __init__(self, number: int, bits: float, uses: tuple[tuple[int, int], ...]) -> None:
         self.number = number
         self.left_bits = bits
         self.uses = uses
-        self.priority = priority
         self.rate_bps = 0.0
         self.ends_at = math.inf
         self._since = 0.0
 
     def change_rate(self, now: float, rate_bps: float) -> None:
         """From here on at another rate; at the same rate the end stays what it was, to the last bit."""
-        if rate_bps == self.rate_bps:
-            return
-        if self.rate_bps:
-            self.left_bits = max(0.0, self.left_bits - self.rate_bps * (now - self._since))
-        self._since, self.rate_bps = now, rate_bps
-        self.ends_at = now + self.left_bits / rate_bps if rate_bps else math.inf
+        if rate_bps != self.rate_bps:
+            self._go_on(now, self.left_at(now), rate_bps)
+
+    def left_at(self, now: float) -> float:
+        """Bits that have not passed."""
+        return max(0.0, self.left_bits - self.rate_bps * (now - self._since))
+
+    def shorten(self, now: float, left_bits: float) -> None:
+        """No more than so many bits pass from here on."""
+        self._go_on(now, left_bits, self.rate_bps)
+
+    def _go_on(self, now: float, left_bits: float, rate_bps: float) -> None:
+        self._since, self.left_bits, self.rate_bps = now, left_bits, rate_bps
+        self.ends_at = now + left_bits / rate_bps if rate_bps else math.inf
 
 
 class Fabric:
@@ -58,16 +65,15 @@ class Fabric:
         self.in_flight = 0
         """Flows under way."""
 
-    def start(self, bits: float, uses: Iterable[Use], priority: int = 0) -> Flow:
+    def start(self, bits: float, uses: Iterable[Use]) -> Flow:
         """Begins a flow of ``bits`` bits that uses at least one resource; it moves once :meth:`settle` is called.
 
         Args:
           bits: what is to arrive.
           uses: of resources; one flow may stand for several that are alike, and use a resource for all of them.
-          priority: the smallest is served first, then others share what it leaves.
         """
         self._next += 1
-        flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses), priority)
+        flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses))
         while len(self._users) < len(self._capacities):
             self._users.append({})
         for resource, _ in flow.uses:
@@ -75,6 +81,12 @@ class Fabric:
             self._touched[resource] = None
         self.in_flight += 1
         return flow
+
+    def shorten(self, flow: Flow, now: float, left_bits: float) -> None:
+        """A flow ends once so many more bits have passed; :meth:`settle` follows."""
+        flow.shorten(now, left_bits)
+        if flow.ends_at < math.inf:
+            heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
 
     def use(self, flow: Flow, use: Use) -> None:
         """From the next :meth:`settle` on a flow uses one more resource."""

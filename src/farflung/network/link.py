@@ -167,11 +167,11 @@ def both_lose(one: float, other: float) -> float:
 class Link:
     r"""What a message meets between two nodes, in one direction.
 
-    A message of :math:`n` bytes that meets no other traffic takes
+    A message that has :math:`n` bytes on the wire and meets no other traffic takes
 
     .. math:: \text{latency} + 8 n / \text{bandwidth} + \text{jitter} \cdot u, \qquad u \in [-1, 1)
 
-    Headers are not modelled: ``bandwidth_bps`` is what the payload gets.
+    ``bandwidth_bps`` is what TCP's payload gets; headers of TCP and IP are not modelled.
 
     Args:
       latency_s: one-way delay, in seconds; with jitter, its mean.
@@ -200,21 +200,24 @@ class Link:
         if not 0 <= self.loss < 1:
             raise ConfigError(f"loss = {self.loss}: must be a share of packets, at least 0 and below 1")
 
-    def goodput_bps(self, round_trip_s: float, control: CongestionControl | None = None) -> Capacity:
-        r"""What is left of the bandwidth for one TCP connection under loss: loss is modelled as less throughput.
+    def goodput_bps(
+        self, round_trip_s: float, control: CongestionControl | None = None, connections: int = 1
+    ) -> Capacity:
+        r"""What is left of the bandwidth for TCP connections under loss: loss is modelled as less throughput.
 
-        Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and one connection gets no more than its
-        average window carries: the smaller of :math:`(1-p)\,b` and
+        Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and each of :math:`K` connections gets no
+        more than its average window carries: the smaller of :math:`(1-p)\,b` and :math:`K` times
         :func:`farflung.network.window_share_bps`. A lost packet's own delay is not modelled. What is sent again
         is charged to this link, not to what it shares.
 
         Args:
           round_trip_s: both delays, in seconds.
           control: the congestion control in force; ``None`` counts as CUBIC.
+          connections: K.
         """
         if self.loss == 0.0:
             return self.bandwidth_bps
-        ceiling = window_share_bps(control, self.loss, round_trip_s)
+        ceiling = connections * window_share_bps(control, self.loss, round_trip_s)
         return map_capacity(self.bandwidth_bps, lambda bps: min((1 - self.loss) * bps, ceiling))
 
     def scaled(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:

@@ -4,6 +4,7 @@
 
     name = "office and field"          # optional; the file's name otherwise
     congestion = "bbr"                 # optional, or "cubic", "reno": of TCP, which then has to find its rate
+    connections = 8                    # optional, or "auto": of each pair of nodes, for bulk
 
     [default]                          # optional: the link of every pair that nothing else is said about
     latency_s = 0.02
@@ -55,7 +56,7 @@ from pathlib import Path
 from farflung.files import naming, number_pairs, reading
 from farflung.network.link import Capacity, Link, Trace
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tcp import check_congestion
+from farflung.network.tcp import check_congestion, check_connections
 from farflung.tables import Table, open_toml
 
 __all__ = ["load_profile"]
@@ -69,6 +70,7 @@ def load_profile(path: Path) -> NetworkProfile:
     """
     top = open_toml(path)
     name, congestion = top.text("name", path.stem), top.text("congestion") if "congestion" in top else None
+    connections = top.number_or_text("connections", 1)
     traces = {one.text("name"): _trace(one, path.parent) for one in top.tables("trace")}
     default = top.table("default")
     sites = tuple(_site(one, traces) for one in top.tables("site"))
@@ -84,6 +86,7 @@ def load_profile(path: Path) -> NetworkProfile:
             link,
             source=str(path),
             congestion=check_congestion(name, congestion),
+            tcp_connections=check_connections(name, connections),
         )
     )
 

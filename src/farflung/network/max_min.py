@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 __all__ = ["Sharer", "max_min_rates"]
@@ -17,23 +17,19 @@ class Sharer(Protocol[R_co]):
     @property
     def uses(self) -> Sequence[tuple[R_co, int]]: ...
 
-    @property
-    def priority(self) -> int: ...
-
 
 def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]) -> list[float]:
-    r"""The rate of each flow, by progressive filling, the most urgent priority first.
+    r"""The rate of each flow, by progressive filling.
 
-    All rates of one priority grow together until a resource is full; what crosses it is done, the others go on with
-    what is left. The next priority shares what the ones before it leave. With :math:`m_{fr}` the use flow :math:`f`
-    makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
+    All rates grow together until a resource is full; what crosses it is done, the others go on with what is left. With
+    :math:`m_{fr}` the use flow :math:`f` makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
 
     What fills up at one level is taken off a resource as level times count, in ascending levels, so the rates of
     flows that are alike are equal to the last bit, whatever the order, and equal to those of one flow that stands
     for the class. The number of levels is at most the number of resources.
 
     Args:
-      flows: a smaller ``priority`` is more urgent.
+      flows: what shares them.
       capacity_bps: of each resource that is used.
 
     Returns:
@@ -41,32 +37,19 @@ def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]
 
     References: Bertsekas & Gallager 1992, section 6.5.2.
     """
-    flows = list(flows)
-    rates = [0.0] * len(flows)
+    members = [flow.uses for flow in flows]
+    rates = [0.0] * len(members)
     left: dict[R, float] = {}
-    for priority in sorted({flow.priority for flow in flows}):
-        members = {index: flow.uses for index, flow in enumerate(flows) if flow.priority == priority}
-        _fill(members, left, capacity_bps, rates)
-    return rates
-
-
-def _fill(
-    members: Mapping[int, Sequence[tuple[R, int]]],
-    left: dict[R, float],
-    capacity_bps: Callable[[R], float],
-    rates: list[float],
-) -> None:
     users: dict[R, list[int]] = {}
     count: dict[R, int] = {}
-    for index, uses in members.items():
+    for index, uses in enumerate(members):
         for resource, times in uses:
             if resource not in users:
                 users[resource], count[resource] = [], 0
-                if resource not in left:
-                    left[resource] = capacity_bps(resource)
+                left[resource] = capacity_bps(resource)
             users[resource].append(index)
             count[resource] += times
-    waiting = set(members)
+    waiting = set(range(len(members)))
     level = 0.0
     while count:
         shares = {resource: left[resource] / number for resource, number in count.items()}
@@ -86,3 +69,4 @@ def _fill(
             count[resource] -= number
             if not count[resource]:
                 del count[resource]
+    return rates

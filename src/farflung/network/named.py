@@ -6,30 +6,42 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from farflung.errors import UnknownName
+from farflung.errors import ConfigError, UnknownName
 from farflung.network.link import Link
 from farflung.network.loading import load_profile
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tcp import check_congestion
+from farflung.network.tcp import check_congestion, check_connections
 
 __all__ = ["NETWORKS", "network_profile"]
 
-_WITH_CONGESTION = re.compile(r"(?P<name>.+)\((?P<setting>congestion=(?P<control>\w+))\)")
+_WITH_SETTINGS = re.compile(r"(?P<name>.+)\((?P<settings>\w+=\w+(, *\w+=\w+)*)\)")
+_SETTINGS: dict[str, tuple[str, Callable[[str, str], object]]] = {
+    "congestion": ("congestion", check_congestion),
+    "connections": ("tcp_connections", check_connections),
+}
+"""What may stand in brackets after a name: the field of a profile, and how it is read."""
 
 
 def network_profile(name: str) -> NetworkProfile:
     """A profile by its name in :data:`NETWORKS`, or from a TOML file where ``name`` ends in ``.toml``.
 
-    Either with a congestion control after it, as in ``four-regions(congestion=bbr)``.
+    Either with its TCP after it, as in ``four-regions(congestion=bbr, connections=auto)``.
 
     Raises:
       UnknownName: there is no such name.
-      ConfigError: the file is wrong; names file and key. No congestion control of that name.
+      ConfigError: the file is wrong; names file and key. No such setting of TCP.
     """
-    if (said := _WITH_CONGESTION.fullmatch(name)) is not None:
-        plain, congestion = network_profile(said["name"]), check_congestion(said["name"], said["control"])
-        return replace(plain, name=f"{plain.name}({said['setting']})", congestion=congestion)
+    if (said := _WITH_SETTINGS.fullmatch(name)) is not None:
+        plain, asked = said["name"], dict(one.strip().split("=") for one in said["settings"].split(","))
+        profile, settings = network_profile(plain), dict[str, Any]()
+        for setting, value in asked.items():
+            if setting not in _SETTINGS:
+                raise ConfigError(f"{plain}: {setting}: must be one of {', '.join(_SETTINGS)}")
+            field, check = _SETTINGS[setting]
+            settings[field] = check(plain, value)
+        return replace(profile, name=f"{profile.name}({said['settings']})", **settings)
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:
@@ -42,7 +54,7 @@ def loopback() -> NetworkProfile:
     return NetworkProfile(
         "loopback",
         (Site("machine", inside=Link(50e-6, 20e9)),),
-        source="Our choice: 50 us between two processes through ZeroMQ, and 20 Gbit/s for each pair.",
+        source="Our choice: 50 us between two processes, and 20 Gbit/s for each pair.",
     )
 
 

@@ -9,8 +9,22 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from farflung.errors import ConfigError
-from farflung.network.link import Capacity, Link, Trace, check_capacity, map_capacity
-from farflung.network.tcp import CongestionControl, check_congestion
+from farflung.network.link import (
+    Capacity,
+    Link,
+    Trace,
+    both_lose,
+    check_capacity,
+    map_capacity,
+    mean_capacity,
+)
+from farflung.network.tcp import (
+    CongestionControl,
+    Connections,
+    check_congestion,
+    check_connections,
+    connections_for,
+)
 
 __all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
 
@@ -103,10 +117,11 @@ class NetworkProfile:
       changes: what has been done to them since, oldest first.
       congestion: the congestion control of the nodes' TCP, which then has to find its rate on every connection, see
         :class:`farflung.network.Tcp`; ``None``: messages have the whole bandwidth from their first byte.
+      tcp_connections: how many TCP connections each pair of nodes has, of which each is a flow of its own.
 
     Raises:
-      ConfigError: a site named twice or not at all, an unknown medium or congestion control, a pair that cannot reach
-        each other.
+      ConfigError: a site named twice or not at all, an unknown medium or congestion control, no number of connections,
+        a pair that cannot reach each other.
     """
 
     name: str
@@ -117,6 +132,7 @@ class NetworkProfile:
     source: str = ""
     changes: tuple[str, ...] = ()
     congestion: CongestionControl | None = None
+    tcp_connections: Connections = 1
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _links: dict[tuple[str, str], Connection] = field(init=False, repr=False, compare=False)
 
@@ -124,6 +140,7 @@ class NetworkProfile:
         if not self.sites:
             raise ConfigError(f"{self.name}: site: there is none")
         check_congestion(self.name, self.congestion)
+        check_connections(self.name, self.tcp_connections)
         _once(self.name, "site", (site.name for site in self.sites))
         _once(self.name, "medium", (medium.name for medium in self.media))
         _once(self.name, "link", (f"{way.src} to {way.dst}" for way in self.connections))
@@ -219,10 +236,28 @@ class NetworkProfile:
         """The link from one node to another."""
         return self.connection(self.site_index(src), self.site_index(dst)).link
 
-    def goodput_bps(self, src_site: int, dst_site: int) -> Capacity:
-        """The bandwidth of a connection under its loss; see :meth:`Link.goodput_bps`."""
+    def goodput_bps(self, src_site: int, dst_site: int, extra_loss: float = 0.0) -> Capacity:
+        """The bandwidth of a connection under its loss and some more; see :meth:`Link.goodput_bps`."""
         link = self.connection(src_site, dst_site).link
-        return link.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion)
+        lossy = replace(link, loss=both_lose(link.loss, extra_loss))
+        connections = self.connections_of(src_site, dst_site)
+        return lossy.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion, connections)
+
+    def connections_of(self, src_site: int, dst_site: int) -> int:
+        """TCP connections of two nodes, by the narrowest capacity on their way where the profile leaves it open."""
+        if isinstance(self.tcp_connections, int):
+            return self.tcp_connections
+        link, one, other = (
+            self.connection(src_site, dst_site).link,
+            self.sites[src_site],
+            self.sites[dst_site],
+        )
+        limits = [link.bandwidth_bps, one.up_bps, other.down_bps]
+        if src_site != dst_site:
+            limits += [one.exit_bps, other.entry_bps]
+        limits += [medium.bandwidth_bps for medium in self.media if medium.name in (one.medium, other.medium)]
+        round_trip_s = self.round_trip_s(src_site, dst_site)
+        return connections_for(min(map(mean_capacity, limits)), round_trip_s, link.loss, self.congestion)
 
     def round_trip_s(self, src_site: int, dst_site: int) -> float:
         """Both delays between the nodes of two of :attr:`sites`, in seconds."""

@@ -8,16 +8,25 @@ from typing import Literal, TypeAlias, get_args
 from farflung.errors import ConfigError
 
 __all__ = [
+    "AUTO",
     "SEGMENT_NBYTES",
     "CongestionControl",
+    "Connections",
     "Tcp",
     "check_congestion",
+    "check_connections",
+    "connections_for",
     "repaired_s",
     "window_share_bps",
 ]
 
 CongestionControl: TypeAlias = Literal["bbr", "cubic", "reno"]
 """By the names that Linux gives them."""
+Connections: TypeAlias = int | Literal["auto"]
+"""How many join each pair of nodes, for bulk; ``"auto"``: as :func:`connections_for` has it."""
+AUTO: Literal["auto"] = "auto"
+MOST_CONNECTIONS = 16
+"""That are chosen for a pair; each costs both ends a descriptor."""
 
 SEGMENT_NBYTES = 1448
 """Payload of one TCP segment on Ethernet: 1500 bytes less IP and TCP headers and the timestamp option."""
@@ -26,7 +35,7 @@ FIRST_WINDOW_BITS = 10 * SEGMENT_BITS
 """What a connection sends before anything was acknowledged (RFC 6928)."""
 LARGEST_WINDOW_BITS = 8.0 * (4 << 20)
 """The largest send buffer that Linux gives a connection unasked (the third of net.ipv4.tcp_wmem, by the kernel's
-documentation of ip-sysctl). ZeroMQ leaves it as it is, so no more is ever on its way."""
+documentation of ip-sysctl), so no more of one is ever on its way."""
 LEAST_SPREAD_S, SPREAD_KEPT = 0.2, 0.86
 """By how much a timeout for retransmission is longer than a round trip: at least this, as Linux has it, and at first by
 two round trips (RFC 6298), of which each leaves this share, which is fitted."""
@@ -75,6 +84,42 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
     if control in ("cubic", None):
         window = max(1.054 * (round_trip_s / loss) ** 0.75, window)
     return SEGMENT_BITS * window / round_trip_s
+
+
+def check_connections(where: str, connections: int | float | str) -> Connections:
+    """A number of connections for each pair, or ``"auto"``.
+
+    Raises:
+      ConfigError: neither; begins with ``where``.
+    """
+    if connections == AUTO:
+        return AUTO
+    if isinstance(connections, str) and connections.isdecimal():
+        connections = int(connections)
+    if isinstance(connections, bool | str) or connections != int(connections) or connections < 1:
+        raise ConfigError(f"{where}: connections = {connections!r}: must be 1 or more, or {AUTO}")
+    return int(connections)
+
+
+def connections_for(
+    rate_bps: float, round_trip_s: float, loss: float, control: CongestionControl | None = None
+) -> int:
+    r"""How many connections fill the way between two nodes, :data:`MOST_CONNECTIONS` at most.
+
+    .. math:: \Big\lceil \frac{(1-p)\,b}{\min(s(p, R),\ 8 \cdot 2^{22} / R)} \Big\rceil
+
+    with :math:`s` as :func:`window_share_bps` has it, and Linux's largest send buffer.
+
+    Args:
+      rate_bps: b, bits per second; may be infinite.
+      round_trip_s: R, in seconds.
+      loss: p, share of packets that are lost.
+      control: the congestion control in force; ``None`` counts as CUBIC.
+    """
+    if round_trip_s == 0.0:
+        return 1
+    one_bps = min(window_share_bps(control, loss, round_trip_s), LARGEST_WINDOW_BITS / round_trip_s)
+    return max(1, math.ceil(min((1 - loss) * rate_bps / one_bps, MOST_CONNECTIONS)))
 
 
 def repaired_s(
@@ -181,6 +226,15 @@ class Tcp:
         self._began_s = now
         self._flight = bits if self._filled else min(bits, self._window - self._used)
         return self._flight
+
+    @property
+    def filled(self) -> bool:
+        """Whether a flight leaves as acknowledgements come, and is not in the network's hands at once."""
+        return self._filled
+
+    def hold_back(self, bits: float) -> None:
+        """So many bits of the flight under way do not set out yet."""
+        self._flight -= bits
 
     def passed(self, now: float) -> float:
         """The network has taken the last bit of the flight: when it has left, since a paced sender takes its time."""

@@ -46,6 +46,7 @@ class Path:
       congestion: the congestion control of its connection, which then has to find its rate; ``None``: it has not.
       round_trip_s: both delays, for that.
       loss: share of packets that are lost.
+      connections: how many alike carry a message together, each an equal part and each with these ``uses``.
     """
 
     latency_s: float
@@ -54,6 +55,7 @@ class Path:
     congestion: CongestionControl | None = None
     round_trip_s: float = 0.0
     loss: float = 0.0
+    connections: int = 1
 
 
 class Wiring:
@@ -106,6 +108,7 @@ class Wiring:
             profile.congestion,
             profile.round_trip_s(a, b),
             there.link.loss,
+            profile.connections_of(a, b),
         )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
@@ -275,7 +278,14 @@ class Bundles:
                 self.capacities.append(capacity)
             uses.append(Use(self._numbers[resource], count))
         round_trip_s = self._profile.round_trip_s(one.site, other.site)
-        return Path(link.latency_s, link.jitter_s, tuple(uses), self._profile.congestion, round_trip_s)
+        return Path(
+            link.latency_s,
+            link.jitter_s,
+            tuple(uses),
+            self._profile.congestion,
+            round_trip_s,
+            connections=self._profile.connections_of(one.site, other.site),
+        )
 
 
 def _nodes(profile: NetworkProfile) -> int:

@@ -103,6 +103,9 @@ class _Alone:
         (spec,) = expect
         return done(Payload((torch.zeros(spec.shape, dtype=spec.dtype),)))
 
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        del src, hop, into
+
     def collective(self, name: str) -> AllReduce:
         async def unsummed(
             channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None

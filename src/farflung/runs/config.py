@@ -18,7 +18,7 @@ from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
-from farflung.network import NetworkProfile, network_profile
+from farflung.network import NetworkProfile, check_connections, network_profile
 from farflung.recipes import FAMILIES, Recipe, recipe
 from farflung.runs.settings import Setting, settings_of, variant
 from farflung.spec import build, is_carried, text_of
@@ -357,6 +357,8 @@ class SimulatedConfig(RunConfig):
       workers: replicas; as many as the network has nodes when not given, or 4.
       network: what lies between the replicas: a name (see ``farflung list networks``) or a TOML file; lan-1g when not
         given.
+      connections: TCP connections of each pair of replicas, for bulk: a number, or auto: by rate, round trip and loss;
+        as the network has it when not given, which is 1 in those with a name.
       device: what each replica computes on: a name (see ``farflung list devices``) or a TOML file; cpu-core when not
         given.
       faults: a TOML file that says what goes wrong.
@@ -367,6 +369,7 @@ class SimulatedConfig(RunConfig):
     """
 
     network: str | NetworkProfile
+    connections: str | int
     device: str | DeviceProfile
     faults: str | FaultPlan
     count_evaluation: bool
@@ -400,7 +403,10 @@ class SimulatedConfig(RunConfig):
     def make_network(self) -> NetworkProfile:
         """The network between the replicas."""
         with naming(self.network) if isinstance(self.network, str) else nullcontext():
-            return _profile(self.network).for_nodes(self.workers)
+            profile = _profile(self.network).for_nodes(self.workers)
+        if self.connections == "":
+            return profile
+        return replace(profile, tcp_connections=check_connections(profile.name, self.connections))
 
     def make_faults(self) -> FaultPlan:
         """What goes wrong."""
@@ -458,6 +464,7 @@ class SimulatedConfig(RunConfig):
         profile = self.make_network()
         return {
             "network": self.network_name,
+            "connections": profile.tcp_connections,
             "device": self.device if isinstance(self.device, str) else self.device.name,
             "source": profile.source,
             "changes": list(profile.changes),
@@ -469,7 +476,13 @@ class SimulatedConfig(RunConfig):
         return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
 
 
-_WORLD: dict[str, Any] = {"network": NETWORK, "device": DEVICE, "faults": "", "count_evaluation": False}
+_WORLD: dict[str, Any] = {
+    "network": NETWORK,
+    "connections": "",
+    "device": DEVICE,
+    "faults": "",
+    "count_evaluation": False,
+}
 """What a run in virtual time has beside the others, and what it is when not given."""
 
 
@@ -532,8 +545,8 @@ def _profile(network: str | NetworkProfile) -> NetworkProfile:
     return network_profile(network) if isinstance(network, str) else network
 
 
-def _words(value: str | bool | NetworkProfile | DeviceProfile | FaultPlan) -> str | bool:
-    """Text and switches as they are; in brackets what is neither."""
-    if isinstance(value, str | bool):
+def _words(value: str | int | NetworkProfile | DeviceProfile | FaultPlan) -> str | int:
+    """Text, numbers and switches as they are; in brackets what is none of them."""
+    if isinstance(value, str | int):
         return value
     return f"<{value if isinstance(value, FaultPlan) else value.name}>"

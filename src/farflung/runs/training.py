@@ -139,7 +139,8 @@ def ready_to_train(
         return
     if replace(endpoint, encrypt=False) != Endpoint():
         raise ConfigError(
-            "--interface, --port, --advertise and --keys are for several machines: start this under torchrun there"
+            "--interface, --port, --advertise, --keys and --connections are for several machines: start this under "
+            "torchrun there"
         )
     config.check_carried()
     place(options.device, local_size=config.workers)

@@ -115,7 +115,7 @@ class _Fleet:
     ) -> None:
         self.clock = VirtualClock()
         self.ends_s = [0.0] * steps
-        self._flows = Flows(self.clock, Bundles(network, groups), seed)
+        self._flows = Flows(self.clock, Bundles(network, groups), seed, sealed=True)
         self._devices, self._shape, self._groups = devices, shape, groups
         self._batch_size, self._seed = batch_size, seed
         self._network = network

@@ -49,7 +49,7 @@ class VirtualWorld:
       device: a profile in the place of ``seconds_per_sample``, or one for each replica.
       seed: of jitter and stragglers.
       closed_form: whether collectives may be computed as a whole; see :class:`farflung.comm.VirtualNetwork`. With
-        faults they are not.
+        faults, and where members come and go, they are not.
       faults: what goes wrong; replicas tell :attr:`injector` of their steps.
       deadline_s: how long any message may take where something goes wrong, in virtual seconds.
       decisions: where decisions are kept; a fresh log when not given.
@@ -83,9 +83,12 @@ class VirtualWorld:
         if link is not None and network is not None:
             raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
-        closed_form = closed_form and not faults.faults
+        closed_form = closed_form and whole and not faults.faults
+        self.encrypted = link is not None or network is not None
+        """Whether messages are, as those of real runs are that leave a machine."""
+        profile = network or link or Link()
         self.network = VirtualNetwork(
-            self.clock, size, network or link or Link(), seed=seed, closed_form=closed_form
+            self.clock, size, profile, seed=seed, encrypted=self.encrypted, closed_form=closed_form
         )
         self.off_clock: VirtualNetwork | None = None
         """Carries what is off the clock in no time; who is lost or waited for there is noticed as on the network."""
@@ -93,8 +96,6 @@ class VirtualWorld:
             self.off_clock = VirtualNetwork(
                 self.clock, size, Link(), closed_form=closed_form, mailboxes=self.network.mailboxes
             )
-        self.encrypted = link is not None or network is not None
-        """Whether messages are, as those of real runs are that leave a machine."""
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole)

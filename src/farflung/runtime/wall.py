@@ -21,9 +21,10 @@ from farflung.comm import (
     Endpoint,
     Peer,
     Purpose,
+    TcpTransport,
+    Transport,
     View,
     WallCommunicator,
-    ZmqTransport,
     collective_named,
 )
 from farflung.comm.staging import to_host
@@ -72,6 +73,8 @@ class WallRuntime:
       pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
       members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
         is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
+      transport: makes what carries messages, from rank, size and the options of
+        :class:`farflung.comm.tcp.TcpTransport`.
 
     Raises:
       ConfigError: the endpoint cannot be used, or some replica's key is not accepted, or two replicas cannot be
@@ -94,6 +97,7 @@ class WallRuntime:
         decisions: DecisionLog | None = None,
         pace: Pace | None = None,
         members: Collection[int] | None = None,
+        transport: Callable[..., Transport] = TcpTransport,
     ) -> None:
         address, whole = endpoint.address, members is None
         if native and size > 1 and not endpoint.is_local:
@@ -115,7 +119,7 @@ class WallRuntime:
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
         self._closes = threading.Event()
-        transport = ZmqTransport(
+        carrier = transport(
             rank,
             size,
             interface=address,
@@ -123,8 +127,9 @@ class WallRuntime:
             advertise=endpoint.advertise,
             keys=endpoint.proof(),
             later=not whole,
+            connections=endpoint.connections,
         )
-        self.view = View(transport, size, now=self.now, whole=whole, members=members, settings=settings)
+        self.view = View(carrier, size, now=self.now, whole=whole, members=members, settings=settings)
         """The members, as this one sees them."""
         self.comm = WallCommunicator(
             self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
@@ -152,7 +157,7 @@ class WallRuntime:
 
     @property
     def communication_cpu_s(self) -> float:
-        """Processor seconds that the communication thread has taken so far, without ZeroMQ's own."""
+        """Processor seconds that the communication thread has taken so far."""
         return self._thread.cpu_s
 
     def sleep_until(self, t: float) -> Pending[None]:

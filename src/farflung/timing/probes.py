@@ -149,7 +149,7 @@ def message_costs(*, rounds: int = 5, turns: float = 1.0) -> MessageCosts:
     """Medians of rounds of small and of large messages, plain and encrypted, halved between the two ends.
 
     Of a message, what the communication threads take counts; of its bytes all that this process takes, so nothing else
-    may run in it: ZeroMQ's own threads copy them through the kernel, and encrypt them.
+    may run in it: the communication threads copy them through the kernel, and encrypt them.
 
     Args:
       rounds: of each kind.

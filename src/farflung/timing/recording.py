@@ -236,6 +236,9 @@ class _WatchedChannel:
         self._ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        self._channel.land(src, hop, into)
+
     def collective(self, name: str) -> AllReduce:
         inner = self._channel.collective(name)
 

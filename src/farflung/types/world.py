@@ -159,6 +159,19 @@ class Communicator(Protocol):
         """
         ...
 
+    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+        """Names memory in which the first tensor of a message to come may arrive, so that it need not be copied.
+
+        It does where ``into`` is contiguous and of its size, and nothing of it has come before. Bytes may be put there
+        before the message is received, and where it never is.
+
+        Args:
+          src: the rank that sends it.
+          tag: of the message.
+          into: the memory.
+        """
+        ...
+
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
     ) -> Pending[tuple[int, Payload]]:
@@ -309,6 +322,10 @@ class Channel(Protocol):
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """See :meth:`Communicator.recv`."""
+        ...
+
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        """See :meth:`Communicator.land`."""
         ...
 
     def tag(self, hop: int) -> Tag:

@@ -43,8 +43,10 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
-    """``target``, with what is in ``source``, as a part of an exchange."""
-    return channel.compute(CodingCost("copy", "", target.numel()), partial(target.copy_, source))
+    """``target``, with what is in ``source`` and may be there already, as a part of an exchange."""
+    there = source.data_ptr() == target.data_ptr()
+    copy = partial(target.copy_, source)
+    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if there else copy)
 
 
 def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -103,6 +103,11 @@ async def _by_owners(
     everyone_owns = owners == size
     peers = others(channel)
 
+    if coding is None:
+        for owner in peers:
+            if owner < owners:
+                for piece in range(pieces):
+                    channel.land(owner, hop + 2 * piece + 1, views[owner][piece])
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:

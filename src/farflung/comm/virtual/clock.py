@@ -104,9 +104,12 @@ class Carrier(Protocol):
     """Computes when messages leave and arrive."""
 
     def send(
-        self, src: int, dst: int, bits: int, priority: int, arrived: Callable[[float], None]
+        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
-        """Starts a message; done when its last bit has left, ``arrived(t)`` is called when it is there."""
+        """Starts a message of so many bytes of payload; done when its last bit has left.
+
+        ``arrived(t)`` is called when it is there.
+        """
         ...
 
 
@@ -115,19 +118,19 @@ class Departure(Pending[None]):
 
     Args:
       clock: virtual time.
-      at: that time; may be put off until it has come.
+      at: that time.
     """
 
-    __slots__ = ("_clock", "_watched", "at")
+    __slots__ = ("_at", "_clock", "_watched")
 
     def __init__(self, clock: Clock, at: float) -> None:
         super().__init__()
-        self._clock, self.at, self._watched = clock, at, False
+        self._clock, self._at, self._watched = clock, at, False
 
     @property
     @override
     def done(self) -> bool:
-        if not self._done and self._clock.now() >= self.at:
+        if not self._done and self._clock.now() >= self._at:
             self.set(None)
         return self._done
 
@@ -136,9 +139,9 @@ class Departure(Pending[None]):
         """Calls ``callback(self)`` at that time; at once where it is past."""
         if not self.done and not self._watched:
             self._watched = True
-            self._clock.at(self.at, self._look)
+            self._clock.at(self._at, self._look)
         super().on_done(callback)
 
     def _look(self) -> None:
-        if not self.done:
-            self._clock.at(self.at, self._look)
+        if not self._done:
+            self.set(None)

@@ -148,7 +148,7 @@ class GroupedReduce:
         """From each device of a group to each of another."""
 
         def move(came: Callable[[float], None]) -> None:
-            self._carrier.send(src, dst, 8 * nbytes, 0, came)
+            self._carrier.send(src, dst, nbytes, 0, came)
 
         if self._devices is None:
             move(arrived)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
-from farflung.network.link import both_lose, map_capacity
+from farflung.network.link import map_capacity
 from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,
@@ -46,18 +45,19 @@ LinkModel = Link
 class VirtualNetwork:
     """Messages on a modelled clock: tensors change hands by reference, only their arrival is computed.
 
-    Messages of one rank to another arrive in the order they were sent, those with another priority aside. All else
-    is matched by tag, so nothing depends on it but the times.
+    Messages of one rank to another arrive in the order they were sent, those of one priority. All else is matched by
+    tag, so nothing depends on it but the times.
 
     Args:
       clock: virtual time.
       size: number of ranks.
       network: a profile, or one link that every ordered pair has for itself.
       seed: of the jitter.
+      encrypted: whether messages are.
       closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
-        that nothing shares all of them are, and what a more urgent message delays is computed anew; elsewhere those in
-        which owners add, where all ranks join at one time, nothing else is under way, and no link jitters. None is
-        where the profile names a congestion control, since what a message takes then depends on those before it.
+        that nothing shares all of them are, and no message has a priority; elsewhere those in which owners add, where
+        all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile names a
+        congestion control, since what a message takes then depends on those before it.
       mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
@@ -71,13 +71,14 @@ class VirtualNetwork:
         network: NetworkProfile | Link,
         *,
         seed: int = 0,
+        encrypted: bool = False,
         closed_form: bool = True,
         mailboxes: MutableSequence[Mailbox] | None = None,
     ) -> None:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
         self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
-        self._clock = clock
+        self._clock, self._encrypted = clock, encrypted
         self.pauses: Pauses | None = None
         """Which links are cut, in a world in which that may happen."""
         self.roster: Roster | None = None
@@ -90,13 +91,13 @@ class VirtualNetwork:
         self._symmetric: Symmetric | None = None
         closed_form = closed_form and self.profile.congestion is None
         if closed_form and is_dedicated(self.profile):
-            self._carrier = pairs = Pairs(clock, self.profile, seed)
+            self._carrier = pairs = Pairs(clock, self.profile, seed, sealed=encrypted)
             self._whole = ClosedForms(clock, pairs, size)
         else:
-            self._carrier = self._flows = Flows(clock, Wiring(self.profile), seed)
+            self._carrier = self._flows = Flows(clock, Wiring(self.profile), seed, sealed=encrypted)
             if closed_form and not any(link.jitter_s for link in self.profile.all_links()):
                 self._symmetric = Symmetric(
-                    clock, self.profile, lambda: self._flows.idle, self.communicator, self._replay
+                    clock, self.profile, lambda: self._flows.idle, self.communicator, encrypted, self._replay
                 )
 
     def charge(self, lanes: Sequence[Lane | None]) -> None:
@@ -142,10 +143,10 @@ class VirtualNetwork:
         if self._symmetric is not None:
             self._symmetric.interrupt()
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
-        return self._carrier.send(src, dst, 8 * nbytes, priority, heard)
+        return self._carrier.send(src, dst, nbytes, priority, heard)
 
     def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
-        """A message of no bytes, behind those of priority 0."""
+        """A message without a payload, behind those of priority 0."""
         self._move(src, dst, 0, 0, lambda _: heard())
 
     def notice(self, src: int, dst: int, seen: Callable[[], None]) -> None:
@@ -161,9 +162,7 @@ class VirtualNetwork:
           bandwidth_bps: no more than this, in bits per second.
           loss: share of packets that are lost besides the profile's; see :meth:`farflung.network.Link.goodput_bps`.
         """
-        link, back = self.profile.link(src, dst), self.profile.link(dst, src)
-        lossy = replace(link, loss=both_lose(link.loss, loss))
-        goodput = lossy.goodput_bps(link.latency_s + back.latency_s, self.profile.congestion)
+        goodput = self.profile.goodput_bps(self.profile.site_index(src), self.profile.site_index(dst), loss)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def now(self) -> float:
@@ -197,7 +196,9 @@ class VirtualNetwork:
         """Runs something from a time at which all was quiet up to now; then it goes on here."""
         apart = VirtualClock(begin_s)
         clock = ClockInUse(apart)
-        other = VirtualNetwork(clock, len(self.mailboxes), self.profile, closed_form=False)
+        other = VirtualNetwork(
+            clock, len(self.mailboxes), self.profile, encrypted=self._encrypted, closed_form=False
+        )
         start(clock, other.communicator)
         apart.run(until=self._clock.now())
         apart.hand_over(self._clock)

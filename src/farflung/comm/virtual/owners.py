@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
@@ -9,15 +11,10 @@ from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.groups import ReduceShape
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, by_time
-from farflung.comm.virtual.preemptive import Later
 from farflung.tasks import Pending
 from farflung.types import Counts
 
 __all__ = ["OwnersInOne"]
-
-
-_SUM = -1
-"""In the place of the number of a piece: what comes back."""
 
 
 class OwnersInOne:
@@ -53,8 +50,8 @@ class OwnersInOne:
         now = self._clock.now()
         joined = self._members.join(rank, tensor, side)
         for piece in range(self._pieces):
-            bits = 8.0 * (self._nbytes[piece] + (self._side_nbytes if piece == 0 else 0))
-            arrives = self._pairs.send_many(rank, slice(0, self._owners), bits, self, piece)
+            nbytes = self._nbytes[piece] + (self._side_nbytes if piece == 0 else 0)
+            arrives = self._pairs.send_many(rank, slice(0, self._owners), nbytes)
             if rank < self._owners:
                 arrives[rank] = now
             np.maximum(self._complete[piece], arrives, out=self._complete[piece])
@@ -66,28 +63,6 @@ class OwnersInOne:
         """Ends the wait of all who have joined."""
         self._members.fail(error)
 
-    def put_off(self, later: Later) -> None:
-        """A message is overtaken by another."""
-        if later.part == _SUM:
-            self._sum_put_off(later)
-        else:
-            self._part_put_off(later)
-
-    def _part_put_off(self, later: Later) -> None:
-        """An owner adds a piece later, and those after it."""
-        late = self._complete[later.part :, later.dst]
-        places = later.dst * self._pieces + later.part + np.flatnonzero(late < later.arrives_s)
-        np.maximum(late, later.arrives_s, out=late)
-        if self._members.joined == self._size:
-            self._clock.at(later.arrives_s, lambda: self._spread(places.tolist()))
-
-    def _sum_put_off(self, later: Later) -> None:
-        """A rank has all sums later."""
-        if self._finish[later.dst] < later.arrives_s:
-            self._finish[later.dst] = later.arrives_s
-            if not self._to_spread:
-                self._clock.at(later.arrives_s, lambda: self._give([later.dst]))
-
     def _complete_by(self, last: int) -> None:
         """The last rank has joined: when each owner can send what back is known."""
         np.maximum.accumulate(self._complete, axis=0, out=self._complete)  # an owner adds piece after piece
@@ -96,27 +71,19 @@ class OwnersInOne:
             own = [place for place in places if place // self._pieces == last and t == self._clock.now()]
             others = [place for place in places if place not in own] if own else places
             if others:
-                self._clock.at(t, lambda places=others: self._spread(places))  # type: ignore[misc]
+                self._clock.at(t, partial(self._spread, others))
             if own:
                 self._spread(own)
 
     def _spread(self, places: list[int]) -> None:
-        """Owners send sums to everybody, if nothing has been put off; a place is an owner and a piece."""
+        """Owners send sums to everybody; a place is an owner and a piece."""
         now = self._clock.now()
         for owner, piece in (divmod(place, self._pieces) for place in places):
-            if self._complete[piece, owner] > now:
-                continue
-            bits = 8.0 * float(self._nbytes[piece, owner] + (self._back_nbytes if piece == 0 else 0))
-            arrives = self._pairs.send_many(owner, slice(0, self._size), bits, self, _SUM)
+            nbytes = self._nbytes[piece, owner] + (self._back_nbytes if piece == 0 else 0)
+            arrives = self._pairs.send_many(owner, slice(0, self._size), nbytes)
             arrives[owner] = now
             np.maximum(self._finish, arrives, out=self._finish)
             self._to_spread -= 1
             if not self._to_spread:
                 for t, ranks in by_time(self._finish):
-                    self._clock.at(t, lambda ranks=ranks: self._give(ranks))  # type: ignore[misc]
-
-    def _give(self, ranks: list[int]) -> None:
-        """Some ranks have all sums, if nothing has been put off."""
-        there = [rank for rank in ranks if self._finish[rank] <= self._clock.now()]
-        if there:
-            self._members.give(there)
+                    self._clock.at(t, partial(self._members.give, ranks))

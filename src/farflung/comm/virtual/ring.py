@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from farflung.comm.collectives.segments import cut
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import Members
 from farflung.comm.virtual.pairs import Pairs, Ranks, by_time
-from farflung.comm.virtual.preemptive import Later
 from farflung.tasks import Pending
 from farflung.types import Counts, Segment
 
@@ -72,28 +72,14 @@ class RingInOne:
         first_half = hop < self._size - 1
         segment = np.where(first_half, ranks - hop, ranks + 1 - (hop - (self._size - 1))) % self._size
         after = (ranks + 1) % self._size
-        arrives = self._pairs.send_many(ranks, after, 8.0 * self._nbytes[segment], self)
+        arrives = self._pairs.send_many(ranks, after, self._nbytes[segment])
         self._sent[ranks] += 1
         for t, places in by_time(arrives):
-            self._receive_at(t, after[places])
+            # With jitter, messages that overtook others' delays arrive together; they go on in the order of sending.
+            if self._pairs.jitters or t not in self._arriving:
+                self._clock.at(t, partial(self._receive, t))
+            self._arriving.setdefault(t, []).append(after[places])
         return ranks
-
-    def _receive_at(self, t: float, ranks: Ranks) -> None:
-        # With jitter, messages that overtook others' delays arrive together; they go on in the order they were sent.
-        alone = self._pairs.jitters or t not in self._arriving
-        self._arriving.setdefault(t, []).append(ranks)
-        if alone:
-            self._clock.at(t, lambda: self._receive(t))
-
-    def put_off(self, later: Later) -> None:
-        """A message is overtaken by another: of those that would arrive together over one link, the last."""
-        arriving = self._arriving[later.was_s]
-        for index in reversed(range(len(arriving))):
-            places = np.flatnonzero(arriving[index] == later.dst)
-            if len(places):
-                arriving[index] = np.delete(arriving[index], places[-1])
-                break
-        self._receive_at(later.arrives_s, np.array([later.dst]))
 
     def _receive(self, t: float) -> None:
         arriving = self._arriving.pop(t)

@@ -62,6 +62,7 @@ class Symmetric:
       idle: whether no message is on its way.
       hop_by_hop: a communicator of a rank, for collectives that go message by message. What it counts is left aside:
         ranks have counted their bytes when they joined.
+      sealed: whether connections are encrypted.
       replay: takes over from groups; called with what runs on a clock of its own up to the present moment.
     """
 
@@ -71,11 +72,12 @@ class Symmetric:
         profile: NetworkProfile,
         idle: Callable[[], bool],
         hop_by_hop: Callable[[int], Communicator],
+        sealed: bool,
         replay: Callable[[float, Callable[[Clock, Callable[[int], Communicator]], None]], None],
     ) -> None:
         assert profile.nodes is not None
         self._clock, self._profile, self._size = clock, profile, profile.nodes
-        self._idle, self._hop_by_hop, self._replay = idle, hop_by_hop, replay
+        self._idle, self._hop_by_hop, self._sealed, self._replay = idle, hop_by_hop, sealed, replay
         self._joining: dict[Tag, _Joining] = {}
         self._refused: dict[Tag, int] = {}
         self._running: list[_Running] = []
@@ -148,7 +150,7 @@ class Symmetric:
         self._version += 1
         groups = groups_of(self._profile, 0, self._cuts)
         clock = VirtualClock(self._running[0].begin_s)
-        flows = Flows(clock, Bundles(self._profile, groups), seed=0)
+        flows = Flows(clock, Bundles(self._profile, groups), seed=0, sealed=self._sealed)
         ends: dict[float, list[tuple[_Running, Iterable[int]]]] = {}
 
         def begin(one: _Running) -> None:

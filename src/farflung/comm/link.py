@@ -1,0 +1,394 @@
+"""One TCP connection, plain or with TLS: its state, what leaves over it and what arrives."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import ssl
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from farflung.comm.framing import LEAST_PIECE_NBYTES, LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES, piece_nbytes
+from farflung.comm.loop import Loop
+from farflung.comm.records import Chunk, Receiver, Sender
+from farflung.comm.wire import WireError
+
+if TYPE_CHECKING:
+    from farflung.comm.tcp import TcpTransport
+
+__all__ = ["Link", "Path", "State"]
+
+_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
+_KEEPIDLE = 0x10 if sys.platform == "darwin" else 4
+_KEEPALIVE_S = 30
+_SIOCOUTQ, _SO_NWRITE = 0x5411, 0x1024
+"""How Linux and macOS tell of bytes that are not acknowledged."""
+_TCP_INFO_NBYTES = 160
+"""Of the kernel's ``struct tcp_info``, up to the number of data segments that were sent."""
+_LOOK_S = 0.05
+"""How often the size of a piece follows the rate of a connection that is busy."""
+_MUCH = 1 << 15
+"""Bytes behind which there are likely more."""
+_AGAIN = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Path(NamedTuple):
+    """What the kernel has found of the way of a connection.
+
+    Args:
+      round_trip_s: in seconds.
+      loss: the share of segments that were sent again.
+      control: the name of the congestion control.
+    """
+
+    round_trip_s: float
+    loss: float
+    control: str
+
+
+class State(IntEnum):
+    """Where a connection stands."""
+
+    CONNECTING = 0
+    SHAKING = 1
+    """TLS is being set up."""
+    STRANGER = 2
+    """The two ends have not proved which ranks they are."""
+    MEMBER = 3
+    CLOSING = 4
+    """What is queued leaves; what arrives is dropped."""
+    GONE = 5
+
+
+class Link:
+    """One connection.
+
+    Args:
+      loop: waits for it.
+      owner: is told of it.
+      sock: not blocking.
+      dialled: the rank that it was made to; ``None``: it was accepted.
+      tls: the settings of its encryption; ``None``: it has none.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        owner: TcpTransport,
+        sock: socket.socket,
+        dialled: int | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.sock, self.dialled = sock, dialled
+        self.rank, self.index = dialled, 0
+        """Of the peer, as far as it is known, and of this connection among those to it."""
+        self.nonce = b""
+        """What this end has challenged the other with."""
+        self.retry: Callable[[], None] = lambda: None
+        """Makes the connection again, later."""
+        self.state = State.CONNECTING
+        self.receiver: Receiver | None = None
+        self.busy_s, self.busy_nbytes = 0.0, 0
+        """For how long there was more to send than could be, and what was sent in that time."""
+        self._loop, self._owner, self._tls, self._fd = loop, owner, tls, sock.fileno()
+        self._sender: Sender | None = None
+        self._links: Mapping[int, Link] = {}
+        self._due, self._said = 0, b""
+        self._out: list[memoryview] = []
+        self._chunk: Chunk | None = None
+        self._piece, self._adapts = LEAST_PIECE_NBYTES, True
+        self._blocked, self._broken = False, False
+        """Whether the kernel takes nothing now, or never again."""
+        self._looked_at, self._since = 0.0, 0
+
+    # --- up to a member ---------------------------------------------------------------------------------------------
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Begins to connect."""
+        error = self.sock.connect_ex(address)
+        if error in (0, errno.EINPROGRESS):
+            self._loop.watch(self._fd, writable=self._connects)
+        else:
+            self.end(OSError(error, "connect"))
+
+    def _connects(self) -> None:
+        if self.state is State.CONNECTING:
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self.end(OSError(error, "connect"))
+            else:
+                self.begin()
+
+    def begin(self) -> None:
+        """Goes on with a connection that is there."""
+        with suppress(OSError):  # the other end may be gone
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.sock.setsockopt(socket.IPPROTO_TCP, _KEEPIDLE, _KEEPALIVE_S)
+        self.state = State.SHAKING
+        self._guarded(self._begin)
+
+    def _begin(self) -> None:
+        if self._tls is not None:
+            server = self.dialled is None
+            self.sock = self._tls.wrap_socket(self.sock, server_side=server, do_handshake_on_connect=False)
+        self._listen()
+        self._shake()
+
+    def _shake(self) -> None:
+        if isinstance(self.sock, ssl.SSLSocket):
+            self.sock.do_handshake()
+        self.state = State.STRANGER
+        self._owner.connected(self)
+
+    def certificate(self) -> bytes | None:
+        """The certificate that the other end has proved to have the key of, in DER."""
+        return self.sock.getpeercert(True) if isinstance(self.sock, ssl.SSLSocket) else None
+
+    def expect(self, nbytes: int) -> None:
+        """Tells the owner when so many bytes more are there."""
+        self._due, self._said = nbytes, b""
+
+    def say(self, said: bytes) -> None:
+        """Sends a few bytes of the introduction."""
+        self._out.append(memoryview(said))
+        self._guarded(self._write)
+
+    def promote(self, rank: int, sender: Sender, receiver: Receiver, links: Mapping[int, Link]) -> None:
+        """The other end has proved to be a member.
+
+        Args:
+          rank: of the member.
+          sender: what leaves.
+          receiver: what arrives.
+          links: all connections to it, by number.
+        """
+        self.rank, self._sender, self.receiver, self._links = rank, sender, receiver, links
+        self.state = State.MEMBER
+        with suppress(OSError):
+            self._adapts = self.sock.getpeername()[0] != self.sock.getsockname()[0]
+        if self._adapts:
+            self._hold_little()
+        else:
+            self._piece = LOCAL_PIECE_NBYTES if self._tls is None else SEALED_PIECE_NBYTES
+        self.flush()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that were taken from the queue and have not left."""
+        return sum(map(len, self._out))
+
+    def flush(self) -> None:
+        """Sends what there is room for."""
+        if not self._blocked and self.state is State.MEMBER:
+            self._guarded(self._write)
+
+    def _write(self) -> None:
+        while not self._broken and (self._out or self._next()):
+            try:
+                sent = self.sock.sendmsg(self._out) if self._tls is None else self.sock.send(self._out[0])
+            except _AGAIN:
+                self._wait()
+                return
+            except OSError:
+                if self.state is not State.MEMBER:
+                    raise
+                self._broken = (
+                    True  # what has arrived before is read first; then reading tells that this is the end
+                )
+                self._out.clear()
+                return
+            self._since += sent
+            while sent:
+                first = self._out[0]
+                self._out[0] = first[sent:]
+                sent -= min(sent, len(first))
+                if not self._out[0]:
+                    del self._out[0]
+            if self._blocked and self._adapts:
+                self._adapt()
+            if self._adapts and not self._out and self._sender and self._sender.has(first=self.index == 0):
+                self._wait()  # the next piece is taken when the kernel has sent most of this one
+                return
+        if self._blocked:
+            self._blocked = False
+            self._listen()
+        if self.state is State.CLOSING:
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def _wait(self) -> None:
+        """Goes on once the kernel takes more."""
+        if not self._blocked:
+            self._blocked, self._looked_at, self._since = True, time.monotonic(), 0
+            self._listen()
+
+    def _next(self) -> bool:
+        """Takes the next bytes from the queue; whether there are any."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            Sender.left(chunk)
+        if self._sender is not None and self.state is not State.GONE:
+            self._chunk = self._sender.take(self._piece, first=self.index == 0)
+        if self._chunk is not None:
+            self._out += map(memoryview, self._chunk.buffers)
+        return self._chunk is not None
+
+    def _adapt(self) -> None:
+        """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
+        now = time.monotonic()
+        took_s = now - self._looked_at
+        if took_s < _LOOK_S:
+            return
+        piece = piece_nbytes(8 * self._since / took_s)
+        self.busy_s += took_s
+        self.busy_nbytes += self._since
+        self._looked_at, self._since = now, 0
+        if not 0.8 < piece / self._piece < 1.25:
+            self._piece = piece
+            self._hold_little()
+        self._owner.busy(self)
+
+    def _hold_little(self) -> None:
+        """Has the kernel take no more than a piece that it cannot send yet."""
+        with suppress(OSError):
+            self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, self._piece)
+
+    def path(self) -> Path | None:
+        """Reads what the kernel has found of the way; ``None`` where it does not tell, which only Linux does."""
+        if sys.platform != "linux":
+            return None
+        found = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        control = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        if len(found) < _TCP_INFO_NBYTES:
+            return None
+        (round_trip_us,), (again,), (segments,) = (
+            struct.unpack_from("I", found, at) for at in (68, 100, 156)
+        )
+        return Path(round_trip_us / 1e6, again / max(1, segments), control.rstrip(b"\0").decode())
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Waits for what this connection waits for."""
+        paused = self.receiver is not None and self.receiver.paused and self.state is State.MEMBER
+        if self.state is not State.GONE:
+            self._loop.watch(
+                self._fd,
+                readable=None if paused else self.read,
+                writable=self._write_on if self._blocked else None,
+            )
+
+    def _write_on(self) -> None:
+        if self.state is not State.GONE:
+            self._guarded(self._write)
+
+    def read(self) -> bool:
+        """Reads what there is, up to a piece; whether there may be more."""
+        return self.state is not State.GONE and self._guarded(self._read)
+
+    def resume(self) -> None:
+        """Reads on where a piece has waited for the head of its message."""
+        if self.receiver is not None and self.receiver.paused and self.state is State.MEMBER:
+            self._guarded(lambda: self._take(0))
+            self.read()
+            self._listen()
+
+    def _guarded(self, step: Callable[[], bool | None]) -> bool:
+        try:
+            return bool(step())
+        except _AGAIN:
+            pass
+        except WireError as error:
+            nbytes = self.receiver.nbytes if self.receiver is not None else 0
+            self._owner.malformed(self, nbytes if error.nbytes is None else error.nbytes, error)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            self.end(error)
+        return False
+
+    def _read(self) -> bool:
+        if self.state is State.SHAKING:
+            self._shake()
+        many = LOCAL_PIECE_NBYTES
+        while many > 0:
+            if self.state is State.CLOSING:
+                nbytes = len(self.sock.recv(1 << 16))
+            elif self.receiver is None:
+                said = self.sock.recv(self._due - len(self._said))
+                nbytes = len(said)
+                self._hear(said)
+            elif self.receiver.paused:
+                return False
+            else:
+                nbytes = self.sock.recv_into(self.receiver.room())
+                if nbytes:
+                    self._take(nbytes)
+            if not nbytes:
+                self.end(None)
+            if self.state is State.GONE:
+                return False
+            if self._tls is None and nbytes < _MUCH:
+                return True
+            many -= nbytes  # TLS gives no more than one record of its own at a time
+        if isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
+            self._loop.after(0.0, self.read)
+        return True
+
+    def _hear(self, said: bytes) -> None:
+        self._said += said
+        if said and len(self._said) == self._due:
+            self._owner.heard(self, self._said)
+
+    def _take(self, nbytes: int) -> None:
+        assert self.receiver is not None
+        for message in self.receiver.took(nbytes):
+            if self.state is not State.MEMBER:
+                return
+            self._owner.arrived(self, message)
+        if self.receiver.paused:
+            self._listen()
+        elif self.index == 0 and len(self._links) > 1:
+            for link in tuple(self._links.values()):
+                link.resume()
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close_soon(self) -> None:
+        """Closes once what is queued has left; what arrives until then is dropped."""
+        if self.state is State.MEMBER:
+            self.state = State.CLOSING
+            self._listen()
+            self._guarded(self._write)
+        elif self.state is not State.CLOSING:
+            self.end(None)
+
+    def settled(self) -> bool:
+        """Whether the other end's kernel has all, so that closing takes nothing back."""
+        if self.state is State.GONE or self._out:
+            return self.state is State.GONE
+        with suppress(OSError):
+            if sys.platform == "darwin":
+                return not self.sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+            return not struct.unpack("i", fcntl.ioctl(self.sock.fileno(), _SIOCOUTQ, bytes(4)))[0]
+        return True
+
+    def end(self, error: Exception | None) -> None:
+        """Closes at once."""
+        if self.state is not State.GONE:
+            was, self.state = self.state, State.GONE
+            self._loop.watch(self._fd)
+            self.sock.close()
+            self._owner.gone(self, was, error)
+
+    def abandon(self, error: Exception) -> None:
+        """Ends with an error the messages of which it has a piece that will not leave."""
+        chunk, self._chunk, self._out = self._chunk, None, []
+        for message in chunk.pieces if chunk is not None else ():
+            message.left.fail(error)

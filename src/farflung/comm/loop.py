@@ -1,0 +1,61 @@
+"""Waits for sockets and times."""
+
+from __future__ import annotations
+
+import heapq
+import selectors
+import time
+from collections.abc import Callable
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Calls what was asked for when a descriptor is ready or a time has come; it belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = 0
+
+    def watch(
+        self,
+        fd: int,
+        *,
+        readable: Callable[[], object] | None = None,
+        writable: Callable[[], object] | None = None,
+    ) -> None:
+        """Calls ``readable`` or ``writable`` whenever ``fd`` is, in the place of those given before."""
+        events = (selectors.EVENT_READ if readable else 0) | (selectors.EVENT_WRITE if writable else 0)
+        known = self._selector.get_map().get(fd)
+        if not events:
+            if known is not None:
+                self._selector.unregister(fd)
+        elif known is None:
+            self._selector.register(fd, events, (readable, writable))
+        else:
+            self._selector.modify(fd, events, (readable, writable))
+
+    def after(self, seconds: float, fn: Callable[[], object]) -> None:
+        """Calls ``fn`` once, so many seconds from now."""
+        self._order += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._order, fn))
+
+    def once(self, timeout_s: float | None) -> None:
+        """Waits until something is ready, or a time has come, or so many seconds have passed; calls what is due."""
+        if self._timers:
+            left_s = max(0.0, self._timers[0][0] - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        for key, events in self._selector.select(timeout_s):
+            readable, writable = key.data
+            if readable is not None and events & selectors.EVENT_READ:
+                readable()
+            if writable is not None and events & selectors.EVENT_WRITE:
+                writable()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def close(self) -> None:
+        """Waits for nothing any more."""
+        self._selector.close()
+        self._timers.clear()

@@ -1,0 +1,441 @@
+"""How messages share the connections of two ranks: records, what is to be sent, and tensors that arrive in pieces.
+
+A record is a header (size, kind, three bytes of zero) and ``size`` bytes. A ``HEAD`` carries the head of a message, a
+``MORE`` a piece of one of its large tensors, a ``WITHDRAWN`` the number of a message of which no more will come.
+Messages with large tensors are numbered from 1 on, in the order of their heads. Heads and ``WITHDRAWN`` take the first
+connection of a pair; pieces take whichever has room. Nothing here knows sockets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from farflung.comm.framing import LOCAL_PIECE_NBYTES, MORE_NBYTES, RECORD_NBYTES
+from farflung.comm.wire import Frame, Head, Message, WireError, read_head
+from farflung.tasks import Pending, done
+
+__all__ = [
+    "CONTROL",
+    "FIRST",
+    "HEAD_MOST",
+    "LAST",
+    "Chunk",
+    "Landings",
+    "Receiver",
+    "Record",
+    "Sender",
+    "Withdrawn",
+]
+
+HEAD_MOST = 1 << 18
+"""The most that a head has, in bytes."""
+FIRST, LAST = -(1 << 31), (1 << 31) - 1
+"""Priorities of control messages: before and behind all others."""
+CONTROL = -1
+"""The view of messages that are never withdrawn."""
+
+_RECORD = struct.Struct("<IB3x")
+_MORE = struct.Struct("<IB3xIBQ")
+_WITHDRAWN = struct.Struct("<IB3xI")
+_SCRATCH = 1 << 16
+_WORTH = 1 << 12
+"""Room from which on a piece is added to a chunk."""
+_AT_ONCE = 1024
+"""Messages of one peer that may have arrived in part."""
+_LEFT = done(None)
+
+
+class Record(IntEnum):
+    """What a record carries."""
+
+    HEAD = 0
+    MORE = 1
+    WITHDRAWN = 2
+    LINKS = 3
+    """The number of connections that the two ranks are to have."""
+
+
+_SIZES = {Record.WITHDRAWN: 4, Record.LINKS: 1}
+
+
+class Withdrawn(Exception):
+    """What a message ends with that was withdrawn before it had left."""
+
+
+class _Outgoing:
+    """A message on its way out."""
+
+    __slots__ = ("frames", "left", "number", "offset", "tensor", "unsent", "view")
+
+    def __init__(self, frames: Sequence[Frame], view: int) -> None:
+        self.frames, self.view = frames, view
+        self.left: Pending[None] = _LEFT if len(frames) == 1 else Pending()
+        self.number, self.tensor, self.offset, self.unsent = 0, 0, 0, 0
+
+    @property
+    def dealt(self) -> bool:
+        """Whether all of it has been taken."""
+        return self.number > 0 and self.tensor == len(self.frames) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have not been taken."""
+        rest = self.frames[self.tensor + 1 :] if self.number else self.frames
+        return sum(map(len, rest)) - self.offset
+
+    def piece(self, room: int) -> tuple[bytes, memoryview]:
+        """Takes the next piece of at most ``room`` bytes; its header, and itself."""
+        tensor, offset = self.tensor, self.offset
+        whole = memoryview(self.frames[tensor + 1])
+        part = whole[offset : offset + room]
+        self.offset += len(part)
+        if self.offset == len(whole):
+            self.tensor, self.offset = tensor + 1, 0
+        self.unsent += 1
+        return _MORE.pack(MORE_NBYTES + len(part), Record.MORE, self.number, tensor, offset), part
+
+
+class Chunk(NamedTuple):
+    """What a connection sends next.
+
+    Args:
+      buffers: its bytes.
+      pieces: the messages that it has pieces of.
+    """
+
+    buffers: list[Frame]
+    pieces: list[_Outgoing]
+
+
+class Sender:
+    """The messages to one peer, the one with the smallest priority first."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, _Outgoing]] = []
+        """Messages whose head has not been taken: a heap by priority and order."""
+        self._begun: list[tuple[int, int, _Outgoing]] = []
+        """Those whose head has, with pieces that have not."""
+        self._order = self._count = 0
+        self._records: list[bytes] = []
+        """Records that are taken before all else."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that no connection has taken."""
+        return sum(one.nbytes for queue in (self._waiting, self._begun) for *_, one in queue)
+
+    def has(self, *, first: bool) -> bool:
+        """Whether there is something for the first connection, or for another one."""
+        return bool(self._begun or (first and (self._waiting or self._records)))
+
+    def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
+        """Queues a message behind all of its priority.
+
+        Args:
+          frames: of the message, see :func:`farflung.comm.wire.encode`.
+          priority: the smallest is taken first.
+          view: for :meth:`withdraw`.
+
+        Returns:
+          Done when the last piece has left; for a message without pieces, at once.
+        """
+        message = _Outgoing(frames, view)
+        self._order += 1
+        heapq.heappush(self._waiting, (priority, self._order, message))
+        return message.left
+
+    def links(self, count: int) -> None:
+        """Queues a ``LINKS`` record."""
+        self._records.append(_RECORD.pack(1, Record.LINKS) + bytes([count]))
+
+    def take(self, room: int, *, first: bool) -> Chunk | None:
+        """Takes the next bytes for a connection; ``None`` where there are none.
+
+        Args:
+          room: how many, about.
+          first: whether it is the first connection of the pair, which heads take.
+        """
+        small: list[Frame] = []
+        chunk = Chunk([], [])
+        if first and self._records:
+            small, self._records = list(self._records), []
+        while True:
+            begins = first and bool(self._waiting)
+            if begins and (not self._begun or self._waiting[0] < self._begun[0]):
+                priority, order, message = heapq.heappop(self._waiting)
+                head = message.frames[0]
+                small += (_RECORD.pack(len(head), Record.HEAD), head)
+                room -= RECORD_NBYTES + len(head)
+                if len(message.frames) > 1:
+                    self._count += 1
+                    message.number = self._count
+                    heapq.heappush(self._begun, (priority, order, message))
+                if room <= 0:
+                    break
+            elif self._begun and (room >= _WORTH or not (small or chunk.buffers)):
+                message = self._begun[0][2]
+                header, part = message.piece(room)
+                small.append(header)
+                chunk.buffers.extend((b"".join(small), part))
+                chunk.pieces.append(message)
+                small = []
+                room -= len(header) + len(part)
+                if message.dealt:
+                    heapq.heappop(self._begun)
+            else:
+                break
+        if small:
+            chunk.buffers.append(b"".join(small))
+        return chunk if chunk.buffers else None
+
+    @staticmethod
+    def left(chunk: Chunk) -> None:
+        """Says that a chunk has left."""
+        for message in chunk.pieces:
+            message.unsent -= 1
+            if not message.unsent and message.dealt:
+                message.left.set(None)
+
+    def withdraw(self, view: int) -> None:
+        """Takes back what a view has queued; of a message that is partly gone, the peer is told that no more comes."""
+        gone = [one for queue in (self._waiting, self._begun) for *_, one in queue if one.view == view]
+        self._waiting = [entry for entry in self._waiting if entry[2].view != view]
+        self._begun = [entry for entry in self._begun if entry[2].view != view]
+        for queue in (self._waiting, self._begun):
+            heapq.heapify(queue)
+        self._records += [_WITHDRAWN.pack(4, Record.WITHDRAWN, one.number) for one in gone if one.number]
+        for one in gone:
+            one.left.fail(Withdrawn())
+
+    def close(self, error: BaseException, *, keep_control: bool = False) -> None:
+        """Ends what is queued with an error; control messages may stay."""
+        queued = [*self._waiting, *self._begun]
+        self._waiting = [one for one in self._waiting if keep_control and one[2].view == CONTROL]
+        self._begun, self._records = [], []
+        for entry in queued:
+            entry[2].left.fail(error)
+
+
+# --- receiving ------------------------------------------------------------------------------------------------------
+
+
+Memory: TypeAlias = Callable[[Head, int], Tensor]
+
+
+class _Landing:
+    """A message whose tensors arrive in pieces, in any order."""
+
+    def __init__(self, head: Head, memory: Memory) -> None:
+        self.head, self._memory = head, memory
+        self._tensors: list[Tensor | None] = [None] * len(head.large)
+        self._gaps = [[(0, nbytes)] for nbytes in head.large]
+        """Of each tensor, the ranges of bytes of which no piece has begun to arrive."""
+        self.missing = sum(head.large)
+
+    def target(self, tensor: int, offset: int, nbytes: int) -> memoryview:
+        """Where a piece goes.
+
+        Raises:
+          WireError: it is none of this message, or has come before.
+        """
+        end = offset + nbytes
+        gaps = self._gaps[tensor] if tensor < len(self._gaps) else []
+        at = next((at for at, (low, high) in enumerate(gaps) if low <= offset and end <= high), None)
+        if at is None or not nbytes:
+            raise WireError(
+                f"{nbytes} bytes at {offset} of tensor {tensor} that were not described, or twice"
+            )
+        low, high = gaps[at]
+        gaps[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
+        memory = self._tensors[tensor]
+        if memory is None:
+            memory = self._tensors[tensor] = self._memory(self.head, tensor)
+        return memory.numpy().data[offset:end]
+
+    def message(self) -> Message:
+        """Makes the message, once nothing is missing."""
+        return self.head.message([tensor for tensor in self._tensors if tensor is not None])
+
+
+class Landings:
+    """The messages of one peer that have arrived in part.
+
+    Args:
+      memory: gives a tensor in bytes for one of the large tensors of a message, by number.
+      max_nbytes: gives the largest payload accepted.
+    """
+
+    def __init__(self, memory: Memory, max_nbytes: Callable[[], int]) -> None:
+        self._memory, self._max_nbytes = memory, max_nbytes
+        self._begun: dict[int, _Landing] = {}
+        self._withdrawn: dict[int, None] = {}
+        """The latest ones; pieces of them may be under way on other connections than the first."""
+        self._count = 0
+
+    def begin(self, frame: memoryview) -> Message | None:
+        """Takes a head; the message, where that is all of it.
+
+        Raises:
+          WireError: it is refused.
+        """
+        head = read_head(frame)
+        head.check(self._max_nbytes())
+        if not head.large:
+            return head.message()
+        if len(self._begun) >= _AT_ONCE:
+            raise WireError("more messages in parts than may be")
+        self._count += 1
+        self._begun[self._count] = _Landing(head._replace(frame=bytearray(frame)), self._memory)
+        return None
+
+    def withdraw(self, number: int) -> None:
+        """No more comes of a message; one that has ended since is left alone.
+
+        Raises:
+          WireError: it has not begun.
+        """
+        if number > self._count:
+            raise WireError(f"message {number} withdrawn, which has not begun")
+        if self._begun.pop(number, None) is not None:
+            self._withdrawn[number] = None
+            if len(self._withdrawn) > _AT_ONCE:
+                del self._withdrawn[next(iter(self._withdrawn))]
+
+    def due(self, number: int) -> bool:
+        """Whether the head of a message may come yet."""
+        return self._count < number <= self._count + _AT_ONCE
+
+    def find(self, number: int) -> _Landing | None:
+        """A message that has begun; ``None``: it was withdrawn.
+
+        Raises:
+          WireError: it has not begun, or is whole.
+        """
+        landing = self._begun.get(number)
+        if landing is None and number not in self._withdrawn:
+            raise WireError(f"a piece of message {number}, which is not under way")
+        return landing
+
+    def landed(self, number: int, landing: _Landing, nbytes: int) -> Message | None:
+        """Counts bytes that have arrived; the message, once it is whole."""
+        landing.missing -= nbytes
+        if landing.missing or self._begun.pop(number, None) is None:
+            return None
+        return landing.message()
+
+
+class Receiver:
+    """What arrives over one connection.
+
+    Args:
+      landings: of the peer, which all of its connections share.
+      first: whether this is the first of them.
+      links: called with the number in a ``LINKS`` record.
+    """
+
+    def __init__(self, landings: Landings, *, first: bool, links: Callable[[int], None]) -> None:
+        self._landings, self._first, self._links = landings, first, links
+        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._begin = self._end = 0
+        """Where the bytes lie that have not been read."""
+        self._target: memoryview | None = None
+        """What is missing of the piece under way."""
+        self._number = 0
+        self._landing: _Landing | None = None
+        self.paused = False
+        """Whether the next record is a piece of a message whose head has not come over the first connection."""
+        self.nbytes = 0
+        """Of what was read last, for an error about it."""
+
+    def room(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._target is not None:
+            return self._target
+        if self._begin:
+            rest = self._end - self._begin
+            self._scratch[:rest] = self._scratch[self._begin : self._end]
+            self._begin, self._end = 0, rest
+        return self._scratch[self._end :]
+
+    def took(self, nbytes: int) -> Iterator[Message]:
+        """Reads bytes that have been written to :meth:`room`; the messages that are whole with them.
+
+        Raises:
+          WireError: they are none; nothing behind them is read.
+        """
+        if self._target is not None:
+            yield from self._land(nbytes)
+        else:
+            self._end += nbytes
+        self.paused = False
+        while self._target is None and not self.paused and (record := self._record()) is not None:
+            kind, body = record
+            if kind == Record.MORE:
+                yield from self._piece()
+            elif kind == Record.HEAD:
+                self._begin += RECORD_NBYTES + len(body)
+                message = self._landings.begin(body)
+                if message is not None:
+                    yield message
+            else:
+                self._begin += RECORD_NBYTES + len(body)
+                if kind == Record.WITHDRAWN:
+                    self._landings.withdraw(int.from_bytes(body, "little"))
+                else:
+                    self._links(body[0])
+
+    def _record(self) -> tuple[int, memoryview] | None:
+        """The kind and bytes of the next record, of a piece only what stands before it; ``None``: it is not whole."""
+        rest = self._end - self._begin
+        if rest < RECORD_NBYTES:
+            return None
+        size, kind = _RECORD.unpack_from(self._scratch, self._begin)
+        self.nbytes, body = size, size
+        if kind == Record.MORE and size > MORE_NBYTES:
+            body = MORE_NBYTES
+        elif not self._first or not (_SIZES.get(kind) == size or (kind == Record.HEAD and size <= HEAD_MOST)):
+            raise WireError("not a record of this protocol")
+        begin = self._begin + RECORD_NBYTES
+        if rest >= RECORD_NBYTES + body:
+            return kind, self._scratch[begin : begin + body]
+        if RECORD_NBYTES + body > len(self._scratch):
+            larger = memoryview(bytearray(RECORD_NBYTES + body))
+            larger[:rest] = self._scratch[self._begin : self._end]
+            self._scratch, self._begin, self._end = larger, 0, rest
+        return None
+
+    def _piece(self) -> Iterator[Message]:
+        size, _, number, tensor, offset = _MORE.unpack_from(self._scratch, self._begin)
+        if not self._first and self._landings.due(number):
+            self.paused = True
+            return
+        nbytes = size - MORE_NBYTES
+        self._number, self._landing = number, self._landings.find(number)
+        if self._landing is None:
+            if nbytes > LOCAL_PIECE_NBYTES:
+                raise WireError(f"a piece of {nbytes} bytes")
+            self._target = memoryview(bytearray(nbytes))
+        else:
+            self._target = self._landing.target(tensor, offset, nbytes)
+        begin = self._begin + RECORD_NBYTES + MORE_NBYTES
+        there = min(nbytes, self._end - begin)
+        self._target[:there] = self._scratch[begin : begin + there]
+        self._begin = begin + there
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        yield from self._land(there)
+
+    def _land(self, nbytes: int) -> Iterator[Message]:
+        """Bytes are in the target."""
+        assert self._target is not None
+        self._target = self._target[nbytes:] if nbytes < len(self._target) else None
+        if self._landing is not None:
+            message = self._landings.landed(self._number, self._landing, nbytes)
+            if message is not None:
+                yield message

@@ -1,0 +1,259 @@
+"""Connections of real sockets: several to a peer, their end, forks, and what damaged records do to a live run."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import pytest
+import torch
+
+from farflung.comm import TcpTransport, tcp
+from farflung.comm.keys import Keys
+from farflung.comm.link import Path, State
+from farflung.errors import PeerLost
+from farflung.types import Payload
+from tests.comm.test_records import mutated
+from tests.helpers import Group, number_in, numbered, same_bits, tag
+from tests.strangers import CLIENT_HELLO, HELLO, knock, patiently
+
+LARGE_NUMEL = 3_000_000
+
+
+def links_of(members: Group, rank: int, peer: int) -> list[int]:
+    return sorted(members.transports[rank]._members[peer].links)
+
+
+# --- several connections ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def several(request: pytest.FixtureRequest) -> Iterator[Group]:
+    keys = Keys.fresh() if request.param else None
+    with closing(Group(3, keys=keys, connections=3)) as members:
+        members.meet()
+        members.until(
+            lambda: all(links_of(members, a, b) == [0, 1, 2] for a in range(3) for b in range(3) if a != b)
+        )
+        yield members
+
+
+def test_large_messages_share_all_connections_and_arrive_as_they_are(several: Group) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sent = [torch.rand(LARGE_NUMEL, generator=generator) for _ in range(3)]
+    arrived = [several.comms[0].recv(1, tag(number)) for number in range(3)]
+    for number, tensor in enumerate(sent):
+        several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
+    several.until(lambda: all(one.done for one in arrived))
+    for tensor, one in zip(sent, arrived, strict=True):
+        came, beside = one.result().tensors()
+        assert same_bits(came, tensor)
+        assert same_bits(beside, torch.ones(2))
+    assert [transport.turned_away for transport in several.transports] == [0, 0, 0]
+
+
+def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> None:
+    tensor, room, short = torch.rand(LARGE_NUMEL), torch.zeros(LARGE_NUMEL), torch.zeros(LARGE_NUMEL - 1)
+    for number, into in enumerate((room, short, torch.zeros(LARGE_NUMEL, 2)[:, 0])):
+        several.comms[0].land(1, tag(number), into)
+        several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
+        arrived = several.comms[0].recv(1, tag(number))
+        several.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        came, beside = arrived.result().tensors()
+        assert same_bits(came, tensor)
+        assert same_bits(beside, torch.ones(2))
+        assert (came.data_ptr() == into.data_ptr()) == (into is room)
+    assert not several.comms[0].view.mailbox._places
+    assert not short.any()
+
+
+def test_one_of_several_that_breaks_loses_the_peer(several: Group) -> None:
+    waiting = several.comms[0].recv(1, tag(5))
+    several.transports[1]._members[0].links[2].sock.shutdown(socket.SHUT_RDWR)
+    several.until(lambda: waiting.done)
+    assert isinstance(waiting.error, PeerLost)
+    assert waiting.error.rank == 1
+
+
+def test_all_that_was_sent_before_the_end_of_several_arrives(several: Group) -> None:
+    waiting = several.comms[0].recv(1, tag(5))
+    several.comms[1].send(Payload((torch.full((LARGE_NUMEL,), 7.0),)), 0, tag(5))
+    several.comms[1].send(numbered(1), 0, tag(6))
+    several.until(lambda: not several.transports[1].held_nbytes)
+    several.leave(1)
+    several.until(lambda: 1 in several.views[0]._left)
+    assert float(next(iter(waiting.result().tensors()))[-1]) == 7.0
+    assert number_in(several.comms[0].recv(1, tag(6)).result()) == 1
+
+
+def test_the_larger_number_counts() -> None:
+    with closing(Group(0)) as members:
+        transports = [TcpTransport(0, 2, connections=4), TcpTransport(1, 2, connections=2)]
+        members.take(transports, [{}, {}])
+        members.meet()
+        members.until(lambda: links_of(members, 0, 1) == links_of(members, 1, 0) == [0, 1, 2, 3])
+        members.exchange(1)
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round trip, loss and rates are made up: 2 Mbit/s for each connection, and 9 Mbit/s for all."""
+    with closing(Group(2)) as members:
+        members.meet()
+        transport = members.transports[dialler]
+        member = transport._members[1 - dialler]
+        link = member.links[0]
+        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.02, "reno"))
+        for _ in range(6):
+            link.busy_s += tcp.WIDEN_S
+            rate = min(2e6 * len(member.links), 9e6)
+            for one in member.links.values():
+                one.busy_nbytes += int(rate * tcp.WIDEN_S / 8 / len(member.links))
+            transport.busy(link)
+            wanted = member.wanted
+            members.until(lambda wanted=wanted: len(member.links) == wanted)  # type: ignore[misc]
+        assert member.settled
+        assert member.wanted == 8
+        members.exchange(1)
+
+
+def test_within_a_machine_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Group(2)) as members:
+        members.meet()
+        link = members.transports[0]._members[1].links[0]
+        link.busy_s, link.busy_nbytes = 100.0, 1 << 30
+        members.transports[0].busy(link)
+        assert members.transports[0]._members[1].wanted == 1
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+RUNS = 1000
+
+
+def test_what_was_said_before_the_end_arrives_however_the_ends_meet() -> None:
+    """Both ends are busy; one closes at a random moment, with bytes unread at both."""
+    draw = random.Random(4)
+    for number in range(RUNS // 10):
+        with closing(Group(2, about={"whole": False})) as members:
+            members.meet()
+            one, other = members.comms
+            for _ in range(draw.randrange(4)):
+                one.send(
+                    Payload((torch.zeros(draw.randrange(1, 100_000)),)), 1, tag(1, draw.randrange(1 << 20))
+                )
+                other.send(
+                    Payload((torch.zeros(draw.randrange(1, 100_000)),)), 0, tag(2, draw.randrange(1 << 20))
+                )
+                for view in members.views[: draw.randrange(3)]:
+                    view.transport.poll(0)
+            last = other.recv(0, tag(9))
+            one.send(numbered(number), 1, tag(9))
+            patiently(lambda: members.leave(0), lambda: members.transports[1].poll(0.001))
+            members.until(lambda: 0 in members.views[1]._left)
+            assert number_in(last.result()) == number
+            assert members.views[1].lost is None
+
+
+@pytest.mark.slow
+def test_a_thousand_ends() -> None:
+    for _ in range(RUNS // 100):
+        test_what_was_said_before_the_end_arrives_however_the_ends_meet()
+
+
+def test_a_child_closes_what_it_has_inherited() -> None:
+    """The connections of a process end with it, whatever it has forked."""
+    reads, writes = os.pipe()
+    with closing(Group(2)) as members:
+        members.meet()
+        waiting = members.comms[0].recv(1, tag(5))
+        child = os.fork()
+        if child == 0:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+        members.close(members.views[1])
+        members.until(lambda: waiting.done)
+        assert str(waiting.error) == "lost rank 1: its connection was closed from its end"
+    os.close(writes)
+    os.close(reads)
+    os.waitpid(child, 0)
+
+
+def test_settled_is_what_the_other_kernel_has() -> None:
+    with closing(Group(2)) as members:
+        members.meet()
+        link = members.transports[0]._members[1].links[0]
+        members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
+        assert not link.settled()
+        arrived = members.comms[1].recv(0, tag(1))
+        members.until(lambda: arrived.done)
+        members.until(link.settled)
+        assert link.state is State.MEMBER
+
+
+# --- damaged records --------------------------------------------------------------------------------------------
+
+
+def sums(members: Group, between: int, seed: int) -> list[torch.Tensor]:
+    """What rank 0 has summed of rank 1's; ``between`` two of them strangers say damaged things to it."""
+    draw, total, found = random.Random(seed), torch.zeros(5000), list[torch.Tensor]()
+    transport = members.transports[0]
+    for number in range(50):
+        for _ in range(between):
+            transport._due = 1  # as if a member were to come
+            transport._mind()
+            said = [mutated(draw), bytes(HELLO.size) + mutated(draw), CLIENT_HELLO + mutated(draw)]
+            with knock(members.comms[0]) as stranger, suppress(OSError):
+                stranger.sendall(draw.choice(said)[: 1 << 16])
+            transport.poll(0)
+        transport.expects(0)
+        tensor = torch.rand(5000, generator=torch.Generator().manual_seed(number))
+        members.comms[1].send(Payload((tensor,)), 0, tag(number))
+        arrived = members.comms[0].recv(1, tag(number))
+        members.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        (came,) = arrived.result().tensors()
+        total = total + came
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_strangers_with_damaged_records_are_refused_and_a_run_ends_with_the_same_bits(
+    sealed: bool, count: int
+) -> None:
+    keys = Keys.fresh() if sealed else None
+    with closing(Group(2)) as alone, closing(Group(2, keys=keys)) as members:
+        expected = sums(alone.meet(), 0, 1)
+        found = sums(members.meet(), count // 50, 1)
+        members.transports[0].expects(1)
+        members.until(lambda: members.transports[0].turned_away == count)
+        assert members.transports[0].refused == 0
+        assert members.views[0].lost is None
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whole: bool) -> None:
+    draw = random.Random(5)
+    for _ in range(20):
+        with closing(Group(3, keys=Keys.fresh() if sealed else None, about={"whole": whole})) as members:
+            members.meet()
+            waiting = members.comms[0].recv(1, tag(5))
+            link = members.transports[1]._members[0].links[0]
+            link._out.append(memoryview(b"\xff" * 8 + draw.randbytes(100)))
+            link._write()
+            members.until(lambda: waiting.done)  # noqa: B023
+            assert isinstance(waiting.error, PeerLost)
+            assert str(waiting.error).startswith(
+                "lost rank 1: refused 4,294,967,295 bytes from it: not a record"
+            )
+            assert members.transports[0].refused == 1
+            assert (members.views[0].lost is None) is not whole
+            if not whole:
+                members.exchange(7, 0, 2)

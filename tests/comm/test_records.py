@@ -1,0 +1,336 @@
+"""Sender and Receiver with bytes alone: every message arrives once, over any number of connections, or is refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.comm import records
+from farflung.comm.framing import HEAD_NBYTES, wire_nbytes
+from farflung.comm.pool import Pool
+from farflung.comm.records import (
+    CONTROL,
+    FIRST,
+    HEAD_MOST,
+    LAST,
+    Landings,
+    Receiver,
+    Record,
+    Sender,
+    Withdrawn,
+)
+from farflung.comm.wire import Frame, Kind, Message, WireError, encode
+from farflung.types import Payload, Tag
+from tests.helpers import number_in, numbered, same_payload, tag
+
+PIECE = 1 << 13
+ROOM = 1 << 20
+
+
+def large(value: int, pieces: float = 3.5) -> Payload:
+    """A payload of so many pieces."""
+    return Payload((torch.full((int(pieces * PIECE / 4),), float(value)),))
+
+
+def frames_of(payload: Payload, named: Tag | None = None) -> list[Frame]:
+    return encode(Kind.DATA, 0, tag() if named is None else named, payload)
+
+
+class Pipe:
+    """A sender and a receiver with some connections between them, over which bytes pass by hand."""
+
+    def __init__(self, connections: int = 1, room: int = ROOM) -> None:
+        self.sender, self.widths = Sender(), list[int]()
+        landings = Landings(lambda head, number: Pool().tensor(head.large[number]), lambda: room)
+        self.ends = [
+            Receiver(landings, first=not index, links=self.widths.append) for index in range(connections)
+        ]
+        self.ways: list[deque[bytes]] = [deque() for _ in range(connections)]
+        """What is on its way over each connection."""
+        self.came: list[Message] = []
+
+    def send(self, index: int = 0) -> int:
+        """A connection takes a chunk; its size."""
+        chunk = self.sender.take(PIECE, first=index == 0)
+        if chunk is None:
+            return 0
+        said = b"".join(chunk.buffers)
+        self.ways[index].append(said)
+        self.sender.left(chunk)
+        return len(said)
+
+    def hear(self, index: int = 0, most: int = 1 << 30) -> None:
+        """What is on its way over a connection arrives, so many bytes at a time."""
+        while self.ways[index]:
+            if self.ends[index].paused:
+                self.came += self.ends[index].took(0)
+                if self.ends[index].paused:
+                    return
+            said = self.ways[index].popleft()
+            room = self.ends[index].room()
+            part = said[: min(len(room), most)]
+            room[: len(part)] = part
+            if said[len(part) :]:
+                self.ways[index].appendleft(said[len(part) :])
+            self.came += self.ends[index].took(len(part))
+
+    def all(self) -> list[Message]:
+        """Everything arrives that was put."""
+        while any(self.send(index) for index in range(len(self.ways))):
+            pass
+        while any(self.ways):
+            before = sum(map(len, self.ways))
+            for index in range(len(self.ways)):
+                self.hear(index)
+            assert sum(map(len, self.ways)) < before, "it stands still"
+        for end in self.ends:
+            if end.paused:
+                self.came += end.took(0)
+        came, self.came = self.came, []
+        return came
+
+
+def first_number(message: Message) -> float:
+    return float(next(iter(message.payload.tensors())).reshape(-1)[0])
+
+
+# --- all of it, in its order ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.floats(0.001, 4.0), st.integers(0, 3)), max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 3 * PIECE),
+)
+def test_every_message_arrives_once_over_any_number_of_connections(
+    plan: list[tuple[int, float, int]], connections: int, most: int
+) -> None:
+    pipe = Pipe(connections)
+    sent = [large(number, pieces) for number, (_, pieces, _) in enumerate(plan)]
+    for number, (priority, _, turns) in enumerate(plan):
+        frames = frames_of(sent[number], tag(number))
+        left = pipe.sender.put(frames, priority, 0)
+        assert left.done == (len(frames) == 1)
+        for turn in range(turns):
+            index = (number + turn) % connections
+            pipe.send(index)
+            pipe.hear(index, most)
+    came = [*pipe.came]
+    pipe.came = []
+    came += pipe.all()
+    numbers = [one.tag.exchange for one in came]
+    assert sorted(numbers) == [*range(len(plan))]
+    assert all(same_payload(one.payload, sent[one.tag.exchange]) for one in came)
+    if connections == 1:
+        for priority in range(-2, 3):
+            alike = [number for number in numbers if plan[number][0] == priority]
+            assert alike == sorted(alike)
+
+
+def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
+    pipe = Pipe()
+    slow = pipe.sender.put(frames_of(large(1, 6)), 0, 0)
+    pipe.send()
+    urgent = pipe.sender.put(frames_of(numbered(2)), -1, 0)
+    assert urgent.done
+    pipe.send()
+    pipe.hear()
+    assert [number_in(one.payload) for one in pipe.came] == [2]
+    pipe.came.clear()
+    assert [first_number(one) for one in pipe.all()] == [1]
+    assert slow.done
+
+
+def test_small_ones_that_waited_leave_together() -> None:
+    pipe = Pipe()
+    for number in range(40):
+        pipe.sender.put(frames_of(numbered(number)), 0, 0)
+    pipe.send()
+    assert not pipe.sender.has(first=True)
+    pipe.hear()
+    assert [number_in(one.payload) for one in pipe.came] == [*range(40)]
+
+
+def test_a_chunk_is_a_piece_or_so() -> None:
+    pipe = Pipe()
+    for number in range(5):
+        pipe.sender.put(frames_of(large(number, 2.5)), 0, 0)
+        pipe.sender.put(frames_of(numbered(number)), 0, 0)
+    sizes = []
+    while nbytes := pipe.send():
+        sizes.append(nbytes)
+    assert max(sizes) < PIECE + 200
+    assert pipe.sender.nbytes == 0
+
+
+def test_sizes_of_records_are_those_that_are_documented() -> None:
+    pipe = Pipe()
+    head, body = frames_of(large(1, 0.9))
+    pipe.sender.put([head, body], 0, 0)
+    while pipe.send():
+        pass
+    assert len(head) == HEAD_NBYTES
+    assert sum(map(len, pipe.ways[0])) == wire_nbytes(len(body), PIECE, sealed=False)
+
+
+def test_a_piece_waits_for_the_head_that_comes_over_the_first_connection() -> None:
+    pipe = Pipe(2)
+    pipe.sender.put(frames_of(large(1, 2)), 0, 0)
+    pipe.send(0)
+    pipe.send(1)
+    pipe.hear(1)
+    assert pipe.ends[1].paused
+    pipe.hear(0)
+    assert [first_number(one) for one in pipe.all()] == [1]
+    assert not pipe.ends[1].paused
+
+
+def test_the_number_of_connections_is_told() -> None:
+    pipe = Pipe()
+    pipe.sender.put(frames_of(numbered(1)), FIRST, 0)
+    pipe.sender.links(5)
+    pipe.all()
+    assert pipe.widths == [5]
+
+
+# --- taken back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+def test_what_a_view_has_queued_is_withdrawn_and_the_rest_arrives(connections: int) -> None:
+    pipe = Pipe(connections)
+    gone = [pipe.sender.put(frames_of(large(1, 6)), 0, 7), pipe.sender.put(frames_of(numbered(2)), 1, 7)]
+    stays = pipe.sender.put(frames_of(numbered(3)), 2, 8)
+    said = pipe.sender.put(frames_of(numbered(4)), LAST, CONTROL)
+    for index in range(connections):
+        pipe.send(index)
+    pipe.sender.withdraw(7)
+    assert isinstance(gone[0].error, Withdrawn)
+    assert [number_in(one.payload) for one in pipe.all()] == [3, 4]
+    assert stays.result() is None
+    assert said.result() is None
+    assert not pipe.ends[0]._landings._begun, "a part is kept for ever"
+
+
+def test_a_connection_that_is_gone_fails_what_waits_for_it() -> None:
+    sender = Sender()
+    waiting = [sender.put(frames_of(large(number)), number, 0) for number in range(3)]
+    sender.put(frames_of(numbered(1)), FIRST, CONTROL)
+    sender.close(OSError("gone"), keep_control=True)
+    assert [str(one.error) for one in waiting] == ["gone"] * 3
+    assert sender.has(first=True)
+    sender.close(OSError("gone"))
+    assert not sender.has(first=True)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def record(kind: int, body: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<IB3x", len(body) if size is None else size, kind) + body
+
+
+def more(number: int, tensor: int, offset: int, body: bytes) -> bytes:
+    return record(Record.MORE, struct.pack("<IBQ", number, tensor, offset) + body)
+
+
+HEAD = record(Record.HEAD, bytes(frames_of(large(1))[0]))
+NBYTES = large(1).nbytes
+REFUSED = {
+    "a kind that is none": record(9, b""),
+    "a head larger than any": record(Record.HEAD, b"", HEAD_MOST + 1),
+    "an empty head": record(Record.HEAD, b""),
+    "an empty piece": HEAD + more(1, 0, 0, b""),
+    "a piece of nothing": more(1, 0, 0, bytes(8)),
+    "a piece of another message": HEAD + more(2, 0, 0, bytes(8)),
+    "a piece of another tensor": HEAD + more(1, 1, 0, bytes(8)),
+    "a piece behind the end": HEAD + more(1, 0, NBYTES - 4, bytes(8)),
+    "a piece at an absurd place": HEAD + more(1, 0, 1 << 63, bytes(8)),
+    "a piece twice": HEAD + more(1, 0, 0, bytes(8)) + more(1, 0, 4, bytes(8)),
+    "a piece of a message that is whole": HEAD + more(1, 0, 0, bytes(NBYTES)) + more(1, 0, 0, bytes(8)),
+    "withdrawn, and not begun": record(Record.WITHDRAWN, struct.pack("<I", 1)),
+    "withdrawn in other words": HEAD + record(Record.WITHDRAWN, b"\1"),
+    "a payload larger than any": record(Record.HEAD, bytes(frames_of(Payload((torch.zeros(ROOM),)))[0])),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_each_is_refused(what: str) -> None:
+    pipe = Pipe()
+    pipe.ways[0].append(REFUSED[what])
+    with pytest.raises(WireError):
+        pipe.hear()
+
+
+@pytest.mark.parametrize("said", [HEAD, more(2000, 0, 0, bytes(8)), record(Record.LINKS, b"\2")])
+def test_other_connections_take_pieces_alone_and_only_soon_due_ones(said: bytes) -> None:
+    pipe = Pipe(2)
+    pipe.ways[1].append(said)
+    with pytest.raises(WireError):
+        pipe.hear(1)
+
+
+def test_only_so_many_come_in_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_AT_ONCE", 3)
+    pipe = Pipe()
+    pipe.ways[0].append(HEAD * 3)
+    pipe.hear()
+    pipe.ways[0].append(HEAD)
+    with pytest.raises(WireError, match="more messages in parts than may be"):
+        pipe.hear()
+
+
+def mutated(draw: random.Random) -> bytes:
+    """Records of some messages, with bytes changed, cut off, put in or exchanged."""
+    sender, said = Sender(), list[bytes]()
+    for number in range(draw.randint(1, 3)):
+        sender.put(frames_of(large(number, draw.choice([0.01, 0.5, 2.5]))), 0, number % 2)
+        if (chunk := sender.take(PIECE, first=True)) is not None:
+            said.append(b"".join(chunk.buffers))
+    sender.withdraw(0)
+    while (chunk := sender.take(PIECE, first=True)) is not None:
+        said.append(b"".join(chunk.buffers))
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(len(said))
+        one = bytearray(said[at])
+        place = draw.randrange(min(len(one), 120) + 1)
+        match draw.randrange(5):
+            case 0:
+                one[place : place + 1] = bytes([draw.randrange(256)])
+            case 1:
+                one[place : place + 8] = draw.choice([bytes(8), b"\xff" * 8, draw.randbytes(8)])
+            case 2:
+                del one[place:]
+            case 3:
+                one[place:place] = draw.randbytes(draw.randrange(1, 9))
+            case _:
+                draw.shuffle(said)
+                continue
+        said[at] = bytes(one)
+    return b"".join(said)
+
+
+def test_ten_thousand_mutations_are_refused_or_read_within_bounds() -> None:
+    draw, refused = random.Random(1), 0
+    for _ in range(10_000):
+        pipe = Pipe()
+        said = mutated(draw)
+        pipe.ways[0].append(said)
+        try:
+            pipe.hear()
+        except WireError:
+            refused += 1
+        landings = pipe.ends[0]._landings
+        taken = sum(
+            tensor.nbytes for one in landings._begun.values() for tensor in one._tensors if tensor is not None
+        )
+        assert taken <= len(landings._begun) * ROOM
+        assert sum(message.payload.nbytes for message in pipe.came) <= len(said)
+    assert refused > 3000
