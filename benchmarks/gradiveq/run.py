@@ -228,7 +228,7 @@ METHODS = {
     UNCOMPRESSED: Method(CodecReducer(collective="ring"), 3, RATES),
     BASIS: Method(_windows(ratio=32.0, compress_steps=200), 3, RATES),
     "spread windows, K / 16": Method(_windows(ratio=16.0), 3),
-    OURS: Method(_windows(), 3, RATES),
+    OURS: Method(_windows(), 3),
     POWERSGD: Method(PowerSGD(rank=3, dense_steps=_WARM_UP, collective="ring"), 3, RATES),
     PAPER: Method(_windows(ratio=9.0, windows="paper")),
     "no basis, one sample in two, d = 1": Method(_windows(ratio=512.0, compress_steps=100)),
