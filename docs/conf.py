@@ -7,6 +7,7 @@ import importlib
 import re
 from pathlib import Path
 
+from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
@@ -67,5 +68,6 @@ def find_missing_names(app: Sphinx, env: BuildEnvironment) -> None:
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.add_lexer("mermaid", TextLexer)  # drawn by GitHub, shown as text here
     app.connect("builder-inited", lend_docstrings)
     app.connect("env-check-consistency", find_missing_names)
