@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from farflung.comm.channel import in_words
+from farflung.comm.channel import describe
 from farflung.comm.collectives import COLLECTIVES, Collective, ring
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import InOne
@@ -32,11 +32,11 @@ class _Whole(Protocol):
         ...
 
     def sent(self, rank: int) -> Counts:
-        """Bytes that it sends to each."""
+        """The bytes that a rank sends to each rank."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait of all who have joined."""
+        """Fails the waits of all ranks that have joined."""
         ...
 
 
@@ -96,11 +96,11 @@ class ClosedForms:
         return InOne(there.whole.enter(rank, tensor, side), there.whole.sent(rank), there.whole.hops)
 
     def waits_for(self, rank: int) -> str | None:
-        """Whom a rank waits for: the first that has not joined where it has."""
+        """Names the first rank that is missing in the collective that ``rank`` waits in; ``None``: it waits in none."""
         for tag, there in self._open.items():
             if rank in there.joined:
                 missing = next(other for other in range(self._size) if other not in there.joined)
-                return f"rank {missing} ({in_words(tag)})"
+                return f"rank {missing} ({describe(tag)})"
         return None
 
     def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:

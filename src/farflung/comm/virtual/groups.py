@@ -36,7 +36,7 @@ class ReduceShape(NamedTuple):
 
     @property
     def back_nbytes(self) -> int:
-        """What rides along on the way back: the side's sum, where not every rank has everybody's itself."""
+        """The bytes of side sums sent with the results; 0 where all ranks are owners and receive every side vector."""
         return 0 if self.owners == self.size else self.side_nbytes
 
     @property
@@ -171,7 +171,7 @@ class GroupedReduce:
         return gather
 
     def _spread(self, number: int) -> None:
-        """An owner sends back, piece after piece, what it has from everybody."""
+        """Sends an owner's sums to all ranks, piece by piece, once the pieces of all ranks have arrived."""
         part = self._parts[number]
         while part.entered and part.summed < len(part.pieces_nbytes):
             if self._came[number][part.summed] < part.sources:

@@ -34,7 +34,7 @@ Kind = tuple[str, ReduceShape, torch.dtype]
 
 @dataclass(slots=True)
 class _Joining:
-    """Who has joined a collective at the present moment."""
+    """A collective that ranks join at the present virtual time."""
 
     tag: Tag
     members: Members
@@ -126,7 +126,7 @@ class Symmetric:
         self._replay(running[0].begin_s, again)
 
     def _close(self, tag: Tag) -> None:
-        """The moment is over: whoever has not joined is late."""
+        """Starts a collective in groups if all ranks have joined at one time, and otherwise hop by hop."""
         joining = self._joining.pop(tag)
         kinds = set(joining.kinds.values())
         if len(joining.kinds) == self._size and len(kinds) == 1 and (self._running or self._idle()):
