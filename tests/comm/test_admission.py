@@ -205,7 +205,9 @@ def test_a_whole_view_admits_nobody() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 7])
 def test_who_is_there_or_none_of_the_runs_is_not_admitted(late: Late, rank: int) -> None:
-    with pytest.raises(ProtocolError, match=f"rank {rank} of 3 is present already, or not a rank of this run"):
+    with pytest.raises(
+        ProtocolError, match=f"rank {rank} of 3 is present already, or not a rank of this run"
+    ):
         late.views[0].admit(replace(late.peers[2], rank=rank))
 
 

@@ -119,7 +119,8 @@ def test_who_comes_later_changes_no_way_that_there_is() -> None:
 
 def test_two_that_nobody_relays_between_are_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"ranks 0 and 1 advertise no address, .*: make .* \(--port, --advertise HOST:PORT\)"
+        ConfigError,
+        match=r"ranks 0 and 1 advertise no address, .*: make .* \(--port, --advertise HOST:PORT\)",
     ):
         routes(peers(3, 0, 1, 2), 2)
     assert routes(peers(1, 0), 0).behind(0) == []
