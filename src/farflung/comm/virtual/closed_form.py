@@ -23,12 +23,12 @@ __all__ = ["ClosedForms"]
 
 
 class _Whole(Protocol):
-    """One collective under way."""
+    """A collective that is computed as a whole."""
 
     hops: int
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank joins, now."""
+        """Joins a rank at the current virtual time."""
         ...
 
     def sent(self, rank: int) -> Counts:
@@ -45,7 +45,7 @@ class _Open:
     """A collective that some ranks have not joined yet."""
 
     kind: tuple[object, ...] | None
-    """What all must agree on; ``None``: it runs hop by hop, since a codec is inside."""
+    """What all ranks must agree on; ``None``: a codec encodes on each hop, so the collective runs hop by hop."""
     whole: _Whole | None
     joined: set[int] = field(default_factory=set)
     error: ProtocolError | None = None
@@ -65,15 +65,16 @@ class ClosedForms:
         self._open: dict[Tag, _Open] = {}
 
     def has(self, collective: Collective) -> bool:
-        """Whether there is a form of it: of a ring, and of sums by owners."""
+        """Whether a collective has a closed form: a ring or sums by owners."""
         return collective.run is ring or collective.owners is not None
 
     def enter(
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
-        """A rank joins a collective whose first hop has ``tag``.
+        """Joins a rank in the collective whose first hop has ``tag``.
 
-        ``None`` where its part is encoded on every hop, which depends on the data.
+        Returns:
+          The rank's part; ``None`` where it is encoded on every hop, which depends on the data.
         """
         kind = None if encoded else (collective, TensorSpec.of(tensor), TensorSpec.of(side))
         there = self._open.get(tag)

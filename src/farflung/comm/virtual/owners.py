@@ -46,7 +46,7 @@ class OwnersInOne:
         return self._shape.sent(rank)
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank sends its part of each shard."""
+        """Joins a rank, which sends its part of each shard to the owners."""
         now = self._clock.now()
         joined = self._members.join(rank, tensor, side)
         for piece in range(self._pieces):

@@ -48,7 +48,7 @@ class RingInOne:
         return counts
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank sends its own segment."""
+        """Joins a rank, which sends its own segment."""
         joined = self._members.join(rank, tensor, side)
         ranks = np.array([rank])
         self._send(ranks)
