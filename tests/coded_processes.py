@@ -27,7 +27,7 @@ from farflung.coded.meeting import Address, coordinating
 from farflung.coded.problem import HeldProducts
 from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
-from farflung.comm.channel import in_words
+from farflung.comm.channel import describe
 from farflung.runtime import WallRuntime
 from farflung.tasks import Task
 from farflung.types import Json
@@ -105,7 +105,7 @@ def attend(
     reason = take_part(Address(host, port), holding, patience_s=2 * PATIENCE_S, met=note)
     device, runtime = met[-1]
     # A command that came in one burst with the end is not carried out any more.
-    kept = [in_words(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
+    kept = [describe(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
     left = {
         "reason": reason,
         "refused": device.first_refusal,

@@ -58,8 +58,7 @@ def unframed() -> Iterator[None]:
     """In virtual time messages have as many bytes on the wire as their payload, for arithmetic on paper."""
     from farflung.comm import framing
 
-    none = dict.fromkeys(("RECORD_NBYTES", "HEAD_NBYTES", "MORE_NBYTES", "TLS_NBYTES"), 0)
-    with mock.patch.multiple(framing, **none):
+    with mock.patch.multiple(framing, RECORD_NBYTES=0, HEAD_NBYTES=0, MORE_NBYTES=0, TLS_NBYTES=0):
         yield
 
 

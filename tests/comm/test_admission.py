@@ -198,14 +198,16 @@ def test_a_whole_view_admits_nobody() -> None:
         peers = members.peers
         members.meet()
         with pytest.raises(
-            ProtocolError, match="rank 2 cannot come later: every exchange of this run needs all"
+            ProtocolError, match="rank 2 cannot join later: every exchange of this run needs all"
         ):
             members.views[0].admit(peers[2])
 
 
 @pytest.mark.parametrize("rank", [0, 1, 7])
 def test_who_is_there_or_none_of_the_runs_is_not_admitted(late: Late, rank: int) -> None:
-    with pytest.raises(ProtocolError, match=f"rank {rank} of 3 is there already, or is none of the run's"):
+    with pytest.raises(
+        ProtocolError, match=f"rank {rank} of 3 is present already, or not a rank of this run"
+    ):
         late.views[0].admit(replace(late.peers[2], rank=rank))
 
 

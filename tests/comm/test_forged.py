@@ -34,7 +34,7 @@ GOOD = [
     (Kind.HELLO, text(b'{"rank": 1, "settings": {"number of replicas": 2}}')),
     (Kind.WAITING, text(b'{"for": 1, "asks": true}')),
     (Kind.ABORT, text(b'{"rank": 1, "detail": "gone"}')),
-    (Kind.FAREWELL, text(b'{"behind": 0}')),
+    (Kind.LEAVE, text(b'{"behind": 0}')),
 ]
 
 

@@ -96,7 +96,7 @@ def test_a_farewell_that_has_overtaken_what_was_sent_before_waits_for_it(group: 
     stayer = members.comms[0]
     waited_for, late = stayer.recv(1, tag(5)), stayer.recv(1, tag(6))
     said = torch.frombuffer(bytearray(b'{"behind": 2}'), dtype=torch.uint8)
-    members.raw(1, 0, *map(bytes, encode(Kind.FAREWELL, 0, tag(0), Payload((said,)))))
+    members.raw(1, 0, *map(bytes, encode(Kind.LEAVE, 0, tag(0), Payload((said,)))))
     members.comms[1].send(numbered(7), 0, tag(5))
     members.until(lambda: waited_for.done)
     assert not late.done
@@ -241,10 +241,10 @@ def test_a_message_that_is_refused_loses_its_sender_at_once(
 def test_what_is_refused_through_a_relay_is_its_sources(group: Callable[..., Group]) -> None:
     members = group(3, hidden=(0, 2))
     waiting = members.comms[2].recv(0, tag(5))
-    members.views[0]._say(Kind.FAREWELL, 2, {})
+    members.views[0]._say(Kind.LEAVE, 2, {})
     members.until(lambda: waiting.done)
     assert str(waiting.error) == (
-        "lost rank 0: refused 2 bytes from it: a farewell that does not tell what was sent before"
+        "lost rank 0: refused 2 bytes from it: a leave without the number of messages sent before it"
     )
 
 
@@ -303,7 +303,9 @@ def waits(members: Group, on: dict[int, int]) -> None:
         members.comms[rank].recv(src, tag(1))
     at(members, 5.0)
     members.until(
-        lambda: all(on.keys() - {comm.rank} == comm.view._blame.blocked_on.keys() for comm in members.comms)
+        lambda: all(
+            on.keys() - {comm.rank} == comm.view._failure_detector.blocked_on.keys() for comm in members.comms
+        )
     )
 
 

@@ -38,7 +38,7 @@ def group(groups: list[Group]) -> Callable[..., Group]:
 # --- refused and counted ----------------------------------------------------------------------------------------
 
 
-CONTROL = (Kind.HELLO, Kind.FAREWELL, Kind.ABORT)
+CONTROL = (Kind.HELLO, Kind.LEAVE, Kind.ABORT)
 GOOD = [bytes(frame) for frame in encode(Kind.DATA, 0, tag(9), Payload((torch.ones(2000), torch.ones(3))))]
 
 

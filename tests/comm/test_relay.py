@@ -119,7 +119,8 @@ def test_who_comes_later_changes_no_way_that_there_is() -> None:
 
 def test_two_that_nobody_relays_between_are_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"ranks 0 and 1 advertise no way in, .*: let .* \(--port, --advertise HOST:PORT\)"
+        ConfigError,
+        match=r"ranks 0 and 1 advertise no address, .*: make .* \(--port, --advertise HOST:PORT\)",
     ):
         routes(peers(3, 0, 1, 2), 2)
     assert routes(peers(1, 0), 0).behind(0) == []
@@ -403,7 +404,7 @@ def test_the_waits_of_others_are_told_through_a_relay(group: Callable[..., Group
     members.clock = 5.0
     for comm in members.comms:
         comm.view.check_deadline(10.0)
-    members.until(lambda: 2 in members.views[0]._blame.blocked_on)
+    members.until(lambda: 2 in members.views[0]._failure_detector.blocked_on)
     members.clock = 10.0
     members.views[0].check_deadline(10.0)
     lost = members.views[0].lost
@@ -572,7 +573,7 @@ def test_a_relay_that_is_through_stays_for_those_behind_it(
 
 
 def test_without_anybody_to_relay_a_run_does_not_begin() -> None:
-    with pytest.raises(ConfigError, match="ranks 0 and 1 advertise no way in"):
+    with pytest.raises(ConfigError, match="ranks 0 and 1 advertise no address"):
         joined(2, endpoint=Endpoint(advertise="none"))
 
 

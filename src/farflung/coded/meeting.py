@@ -35,7 +35,7 @@ SEATS = 256
 """How many processes may be there at a time, the coordinator among them."""
 _RUN, _ASKED = "farflung/coded/run", "farflung/coded/asked"
 _LOOK_S = 0.1
-"""How often the coordinator looks who has come."""
+"""Seconds between two looks of the coordinator for new processes."""
 _STORE_S = 5.0
 """How long a store may take to say what it has."""
 
@@ -133,7 +133,7 @@ def attending(
       seed: of its stragglers.
 
     Raises:
-      DeadlinePassed: nobody is met there.
+      DeadlinePassed: no coordinator is reached at the address.
       ConfigError: no seat is free.
     """
     store = _reached(address, patience_s)

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.tasks import Pending, done
 from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Tag, TensorSpec
 
-__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "in_words", "kind_of"]
+__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "describe", "kind_of"]
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ _WORDS = {
     Purpose.JOIN: "the end of join()",
     Purpose.MOMENTS: "averaging the optimizer's state",
     Purpose.STANDING: "the parameters to score",
-    Purpose.MEMBERS: "who holds what",
+    Purpose.MEMBERS: "the registry of members",
     Purpose.ENCODING: "pieces of other devices' data",
     Purpose.OPERANDS: "what to multiply by",
     Purpose.ANSWERS: "products",
@@ -96,10 +96,10 @@ def kind_of(exchange: int) -> str:
     return _BY_NUMBER.get(exchange >> _STEP_BITS, "other")
 
 
-def in_words(tag: Tag) -> str:
-    """What a message is for, and at which step, for people.
+def describe(tag: Tag) -> str:
+    """Describes a message's purpose, step, part and hop, for errors.
 
-    >>> in_words(Tag(Purpose.EVALUATION.at(3), 1))
+    >>> describe(Tag(Purpose.EVALUATION.at(3), 1))
     'averaging or scoring the model at step 3, part 1, hop 0'
     """
     purpose, step = divmod(tag.exchange, 1 << _STEP_BITS)

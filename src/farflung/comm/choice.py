@@ -56,11 +56,11 @@ def choose(
 
 
 def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
-    """What ``auto`` stands for: the fastest collective for one tensor among those that add in rank order.
+    """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
-    So parameters never depend on the choice. ``all_gather`` is asked about only where it sends little more than
-    ``direct``, for every rank adds everybody's whole tensor, and the model does not charge for that. Where the
-    network is not known it is :func:`farflung.comm.collectives.usual_collective`.
+    Parameters therefore never depend on the choice. ``all_gather`` is considered only where it sends little more than
+    ``direct``: each rank adds the whole tensors of all ranks, and the model does not charge for that. Without a
+    network profile the result is :func:`farflung.comm.collectives.usual_collective`.
 
     Args:
       nbytes: of the tensor.

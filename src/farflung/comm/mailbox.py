@@ -1,4 +1,4 @@
-"""Matches arrivals to waits by source and tag, whichever comes first."""
+"""Matches messages to waits by sender and tag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import in_words
+from farflung.comm.channel import describe
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
@@ -19,11 +19,11 @@ __all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting"]
 
 
 AHEAD_NBYTES = 1 << 30
-"""Bytes of messages of newer views that are kept, at most."""
+"""The most bytes that are kept of messages of newer views."""
 KEPT_NBYTES = 1 << 28
-"""Bytes that are kept of a sender who need not be trusted, see :class:`Mailbox`."""
+"""The most bytes that are kept of each untrusted sender, see :class:`Mailbox`."""
 _ENTRY_NBYTES = 1 << 10
-"""What keeping a message takes beside its tensors."""
+"""Bytes that a kept message takes beside its tensors."""
 
 
 class Full(Exception):
@@ -31,14 +31,14 @@ class Full(Exception):
 
 
 class Waiting(NamedTuple):
-    """One receive on its way: who is waited for, for what, since when.
+    """A pending receive.
 
     Args:
-      src: who; ``None``: whoever is first.
-      tag: of the message.
+      src: the sender; ``None``: any rank.
+      tag: the message's tag.
       since: when the wait began, in seconds.
-      expect: what its tensors have to be like.
-      found: the message; with who has sent it, where that could be anybody.
+      expect: the expected dtypes and shapes of the message's tensors; ``None``: any.
+      found: the message, or a tuple of the sender and the message where ``src`` is ``None``.
     """
 
     src: int | None
@@ -49,41 +49,41 @@ class Waiting(NamedTuple):
 
     @property
     def what(self) -> str:
-        return in_words(self.tag)
+        return describe(self.tag)
 
 
 class Mailbox:
     """The receiving half of a communicator. Not thread-safe: it belongs to its driver's thread.
 
     Args:
-      kept_nbytes: of each sender, how much is kept that nobody waits for yet; one message always is.
+      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; one message always is.
     """
 
     def __init__(self, kept_nbytes: float = math.inf) -> None:
         self._kept_nbytes = kept_nbytes
         self._kept: Counter[int] = Counter()
-        """Bytes that are kept, by sender."""
+        """Bytes of unreceived messages, by sender."""
         self._waits: dict[tuple[int | None, Tag], Waiting] = {}
-        """Those that count against the deadline of the run, in the order in which they began."""
-        self._apart: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
-        """Those with a deadline of their own, and when that is over."""
+        """The waits under the run's deadline, oldest first."""
+        self._timed: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
+        """The waits with a deadline of their own, and when it passes, in seconds."""
         self._arrived: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
-        """What is kept, by tag and sender: numbered in the order of arrival, and messages."""
+        """Unreceived messages by tag and sender, each with its number in the order of arrival."""
         self._came = 0
-        """Messages that were kept so far."""
+        """The number of messages kept so far."""
         self._places: dict[tuple[int, Tag], Tensor] = {}
-        """Where messages to come may be put."""
+        """The memory that messages may be received into."""
         self._cancelled = Cancelled()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
-        """Senders that came after the first meeting, see :meth:`welcome`, and those that are gone."""
+        """The members that were admitted, see :meth:`welcome`, and those that have left or were lost."""
         self.view = 0
         """The number of the view whose messages are received."""
         self._ahead: list[tuple[int, int, Tag, Payload]] = []
-        """Of newer views: number, sender, tag, message."""
+        """Messages of newer views: the view's number, sender, tag and message."""
         self.dropped = 0
-        """Messages of exchanges that were forgotten, of older views, and of who has sent more than is kept."""
+        """The number of dropped messages: of cancelled exchanges, of older views, and beyond ``kept_nbytes``."""
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Mailbox:
             self._places[src, tag] = into.detach().view(-1).view(torch.uint8)
 
     def place(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
-        """Finds the memory that was named for a message under way, where that has so many bytes."""
+        """Finds the memory of ``nbytes`` bytes that :meth:`land` has registered for a message."""
         into = self._places.get((src, tag)) if view == self.view else None
         return into if into is not None and into.nbytes == nbytes else None
 
@@ -129,16 +129,16 @@ class Mailbox:
             ended = self._gone.get(waiting.src)
         if ended is not None:
             return failed(ended)
-        if key in self._waits or key in self._apart:
+        if key in self._waits or key in self._timed:
             raise RuntimeError(f"two receives for {waiting.what} from {waiting.src}")
         if deadline_s is None:
             self._waits[key] = waiting
         else:
-            self._apart[key] = waiting, waiting.since + deadline_s
+            self._timed[key] = waiting, waiting.since + deadline_s
         return waiting.found
 
     def _kept_for(self, waiting: Waiting) -> tuple[int, Payload] | None:
-        """Takes out the sender and the message that a wait is for, where it is there."""
+        """Removes the kept message that a wait is for; returns its sender and itself."""
         senders, src = self._arrived.get(waiting.tag, {}), waiting.src
         if src is None:
             src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
@@ -152,17 +152,17 @@ class Mailbox:
         return src, payload
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
-        """A message has come; one of a newer view is kept for that, one of an older dropped.
+        """Matches a message to its wait, or keeps it; keeps one of a newer view apart, and drops one of an older.
 
         Raises:
-          Full: there is no room for more of newer views.
+          Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
         """
         if view < self.view:
             self.dropped += 1
             return
         if view > self.view:
             if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
-                raise Full(f"more than {AHEAD_NBYTES} bytes of views to come")
+                raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
             self._ahead.append((view, src, tag, payload))
             return
         self._places.pop((src, tag), None)
@@ -185,7 +185,7 @@ class Mailbox:
 
     @property
     def kept_nbytes(self) -> int:
-        """What is kept that nobody waits for yet."""
+        """Bytes of all unreceived messages."""
         return self._kept.total()
 
     def _lets_go(self, src: int, payload: Payload) -> None:
@@ -193,35 +193,35 @@ class Mailbox:
 
     def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
         waiting = self._waits.pop(key, None)
-        return waiting if waiting is not None else self._apart.pop(key, (None, 0.0))[0]
+        return waiting if waiting is not None else self._timed.pop(key, (None, 0.0))[0]
 
-    # --- how long -------------------------------------------------------------------------------------------------
+    # --- deadlines ------------------------------------------------------------------------------------------------
 
     def oldest(self) -> Waiting | None:
-        """The wait that began first, of those that count against the deadline of the run."""
+        """Returns the oldest wait under the run's deadline."""
         return next(iter(self._waits.values()), None)
 
     def any_wait(self) -> Waiting | None:
-        """The oldest, or else one with a deadline of its own."""
+        """Returns the oldest wait under the run's deadline, or else one with a deadline of its own."""
         return next(iter(self._all()), None)
 
     def next_due(self) -> float | None:
-        """When the next deadline of a wait's own is over; ``None``: there is none."""
-        return min((due for _, due in self._apart.values() if due < math.inf), default=None)
+        """Returns the time of the next deadline of a wait's own, in seconds; ``None``: there is none."""
+        return min((due for _, due in self._timed.values() if due < math.inf), default=None)
 
     def fail(self, waiting: Waiting, error: BaseException) -> None:
         self._take((waiting.src, waiting.tag))
         waiting.found.fail(error)
 
     def fail_due(self, now: float) -> None:
-        """Fails each wait whose own deadline is over, and it alone."""
-        for waiting in [waiting for waiting, due in self._apart.values() if due <= now]:
+        """Fails the waits whose own deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
+        for waiting in [waiting for waiting, due in self._timed.values() if due <= now]:
             self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def forget(self, exchange: int) -> None:
-        """Ends every wait of an exchange, and drops its messages, now and from now on."""
+        """Cancels an exchange: ends its waits and drops its messages, present and later."""
         self._cancelled.add(exchange)
         for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
@@ -234,10 +234,10 @@ class Mailbox:
                     self._lets_go(src, payload)
 
     def advance(self, view: int) -> None:
-        """From now on messages of a newer view are received: waits end, what has come of an older one is dropped.
+        """Replaces the view by a newer one: ends all waits and drops the messages of older views.
 
         Raises:
-          ValueError: it is not newer.
+          ValueError: ``view`` is not newer.
         """
         if view <= self.view:
             raise ValueError(f"view {view} is not newer than {self.view}")
@@ -252,7 +252,7 @@ class Mailbox:
             self.deliver(src, tag, payload, number)
 
     def fail_from(self, src: int, error: BaseException) -> None:
-        """Fails every wait for one sender, now and from now on; what it has sent can still be received."""
+        """Fails all waits for one sender, pending and later; its kept messages can still be received."""
         if src in self._gone:
             return
         self._gone[src] = error
@@ -261,22 +261,22 @@ class Mailbox:
         self.departures.tell(src)
 
     def welcome(self, src: int) -> None:
-        """A sender has come in, for the first time or again: undoes :meth:`fail_from`, so waits for it wait again."""
+        """Records an admitted sender, and undoes :meth:`fail_from` for it."""
         self._gone.pop(src, None)
         self.arrivals.tell(src)
 
     def end(self, error: BaseException) -> None:
-        """Fails every wait, now and from now on; what has arrived can still be received."""
+        """Fails all waits, pending and later; kept messages can still be received."""
         if self._ended is None:
             self._ended = error
         self._places.clear()
         for waiting in self._all():
             self.fail(waiting, self._ended)
-        for news in (self.arrivals, self.departures):
-            news.end(self._ended)
+        for queue in (self.arrivals, self.departures):
+            queue.end(self._ended)
 
     def _all(self) -> list[Waiting]:
-        return [*self._waits.values(), *(waiting for waiting, _ in self._apart.values())]
+        return [*self._waits.values(), *(waiting for waiting, _ in self._timed.values())]
 
 
 def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
@@ -285,7 +285,7 @@ def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
         if found != waiting.expect:
             waiting.found.fail(
                 ProtocolError(
-                    f"rank {src} sent {_describe(found)} for {waiting.what} where {_describe(waiting.expect)} was "
+                    f"rank {src} sent {_in_text(found)} for {waiting.what} where {_in_text(waiting.expect)} was "
                     "due: do all ranks run the same model and recipe?"
                 )
             )
@@ -293,21 +293,21 @@ def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
     waiting.found.set((src, payload) if waiting.src is None else payload)
 
 
-def _describe(specs: tuple[TensorSpec, ...]) -> str:
+def _in_text(specs: tuple[TensorSpec, ...]) -> str:
     return (
         " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
         or "nothing"
     )
 
 
-# --- what a mailbox keeps beside messages ---------------------------------------------------------------------------
+# --- events and cancelled exchanges ---------------------------------------------------------------------------------
 
 
 class EventQueue:
-    """Ranks of which one waiter is told, each once and in their order.
+    """A queue of ranks with at most one waiter.
 
     Args:
-      what: they have done, for messages.
+      what: the event, for errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -317,7 +317,7 @@ class EventQueue:
         self._ended: BaseException | None = None
 
     def tell(self, rank: int) -> None:
-        """Something has happened to a rank."""
+        """Adds a rank, or gives it to the waiter."""
         wait, self._wait = self._wait, None
         if wait is None:
             self._untold.append(rank)
@@ -325,7 +325,11 @@ class EventQueue:
             wait.set(rank)
 
     def next(self) -> Pending[int]:
-        """The next rank that nobody was told of."""
+        """Waits for the next rank.
+
+        Raises:
+          RuntimeError: there is a waiter already.
+        """
         if self._untold:
             return done(self._untold.popleft())
         if self._ended is not None:
@@ -336,7 +340,7 @@ class EventQueue:
         return self._wait
 
     def end(self, error: BaseException) -> None:
-        """Nothing more will happen; what has can still be told."""
+        """Fails the wait, and each later one once the queue is empty."""
         self._ended = error
         wait, self._wait = self._wait, None
         if wait is not None:
@@ -344,10 +348,10 @@ class EventQueue:
 
 
 class Cancelled:
-    """A set of numbers that only grows, kept as runs of consecutive ones.
+    """A growing set of integers, stored as runs of consecutive ones.
 
-    Exchanges of one purpose are numbered by step. Where each is cancelled once it is through, whatever has come of it,
-    there is one run for each purpose, however long the training goes on.
+    Exchanges of one purpose are numbered by step. Where each is cancelled after its end, there is one run for each
+    purpose, however long the training takes.
 
     >>> cancelled = Cancelled()
     >>> for number in (7, 3, 5, 4, 5):
@@ -359,10 +363,10 @@ class Cancelled:
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
-        """Behind the last number of each run."""
+        """The last number of each run, plus one."""
 
     def __len__(self) -> int:
-        """How many runs there are."""
+        """The number of runs."""
         return len(self._begins)
 
     def __contains__(self, number: int) -> bool:

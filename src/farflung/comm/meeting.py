@@ -1,4 +1,4 @@
-"""Who is in a view: the first meeting, members that come later, who has greeted and who is gone."""
+"""The members of a view: the first meeting, admission, greetings and losses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Meeting"]
 
 
 class Meeting(Listener):
-    """The members of a view; see :class:`farflung.comm.View`, which says what they tell each other.
+    """The members of a view; :class:`farflung.comm.View` adds their messages.
 
     Args:
-      transport: by which they are reached.
-      size: number of members.
-      whole: whether all of them are needed.
-      members: who is there at the first meeting, this one too; all when not given.
-      settings: what must be equal on all members, by name.
+      transport: carries its messages.
+      size: the world size.
+      whole: whether every member is needed.
+      members: the initial members, this rank included; all ranks when not given.
+      settings: values that must be equal on all members, by name.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Meeting(Listener):
         self.transport = transport
         self.rank, self.size = transport.me.rank, size
         self.ready: Pending[None] = Pending()
-        """Done when all have greeted."""
+        """Done once every member has greeted."""
         self._whole = whole
         self._settings = {"number of replicas": size, **(settings or {})}
         self._members = set(range(size) if members is None else members)
         self._addresses: dict[int, str | None] = {}
-        """Of the others, once it is known who they are; ``None``: it has no way in."""
+        """The peers' addresses, from :meth:`connect` on; ``None``: the peer accepts no connections."""
         self._routes = Routes(transport.me)
         self._greeted: set[int] = set()
         self._late: dict[int, Pending[None]] = {}
-        """Those that were admitted after the first meeting, done once they have greeted."""
+        """The members admitted after the first meeting; each is done once it has greeted."""
         self._left: set[int] = set()
         if len(self._members) == 1:
             self.ready.set(None)
@@ -56,18 +56,18 @@ class Meeting(Listener):
 
     @abstractmethod
     def _greet(self, rank: int) -> None:
-        """Says to a member who this is, and with which settings."""
+        """Sends a member this rank's greeting: its rank and settings."""
 
     @abstractmethod
-    def _begin_anew(self, rank: int) -> None:
-        """A member is about to come that was not there, or was another: nothing of before is its own."""
+    def _reset(self, rank: int) -> None:
+        """Clears the state of earlier holders of a rank, before another is admitted."""
 
     def connect(self, peers: Iterable[Peer]) -> None:
-        """Learns everybody's address and key; connects where it has to, and greets there.
+        """Registers the peers' addresses and keys; connects to those that this rank has to connect to, and greets them.
 
         Raises:
-          ConfigError: a key is not on this replica's list, or some encrypt and others do not; or two cannot reach each
-            other, and have nobody who relays.
+          ConfigError: a key is not on this rank's list; some ranks encrypt and others do not; or two ranks cannot
+            connect and no rank can relay between them.
           ProtocolError: the peers do not make up a run.
         """
         others = [peer for peer in peers if peer.rank != self.rank]
@@ -81,29 +81,31 @@ class Meeting(Listener):
                 self._greet(peer.rank)
 
     def admit(self, peer: Peer) -> Pending[None]:
-        """Lets somebody in after the first meeting, or connects to it, as at that.
+        """Admits a member after the first meeting: accepts its connection, or connects to it.
 
-        A rank that has left, or was lost, may come again.
+        A rank that has left or was lost may be admitted again.
 
         Returns:
-          Done once it has greeted, when :meth:`farflung.types.Communicator.arrival` tells too. Fails with a
-          :class:`ProtocolError` where it has other settings: then it is told so, and is none of the members; with a
-          :class:`PeerLost` where it is lost before, or does not come, see :meth:`dismiss`.
+          Done once the peer has greeted, as :meth:`farflung.types.Communicator.arrival` reports too. Fails with
+          :class:`ProtocolError` where its settings differ, which is sent to it; with :class:`PeerLost` where it is lost
+          or dismissed before its greeting, see :meth:`dismiss`.
 
         Raises:
-          ConfigError: its key is not on this replica's list, or it encrypts and others do not; or nobody relays between
-            it and another.
-          ProtocolError: the view is whole, or the rank is there already, or is none of the run's.
+          ConfigError: its key is not on this rank's list; it encrypts and others do not, or the reverse; or no rank can
+            relay between it and another.
+          ProtocolError: the view is whole; the rank is present already, or is none of the run's.
         """
         if self._whole:
             raise ProtocolError(
-                f"rank {peer.rank} cannot come later: every exchange of this run needs all replicas"
+                f"rank {peer.rank} cannot join later: every exchange of this run needs all replicas"
             )
         if peer.rank == self.rank or peer.rank in self.present() or peer.rank >= self.size:
-            raise ProtocolError(f"rank {peer.rank} of {self.size} is there already, or is none of the run's")
+            raise ProtocolError(
+                f"rank {peer.rank} of {self.size} is present already, or not a rank of this run"
+            )
         check_peers(self.transport.me, [peer], self.transport.keys)
         self._routes.meet([peer], self._left - {peer.rank})
-        self._begin_anew(peer.rank)
+        self._reset(peer.rank)
         self._greeted.discard(peer.rank)
         self._left.discard(peer.rank)
         self._members.add(peer.rank)
@@ -120,7 +122,7 @@ class Meeting(Listener):
         return admitted
 
     def dismiss(self, rank: int, why: BaseException) -> None:
-        """Whoever was admitted and has not greeted may not come any more."""
+        """Revokes the admission of a member that has not greeted yet, whose wait then fails with ``why``."""
         if rank not in self._late or rank in self._greeted:
             return
         self.transport.dismiss(rank)
@@ -130,7 +132,7 @@ class Meeting(Listener):
         self._late.pop(rank).fail(why)
 
     def missing(self) -> list[int]:
-        """The members that have not greeted yet, those behind a relay last."""
+        """Lists the members that have not greeted yet, those behind a relay last."""
         missing = self._members - self._greeted - {self.rank}
         return sorted(missing, key=lambda rank: (self._routes.relay(rank) is not None, rank))
 
@@ -138,7 +140,7 @@ class Meeting(Listener):
         self.transport.expects(sum(map(self._routes.comes_from, self.missing())))
 
     def greeting_of(self, rank: int) -> str:
-        """What a wait for ``rank`` to greet waits for, with what is known of why it has not."""
+        """Describes a wait for a member's greeting, with its relay or the reason why it is missing, for errors."""
         if not self.transport.failed_at(rank):
             return f"its greeting{self._through(rank)}"
         return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
@@ -148,11 +150,11 @@ class Meeting(Listener):
             raise Unauthorized("a message before a greeting")
 
     def present(self) -> set[int]:
-        """Those who have greeted and are not gone."""
+        """Returns the members that have greeted and are neither lost nor have left."""
         return self._greeted - self._left
 
     def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
-        """How a member's settings differ from this one's."""
+        """Compares a member's settings with this rank's; returns an error that names the first difference."""
         if not isinstance(theirs, dict):
             raise WireError("a greeting without settings")
         for name in sorted(self._settings.keys() | theirs.keys()):
@@ -165,6 +167,6 @@ class Meeting(Listener):
         return None
 
     def _through(self, rank: int | None) -> str:
-        """For messages to people: by whom a rank's messages come, where that is another."""
+        """Names the relay of a rank's messages, for errors; empty where there is none."""
         relay = None if rank is None else self._routes.relay(rank)
         return "" if relay is None else f", through rank {relay}"

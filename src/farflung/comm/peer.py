@@ -30,7 +30,7 @@ class Peer:
 
     @property
     def where(self) -> str:
-        """The address, or that there is none, for people."""
+        """The address, or that there is none, for errors."""
         return self.address or "no way in"
 
     @property

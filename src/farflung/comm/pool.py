@@ -1,4 +1,4 @@
-"""Memory for what arrives and for what is summed, used again once nobody has it any more."""
+"""A pool of buffers for received messages and sums, reused once no tensor refers to them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Receiving(ABC):
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
     ) -> Pending[tuple[int, Payload]]:
-        """Waits for a message of anybody's."""
+        """Waits for a message of any rank."""
         return self._mailbox.recv_any(tag, expect, self._wait_begins(deadline_s), deadline_s)
 
     def forget(self, exchange: int) -> None:
@@ -51,9 +51,9 @@ class Receiving(ABC):
         self._mailbox.forget(exchange)
 
     def departure(self) -> Pending[int]:
-        """Waits for somebody to leave."""
+        """Waits for a member to leave or be lost; the result is its rank."""
         return self._mailbox.departures.next()
 
     def arrival(self) -> Pending[int]:
-        """Waits for somebody to come."""
+        """Waits for a member to be admitted; the result is its rank."""
         return self._mailbox.arrivals.next()

@@ -1,7 +1,7 @@
-"""Passes messages on between members who reach each other through this one alone.
+"""Relays messages between members that cannot connect to each other.
 
-Nothing is taken on trust: the source of a message has to be whom the connection has proved, and this member the relay
-of the two. Greetings are held until both of a pair have greeted, and meant each other: by then both are there.
+A message is relayed only if its source is the rank that its connection was authenticated for, and this rank is the
+relay of the pair. Greetings are held until both members of a pair have sent one with the other's token.
 """
 
 from __future__ import annotations
@@ -17,73 +17,80 @@ from farflung.errors import PeerLost
 __all__ = ["Relay"]
 
 GREETING_NBYTES = 1 << 20
-"""The most that a greeting may take which is held."""
+"""The most bytes of a held greeting."""
 
 
 class Relay:
-    """What one member passes on; see :class:`farflung.comm.routes.Routes` for between whom.
+    """Relays the messages of the pairs of which :class:`farflung.comm.routes.Routes` makes this rank the relay.
 
     Args:
-      transport: carries it.
-      routes: of the view.
-      size: number of members.
+      transport: carries the messages.
+      routes: the view's routes.
+      size: the world size.
     """
 
     def __init__(self, transport: Transport, routes: Routes, size: int) -> None:
         self._transport, self._routes, self._size = transport, routes, size
         self.passed: Callable[[int, int], object] = lambda *_: None
-        """Told of the payload bytes of each message that is passed on, and whom it is for."""
+        """Called with the payload bytes and the destination of each relayed message."""
         self._held: dict[tuple[int, int], tuple[Message, object]] = {}
-        """Greetings, by source and destination, and whom of that rank they mean."""
+        """Held greetings by source and destination, each with the token of the peer that it is for."""
         self._parted: dict[frozenset[int], bool] = {}
-        """Whether one of a pair that had met is gone."""
+        """Whether either member of a connected pair is lost."""
         self.count = 0
-        """Messages passed on so far."""
+        """The number of relayed messages so far."""
 
     def take(self, rank: int, message: Message) -> None:
-        """A member's message that is for another.
+        """Relays a message, or holds it if it is a greeting.
 
         Raises:
-          Unauthorized: it is not for this replica to pass on.
-          WireError: it is malformed.
+          Unauthorized: the source is not ``rank``, or this rank does not relay for the pair.
+          WireError: the message is malformed.
         """
         source, destination, _ = message.route
         if source != rank:
-            raise Unauthorized("a message under another's name")
+            raise Unauthorized("a message with another rank as its source")
         pair = frozenset((source, destination))
         if message.kind is Kind.HELLO:
             self._hold(message)
         elif pair not in self._parted:
-            raise Unauthorized("a message between two for whom nothing is relayed here")
+            raise Unauthorized("a message between two ranks that this one does not relay for")
         elif not self._parted[pair]:
             self._pass_on(message)
 
     def lost(self, rank: int) -> None:
-        """A member is gone: what is for it goes nowhere, until it greets anew."""
+        """Stops relaying to and from a lost member, until it greets again."""
         self._held = {ends: greeting for ends, greeting in self._held.items() if ends[0] != rank}
         self._parted.update({pair: True for pair in self._parted if rank in pair})
 
     def serves(self, gone: Collection[int]) -> bool:
-        """Whether there are two who have met through this replica, neither of whom is among those that are gone."""
+        """Whether this rank relays for a pair of which neither member is in ``gone``."""
         return any(not parted and pair.isdisjoint(gone) for pair, parted in self._parted.items())
 
     def _hold(self, message: Message) -> None:
-        """Keeps a greeting until the other has come."""
+        """Holds a greeting until its counterpart has arrived, then relays both.
+
+        Raises:
+          Unauthorized: this rank does not relay for the pair, the destination is none of the run's ranks, or the
+            greeting is too large.
+        """
         source, destination, _ = message.route
         known = destination in self._routes
         if known and self._routes.between(source, destination) != self._transport.me.rank:
-            raise Unauthorized("a greeting between two for whom nothing is relayed here")
+            raise Unauthorized("a greeting between two ranks that this one does not relay for")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
-            raise Unauthorized("a greeting for nobody of this run, or larger than any")
+            raise Unauthorized(
+                "a greeting to a rank that is not of this run, or a greeting that is too large"
+            )
         self._held[source, destination] = message, json_of(message.payload).get("to")
         both = ((destination, source), (source, destination))
-        if known and all(map(self._means_who_is_there, both)):
+        if known and all(map(self._is_current, both)):
             self._parted[frozenset(both[0])] = False
             for greeting, _ in [self._held.pop(ends) for ends in both]:
                 self._pass_on(greeting)
 
-    def _means_who_is_there(self, ends: tuple[int, int]) -> bool:
-        """Whether one of these has greeted the other, and none that had its rank before."""
+    def _is_current(self, ends: tuple[int, int]) -> bool:
+        """Whether a greeting between these ranks is held and has the token of the destination's current peer."""
         greeting = self._held.get(ends)
         return greeting is not None and greeting[1] == self._routes.token(ends[1])
 
@@ -101,5 +108,5 @@ class Relay:
             self.passed(message.payload.nbytes, destination)
             self._transport.send(destination, frames, priority=priority, view=message.view)
             return
-        with suppress(PeerLost):  # which is told when its connection closes
+        with suppress(PeerLost):  # the loss is reported when the connection closes
             self._transport.say(destination, frames, last=priority != FIRST)

@@ -1,4 +1,4 @@
-"""Which way messages between two replicas take: over a connection of theirs, or through a third that both reach."""
+"""Routes between ranks: a direct connection, or a relay that both ranks are connected to."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ __all__ = ["Routes"]
 
 
 class Routes:
-    """The ways between the members of a view, as all of them find them.
+    """Routes between the members of a view; all members compute equal ones.
 
-    Of two that nobody can connect to, the lowest rank that can be connected to relays the messages. It is found when
-    the two meet, so whoever comes later changes nothing of it.
+    Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair is fixed
+    at the meeting at which the second of them joins, so later members do not change it.
 
     Args:
-      me: this replica.
+      me: this rank's peer.
     """
 
     def __init__(self, me: Peer) -> None:
         self._me = me
         self._peers = {me.rank: me}
         self._met = {me.rank: 0}
-        """At which of the meetings so far each was first there."""
+        """The number of the meeting at which each rank joined."""
         self._relays: list[int | None] = []
-        """By meeting."""
+        """The relay, by meeting."""
         self._hops: dict[int, int] = {}
-        """To whom this replica sends what is for each; every message asks."""
+        """The next hop to each rank, looked up for every message."""
 
     def meet(self, peers: Sequence[Peer], gone: Collection[int] = ()) -> None:
-        """Learns of some; those who are there again are others than before.
+        """Adds peers; one whose rank is known already replaces the earlier peer.
 
         Args:
-          peers: who they are.
-          gone: those known before who relay nothing any more.
+          peers: the peers that join.
+          gone: the ranks that have left or were lost, which relay no more.
 
         Raises:
-          ConfigError: nobody can relay between two of them.
+          ConfigError: no rank can relay between two of them.
         """
         known = {**self._peers, **{peer.rank: peer for peer in peers}}
         here = [known[rank] for rank in sorted(known) if rank not in gone]
@@ -46,8 +46,8 @@ class Routes:
         hidden = [peer.rank for peer in here if peer.address is None]
         if relay is None and len(hidden) > 1:
             raise ConfigError(
-                f"ranks {hidden[0]} and {hidden[1]} advertise no way in, and no other rank has one: let one of them be "
-                "reached (--port, --advertise HOST:PORT)"
+                f"ranks {hidden[0]} and {hidden[1]} advertise no address, and neither does any other rank: make one of "
+                "them reachable (--port, --advertise HOST:PORT)"
             )
         self._met.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
@@ -57,23 +57,22 @@ class Routes:
             self._hops[rank] = rank if relay is None else relay
 
     def __contains__(self, rank: int) -> bool:
-        """Whether a rank is known."""
         return rank in self._peers
 
     def token(self, rank: int) -> str:
-        """What tells a replica from those that had its rank before it; in hex."""
+        """Returns the hex token that distinguishes a rank's peer from earlier ones of the same rank."""
         return self._peers[rank].token.hex()
 
     def goes_to(self, rank: int) -> bool:
-        """Whether this replica connects to another."""
+        """Whether this rank connects to ``rank``."""
         return connects(self._me, self._peers[rank])
 
     def comes_from(self, rank: int) -> bool:
-        """Whether another connects to this replica."""
+        """Whether ``rank`` connects to this rank."""
         return connects(self._peers[rank], self._me)
 
     def between(self, one: int, other: int) -> int | None:
-        """Who relays between two; ``None``: nobody has to, or one of them is not known."""
+        """Finds the relay between two ranks; ``None``: they need none, or one is not known."""
         if one == other or not {one, other} <= self._peers.keys():
             return None
         if any(self._peers[rank].address is not None for rank in (one, other)):
@@ -81,17 +80,17 @@ class Routes:
         return self._relays[max(self._met[one], self._met[other])]
 
     def relay(self, rank: int) -> int | None:
-        """Who relays between this replica and another."""
+        """Finds the relay between this rank and ``rank``; ``None``: they need none, or ``rank`` is not known."""
         return self.between(self._me.rank, rank)
 
     def next_hop(self, rank: int) -> int:
-        """To whom this replica sends what is for ``rank``."""
+        """Returns the relay on the route to ``rank``, or ``rank`` itself."""
         return self._hops.get(rank, rank)
 
     def behind(self, relay: int) -> list[int]:
-        """Those whom this replica reaches through ``relay``."""
+        """Lists the ranks that this rank reaches through ``relay``."""
         return [rank for rank in sorted(self._peers) if self.relay(rank) == relay]
 
     def relayed_to(self, rank: int) -> list[int]:
-        """Those whom ``rank`` reaches through this replica."""
+        """Lists the ranks that ``rank`` reaches through this rank."""
         return [other for other in sorted(self._peers) if self.between(rank, other) == self._me.rank]

@@ -49,10 +49,10 @@ def at_once(payload: Payload) -> Pending[Payload]:
 
 
 def on_device(payload: Payload, device: torch.device) -> Payload:
-    """The payload on ``device``; nobody waits for the copies, which later work on the device comes behind."""
+    """Copies a payload to ``device`` without waiting; later work on the device is ordered after the copies."""
     return payload if device.type == "cpu" else rebuilt(payload, lambda tensor: moved(tensor, device))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a CUDA device, through pinned memory; nobody waits for the copy."""
+    """Copies a tensor to a CUDA device through pinned memory, without waiting."""
     return tensor if tensor.device == device else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What carries frames between the processes of a run, and who is told of them."""
+"""The transport, which carries frames between the processes of a run, and its listener."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ __all__ = ["FIRST", "LAST", "Listener", "Transport"]
 
 
 class Listener(Protocol):
-    """Who is told what a transport sees; on the thread that polls it."""
+    """The receiver of a transport's events, on the thread that polls the transport."""
 
     def arrived(self, rank: int, message: Message) -> None:
-        """A message of a member's, who has proved to be it.
+        """Handles a message of an authenticated member.
 
         Raises:
-          WireError: it is refused; it is counted, and nothing of it is used.
+          WireError: the message is refused; the transport counts and drops it.
         """
         ...
 
     def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
-        """Gives memory for the first large tensor of a member's message; ``None``: the transport does.
+        """Provides memory for the first large tensor of a message; ``None``: the transport allocates it.
 
         Args:
-          rank: of the member.
-          head: of the message.
-          nbytes: of the tensor.
+          rank: the sender.
+          head: the message's head.
+          nbytes: the tensor's size in bytes.
         """
         ...
 
     def malformed(self, rank: int, nbytes: int, why: str) -> None:
-        """So many bytes have come of a member, and cannot be read: nothing that follows can be trusted."""
+        """Handles ``nbytes`` unreadable bytes of a member, after which its connection cannot be trusted."""
         ...
 
     def closed(self, rank: int) -> None:
-        """A member's connection was closed from its end; all that came before has been told."""
+        """Handles the close of a member's connection from its end, after all messages before it."""
         ...
 
     def denied(self, rank: int) -> None:
-        """A member does not let this process in."""
+        """Handles a member's refusal of this process's connection."""
         ...
 
 
 class Transport(Protocol):
-    """Connections to the other processes of a run: each proves who it is, and what is too large is refused.
+    """Authenticated connections to the other processes of a run; refuses messages that are too large.
 
     It belongs to one thread, which calls :meth:`poll`; only the first :meth:`open` may come before.
     """
 
     @property
     def me(self) -> Peer:
-        """How this process is reached and recognised."""
+        """This process's rank, address and token."""
         ...
 
     @property
     def keys(self) -> Keys | None:
-        """What this process proves itself with where it encrypts; ``None``: it does not."""
+        """The keys that authenticate and encrypt; ``None``: the run does not encrypt."""
         ...
 
     @property
     def refused(self) -> int:
-        """Messages that were none of this run's, or malformed."""
+        """The number of refused messages: foreign to this run, or malformed."""
         ...
 
     @property
     def turned_away(self) -> int:
-        """Connections that closed before they had proved who they were from."""
+        """The number of connections that closed before they were authenticated."""
         ...
 
     max_nbytes: int
@@ -81,44 +81,44 @@ class Transport(Protocol):
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that were sent and have not left yet, and can be overtaken or withdrawn."""
+        """Queued bytes, which can still be overtaken or withdrawn."""
         ...
 
     def open(self, others: Sequence[Peer], listener: Listener) -> None:
-        """Lets those in that connect to this process, and connects to the others; more of them may come later.
+        """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
-          others: no two of which neither can be reached are among them and this process, see
+          others: the peers; of each pair of this process and a peer, one has an address, see
             :func:`farflung.comm.peer.connects`.
-          listener: is told of them.
+          listener: the receiver of events.
         """
         ...
 
     def dismiss(self, rank: int) -> None:
-        """A member that is let in, or was, is none any more: what comes from it is refused."""
+        """Ends a peer's membership: its connections and messages are refused from now on."""
         ...
 
     def expects(self, count: int) -> None:
-        """So many are still to come in; when none is, nobody gets in any more."""
+        """Sets the number of connections still to be accepted; at 0, all further ones are refused."""
         ...
 
     def failed_at(self, rank: int) -> bool:
-        """Whether somebody was reached at a member's address who did not prove to be it."""
+        """Whether a process at a member's address failed to authenticate as that member."""
         ...
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
-        """Done when the message has left, or fails with :class:`farflung.errors.PeerLost`.
+        """Queues a message; done when it has left, or fails with :class:`farflung.errors.PeerLost`.
 
         Args:
-          rank: of whom it is for.
-          frames: of the message.
-          priority: the smallest leaves first; it waits for no more than a piece of what is under way.
-          view: for :meth:`withdraw`.
+          rank: the destination.
+          frames: the message's frames.
+          priority: the smallest leaves first, after at most a piece of the message being sent.
+          view: the view's number, for :meth:`withdraw`.
         """
         ...
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        """Sends a message at once, ahead of everything that was sent before, or else behind all of it.
+        """Sends a message ahead of all queued ones, or with ``last`` behind them.
 
         Raises:
           PeerLost: the connection is gone.
@@ -126,21 +126,21 @@ class Transport(Protocol):
         ...
 
     def withdraw(self, view: int) -> None:
-        """Takes back what a view has sent and has not left yet."""
+        """Removes a view's queued messages."""
         ...
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Lets :meth:`poll` wake up when ``fd`` becomes readable, and call ``readable``."""
+        """Makes :meth:`poll` call ``readable`` whenever ``fd`` is readable."""
         ...
 
     def poll(self, timeout_s: float | None) -> None:
-        """Waits for something to happen, and tells all there is."""
+        """Waits for events, up to ``timeout_s`` seconds, and passes them to the listener."""
         ...
 
     def close(self, *, linger: bool) -> None:
         """Closes all connections.
 
         Args:
-          linger: whether what was sent leaves first, for a few seconds at most.
+          linger: whether queued messages are sent first, for a few seconds at most.
         """
         ...

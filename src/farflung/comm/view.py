@@ -1,4 +1,4 @@
-"""One membership view of real processes: who is in it, who has come, who waits for whom, who is gone."""
+"""A membership view of real processes: admission, messages, the failure detector, and how members leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.blame import Blame, Holdup
+from farflung.comm.failure_detector import BlockedOn, FailureDetector
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
@@ -35,28 +35,28 @@ from farflung.types import Json, Payload, Tag
 __all__ = ["View"]
 
 PARTING_S = 1.0
-"""How long a replica that leaves waits for the others to leave too."""
+"""Seconds for which a rank that leaves waits for its peers to leave too."""
 STUCK_S = 5.0
-"""How long it waits for something of what it has sent to leave."""
+"""Seconds without any byte sent after which a rank that leaves drops its unsent messages."""
 CLOSED = "its connection was closed from its end"
 _CONTROL = Tag(0)
 
 
 class View(Meeting):
-    """The members of a run, as one of them sees them.
+    """One rank's membership view.
 
     It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
 
     Args:
       transport: carries its messages.
-      size: number of members.
+      size: the world size.
       now: the clock, in seconds.
       number: of the view at first, see :meth:`advance`.
-      whole: whether it ends for this member with the first that is lost, as it has to where every exchange needs all
-        of them; otherwise that member's messages alone fail.
-      members: who is there at the first meeting, this one too; all when not given. Others may be admitted later, where
-        the view is not whole.
-      settings: what must be equal on all members, by name; compared at the start.
+      whole: whether the loss of a member ends the view, as it must where every exchange needs all ranks; otherwise
+        only waits for that member fail.
+      members: the initial members, this rank included; all ranks when not given. A view that is not whole may admit
+        more later.
+      settings: values that must be equal on all members, by name; compared at the start.
       max_nbytes: the largest payload accepted, in bytes.
     """
 
@@ -76,39 +76,38 @@ class View(Meeting):
         self.mailbox = Mailbox() if whole else Mailbox(KEPT_NBYTES)
         self.mailbox.view = number
         self.lost: BaseException | None = None
-        """What has ended the view."""
+        """The error that has ended the view."""
         self.left = "it had left the run"
-        """Said of a member that has left while a message of it was waited for."""
+        """The detail of a wait's error where the sender has left."""
         transport.max_nbytes = max_nbytes
         self._now = now
         self.relay = Relay(transport, self._routes, size)
-        """What this member passes on for others."""
         self._early: dict[int, list[Message]] = {}
-        """What has come through a relay before the greeting of who has sent it, by rank."""
+        """Relayed messages that arrived before their sender's greeting, by sender."""
         self._sent: Counter[int] = Counter()
-        """Messages to each member."""
+        """The number of messages that this rank has sent to each peer."""
         self._heard: Counter[int] = Counter()
-        """And from each."""
-        self._farewells: dict[int, int] = {}
-        """How many there are of each that has said farewell, until all of them have come."""
-        self._blame = Blame(self.rank)
+        """The number of messages received from each peer."""
+        self._leaving: dict[int, int] = {}
+        """Peers that have announced their leave and the number of messages each had sent, until all have arrived."""
+        self._failure_detector = FailureDetector(self.rank)
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
-        """What is said to everybody when leaving."""
+        """The kind and body of the message that announces this rank's own end."""
 
     @property
     def refusals(self) -> dict[str, Json]:
-        """What has been refused so far, by kind; empty where nothing was."""
+        """The number of refused messages and connections so far; empty where there are none."""
         counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
         return dict(counts) if any(counts.values()) else {}
 
     @property
     def number(self) -> int:
-        """Of the view; it grows."""
+        """The view's number, which only grows."""
         return self.mailbox.view
 
     def advance(self, number: int) -> None:
-        """Goes on as a newer view: what the older had sent and has not left yet is withdrawn, its waits end.
+        """Replaces the view by a newer one: ends the waits of the older and withdraws its unsent messages.
 
         Raises:
           ValueError: the number is not higher.
@@ -156,7 +155,7 @@ class View(Meeting):
         self.transport.dismiss(rank)
 
     def _route(self, rank: int, message: Message) -> None:
-        """Takes a message, keeps it for later or passes it on."""
+        """Handles, keeps or relays a message."""
         source, destination, _ = message.route
         if message.route == DIRECT:
             self._take(rank, message)
@@ -171,7 +170,11 @@ class View(Meeting):
             self._keep(source, message)
 
     def _keep(self, rank: int, message: Message) -> None:
-        """Until the sender's greeting, which may be overtaken: the relay sends it behind what it sends itself."""
+        """Keeps a message until its sender's greeting, which a relay may deliver later.
+
+        Raises:
+          Unauthorized: the sender is no member, or more than ``max_nbytes`` are kept of it.
+        """
         if rank not in self._members - self._left:
             raise Unauthorized("a message of a rank that is no member")
         early = self._early.setdefault(rank, [])
@@ -180,14 +183,14 @@ class View(Meeting):
         early.append(message)
 
     def _take(self, rank: int, message: Message) -> None:
-        """A message of this rank's to this replica."""
+        """Handles a message from ``rank`` that is addressed to this rank."""
         if message.kind is Kind.HELLO:
             self._hello(rank, json_of(message.payload))
             return
         self._has_greeted(rank)
         if message.kind is Kind.DATA:
             self._heard[rank] += 1
-            self._blame.moves(rank, self._heard[rank])
+            self._failure_detector.moves(rank, self._heard[rank])
             try:
                 self.mailbox.deliver(rank, message.tag, message.payload, message.view)
             except Full as error:
@@ -209,13 +212,13 @@ class View(Meeting):
         self._tell_gone(rank, CLOSED)
 
     def _tell_gone(self, rank: int, why: str) -> None:
-        """Tells those behind this replica that a member is gone; members behind that one are gone with it."""
+        """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as lost."""
         self._tell_lost(rank, why)
         for behind in self._routes.behind(rank):
             self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
 
     def _tell_lost(self, rank: int, why: str) -> None:
-        """Those who reach a member through this replica hear that it is gone, behind what it has sent them."""
+        """Reports the loss of a peer to the ranks that reach it through this one, behind all its relayed messages."""
         self.relay.lost(rank)
         for other in self._routes.relayed_to(rank):
             if other in self.present():
@@ -231,7 +234,7 @@ class View(Meeting):
 
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
-            raise Unauthorized("a greeting under another's name")
+            raise Unauthorized("a greeting with another rank as its source")
         if self._routes.comes_from(rank):
             self._greet(rank)
         if self._parting is not None:
@@ -258,16 +261,16 @@ class View(Meeting):
 
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
-        if message.kind is Kind.FAREWELL:
+        if message.kind is Kind.LEAVE:
             behind = body.get("behind")
             if not isinstance(behind, int):
-                raise WireError("a farewell that does not tell what was sent before")
-            self._farewells[rank] = behind
+                raise WireError("a leave without the number of messages sent before it")
+            self._leaving[rank] = behind
             self._see_off(rank)
         elif message.kind is Kind.LOST:
             self._hear_lost(rank, body)
         elif message.kind is Kind.WAITING:
-            self._blame.heard(rank, body, self.mailbox.oldest(), self._now())
+            self._failure_detector.heard(rank, body, self.mailbox.oldest(), self._now())
         elif message.kind is Kind.ABORT:
             failed_rank, detail = body.get("rank"), str(body.get("detail"))
             if failed_rank == rank:
@@ -278,24 +281,24 @@ class View(Meeting):
                 self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
 
     def _see_off(self, rank: int) -> None:
-        """Lets who has said farewell go, once all has come that it sent before: what is urgent comes another way."""
-        if rank in self._farewells and self._heard[rank] >= self._farewells[rank]:
+        """Ends a peer's membership once it has announced its leave and every message that it sent has arrived."""
+        if rank in self._leaving and self._heard[rank] >= self._leaving[rank]:
             self._leaves(rank)
 
     def _leaves(self, rank: int) -> None:
-        del self._farewells[rank]
+        del self._leaving[rank]
         self._left.add(rank)
         self.mailbox.fail_from(rank, PeerLost(rank, self.left))
 
     def _is_gone(self, rank: int, why: str) -> None:
-        """Nothing comes from a member any more: it has left if it has said farewell, and is lost otherwise."""
-        if rank in self._farewells:
+        """Ends the membership of an unreachable peer: it has left if it announced its leave, and is lost otherwise."""
+        if rank in self._leaving:
             self._leaves(rank)
         elif rank not in self._left:
             self._lose(rank, PeerLost(rank, why))
 
     def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
-        """A relay says who is gone behind it."""
+        """Handles a relay's report that a rank behind it is lost."""
         rank = body.get("rank")
         if not isinstance(rank, int) or self._routes.relay(rank) != relay:
             raise Unauthorized("a loss told by a member that does not relay")
@@ -303,15 +306,15 @@ class View(Meeting):
             self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
     @override
-    def _begin_anew(self, rank: int) -> None:
+    def _reset(self, rank: int) -> None:
         self.relay.lost(rank)
         self._early.pop(rank, None)
-        self._farewells.pop(rank, None)
+        self._leaving.pop(rank, None)
         self._heard[rank] = self._sent[rank] = 0
 
     @override
     def _greet(self, rank: int) -> None:
-        """Says who this is; where a relay holds the greeting until the other has come, also who that is."""
+        """Sends the greeting: rank, settings, and through a relay the receiver's token."""
         body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}
         if self._routes.relay(rank) is not None:
             body["to"] = self._routes.token(rank)
@@ -333,12 +336,15 @@ class View(Meeting):
     # --- waits ------------------------------------------------------------------------------------------------------
 
     def check_deadline(self, deadline_s: float) -> float | None:
-        """Ends the view when the oldest wait is older than ``deadline_s``, or that wait alone where the view is not
-        whole, and each wait whose own deadline is over; returns when to look again.
+        """Fails waits that have passed their deadline.
 
-        Halfway there it tells everybody whom it waits for, and is told what they wait for; see
-        :class:`farflung.comm.blame.Blame`. So a replica that is itself held up by another is not taken for the one
-        that was lost, and time in which samples are waited for counts against nobody.
+        A wait without a deadline of its own that is older than ``deadline_s`` ends the view, or fails alone where the
+        view is not whole. After half of ``deadline_s``, the rank broadcasts which rank it is blocked on, and its peers
+        answer; see :class:`farflung.comm.failure_detector.FailureDetector`, which finds the rank that the error names.
+        Time in which a rank waits for its own samples does not count.
+
+        Returns:
+          The time of the next check; ``None``: there is no wait.
         """
         now = self._now()
         self.mailbox.fail_due(now)
@@ -346,47 +352,51 @@ class View(Meeting):
         return min((each for each in again if each is not None), default=None)
 
     def _check_oldest(self, now: float, deadline_s: float) -> float | None:
-        """Whether the oldest of the waits that have no deadline of their own is too old; when to look again."""
-        waiting = self.mailbox.oldest()
-        holdup = self._blame.holdup(waiting)
-        for rank in self._blame.to_tell(holdup, now, deadline_s):
+        """Checks the oldest wait without a deadline of its own, and broadcasts or answers which rank blocks this one.
+
+        Returns:
+          The time of the next check; ``None``: there is no such wait.
+        """
+        waiting, detector = self.mailbox.oldest(), self._failure_detector
+        blocked_on = detector.blocked_by(waiting)
+        for rank in detector.to_tell(blocked_on, now, deadline_s):
             if rank in self.present():
-                self._say_waits(rank, holdup)
+                self._say_waits(rank, blocked_on)
         if waiting is None:
             return None
-        since = self._blame.counts_from(waiting)
+        since = detector.counts_from(waiting)
         if now - since >= deadline_s:
             what = f"{waiting.what}{self._through(waiting.src)}"
-            passed = DeadlinePassed(self._blame.root_of(waiting.src), what, now - waiting.since, slow=True)
+            passed = DeadlinePassed(detector.root_of(waiting.src), what, now - waiting.since, slow=True)
             if not self._whole:
                 self.mailbox.fail(waiting, passed)
                 return self._check_oldest(now, deadline_s)
             self.end(passed)
             return None
-        if now - since >= deadline_s / 2 and self._blame.asks(waiting):
+        if now - since >= deadline_s / 2 and detector.asks(waiting):
             for rank in self.present():
-                self._say_waits(rank, holdup, asks=True)
-        return since + (deadline_s if self._blame.asked(waiting) else deadline_s / 2)
+                self._say_waits(rank, blocked_on, asks=True)
+        return since + (deadline_s if detector.asked(waiting) else deadline_s / 2)
 
-    def _say_waits(self, rank: int, holdup: Holdup, *, asks: bool = False) -> None:
-        """Overtakes what was sent before, so it tells how much that was."""
-        self._say(Kind.WAITING, rank, {"for": holdup, "asks": asks, "behind": self._sent[rank]})
+    def _say_waits(self, rank: int, blocked_on: BlockedOn, *, asks: bool = False) -> None:
+        """Sends what blocks this rank, and the number of messages sent before, which this one overtakes."""
+        self._say(Kind.WAITING, rank, {"for": blocked_on, "asks": asks, "behind": self._sent[rank]})
 
     def waits_for_data(self, ready: Pending[None]) -> None:
-        """This replica waits for samples until ``ready`` is done, which it also is when the view ends."""
-        self._blame.waits_for_data = True
+        """Marks this rank as waiting for samples; ``ready`` fails when the view ends."""
+        self._failure_detector.waits_for_data = True
         self._data = ready
         if self.lost is not None:
             ready.fail(self.lost)
 
     def has_data(self) -> None:
-        """It does so no more."""
-        self._blame.waits_for_data = False
+        """Ends :meth:`waits_for_data`."""
+        self._failure_detector.waits_for_data = False
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException) -> None:
-        """Ends the view: every wait fails with ``error``, and so does every later one."""
+        """Ends the view: fails all waits, pending and later, with the first error."""
         if self.lost is None:
             self.lost = error
         self.mailbox.end(self.lost)
@@ -394,7 +404,7 @@ class View(Meeting):
         self._data.fail(self.lost)
 
     def _lose(self, rank: int, error: BaseException) -> None:
-        """A member is lost: ends the view, or the waits for that member where the view is not whole."""
+        """Marks a member as lost: ends the view, or the waits for that member where the view is not whole."""
         self.dismiss(rank, error)
         self._left.add(rank)
         if self._whole:
@@ -403,13 +413,13 @@ class View(Meeting):
             self.mailbox.fail_from(rank, error)
 
     def farewell(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
-        """Tells everybody that this replica leaves, and why if it failed by itself.
+        """Announces to all peers that this rank leaves, or the error on which it ends.
 
-        What was sent leaves before, as long as it moves; where something has failed it is withdrawn.
+        Unsent messages are sent first, or withdrawn where there is an error.
 
         Args:
-          error: why it leaves; ``None``: it is through.
-          relays_s: how long it stays then for others whose messages it relays, from the last of them on, in seconds.
+          error: the error; ``None``: the rank leaves normally.
+          relays_s: after a normal leave, seconds without a relayed message after which relaying ends.
         """
         others = self._addresses.keys() - self._left
         if error is None and self.lost is None:
@@ -418,7 +428,7 @@ class View(Meeting):
             self.transport.withdraw(self.number)
         body: dict[str, Json]
         if error is None:
-            kind, body = Kind.FAREWELL, {}
+            kind, body = Kind.LEAVE, {}
         elif isinstance(error, (PeerLost, PeerFailed, DeadlinePassed)):
             kind, body = Kind.ABORT, {"detail": str(error), "rank": error.rank}
         else:
@@ -428,8 +438,8 @@ class View(Meeting):
         for rank in others:
             if rank in self._greeted or self._routes.goes_to(rank):
                 self._part(rank, kind, body)
-        # See who leaves before closing: a message for a peer that closes at the same moment would wait for a
-        # reconnection as long as it may linger, and who has not greeted yet would never learn why nobody answers.
+        # Wait for the peers to leave before closing: a message to a peer that closes at the same moment would wait for
+        # a reconnection, and a peer that has not greeted yet would never learn the error.
         until = self._now() + PARTING_S
         while (left_s := until - self._now()) > 0:
             if not self._addresses.keys() - self._left and not self.transport.held_nbytes:
@@ -442,7 +452,7 @@ class View(Meeting):
         self._say(kind, rank, {**body, "behind": self._sent[rank]}, last=True)
 
     def _go_on_relaying(self, patience_s: float) -> None:
-        """Until nobody is left who needs it, or nothing has passed for some seconds."""
+        """Relays until no pair needs it, or no message has been relayed for ``patience_s`` seconds."""
         until, passed = self._now() + patience_s, self.relay.count
         while self.relay.serves(self._left) and (left_s := until - self._now()) > 0:
             self.transport.poll(left_s)
@@ -450,7 +460,7 @@ class View(Meeting):
                 until, passed = self._now() + patience_s, self.relay.count
 
     def _send_all(self) -> None:
-        """Until all that was sent has left, or nothing of it has for some seconds."""
+        """Sends all queued messages; gives up where no byte leaves for :data:`STUCK_S` seconds."""
         until, held = self._now() + STUCK_S, self.transport.held_nbytes
         while held and self.lost is None and (left_s := until - self._now()) > 0:
             self.transport.poll(left_s)
@@ -458,5 +468,5 @@ class View(Meeting):
                 until, held = self._now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
-        """Closes the transport; what was sent to those still here leaves, for a few seconds at most."""
+        """Closes the transport; while members are present, sends what is queued first, for a few seconds at most."""
         self.transport.close(linger=bool(self.present()))

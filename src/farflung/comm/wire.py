@@ -91,11 +91,11 @@ class Kind(IntEnum):
 
     DATA = 0
     HELLO = 1
-    FAREWELL = 2
+    LEAVE = 2
     ABORT = 3
     WAITING = 4
     LOST = 5
-    """A rank is gone whose messages the sender has relayed."""
+    """A rank that the sender relays for is lost."""
 
 
 _KINDS = tuple(Kind)
@@ -105,9 +105,9 @@ class Route(NamedTuple):
     """The way of a message that a third member relays.
 
     Args:
-      source: the rank that has sent it.
-      destination: whom it is for.
-      priority: with which the relay passes it on.
+      source: the sender.
+      destination: the receiver.
+      priority: the relay's priority for it.
     """
 
     source: int

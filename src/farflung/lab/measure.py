@@ -266,7 +266,7 @@ def measure_trains(
       lost: how many packets the delay line has lost so far.
     """
     found: dict[Pair, Train] = {}
-    for group in _apart(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
+    for group in _disjoint(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
         wanted = {
             pair: _train_packets(speeds[pair], LOSSY_TRAIN_S if profile.link(*pair).loss else TRAIN_S)
             for pair in group
@@ -280,8 +280,8 @@ def _train_packets(bps: float, seconds: float) -> int:
     return round(min(max(bps * seconds / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE)
 
 
-def _apart(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Groups of pairs of which no two share a capacity or a node in the same part."""
+def _disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Splits pairs into groups in which no two share a capacity or a node in the same part."""
     wiring, left = Wiring(profile), list(pairs)
     while left:
         group, taken, rest = [], set[tuple[str, int]](), list[Pair]()

@@ -136,11 +136,11 @@ def _delays(
 
 
 def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    """Everybody's payload to everybody: the longest one-way delay, and what the busiest capacity needs."""
+    """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
     groups = groups_of(profile, _size(profile))
-    everybody = mesh(groups)
-    longest, _ = _delays(profile, groups, everybody, everybody)
-    return longest + max(loads_s(profile, groups, everybody, nbytes + side_nbytes).values(), default=0.0)
+    bundles = mesh(groups)
+    longest, _ = _delays(profile, groups, bundles, bundles)
+    return longest + max(loads_s(profile, groups, bundles, nbytes + side_nbytes).values(), default=0.0)
 
 
 def _size(profile: NetworkProfile) -> int:

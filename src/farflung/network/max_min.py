@@ -1,4 +1,4 @@
-"""Max-min fair shares: nobody's rate can grow without taking from somebody who has no more."""
+"""Max-min fair rates: no flow's rate can grow except at the cost of a flow whose rate is no larger."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def wifi_shared() -> NetworkProfile:
         (Site("air", inside=Link(2e-3), medium="channel"),),
         media=(Medium("channel", 100e6, relayed=True),),
         source=(
-            "Our choice: 100 Mbit/s of air time for everybody together; what goes from device to device is sent "
+            "Our choice: 100 Mbit/s of air time for all devices together; what goes from device to device is sent "
             "twice, to the access point and from there. 2 ms one way."
         ),
     )

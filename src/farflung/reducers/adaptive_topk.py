@@ -234,8 +234,8 @@ class AdaptiveTopK:
         slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
 
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
-        _, votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
-        compress = float(votes) >= channel.size // 2
+        _, in_favour = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
+        compress = float(in_favour) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step)
         if compress:
             parcel = Parcel(entries, self.method, CodecState(), fed, Seeds(0, 0))

@@ -210,7 +210,7 @@ class Checkpoints:
         self._rank, self._size, self._leader, self._keep = rank, size, leader, keep
 
     def save(self, step: int, shared: State, own: State) -> Path:
-        """Writes this replica's part; the checkpoint counts once everybody has."""
+        """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""
         folder = self.folder / f"step-{step:08d}"
         if self._leader:
             save_tree(folder / "shared.safetensors", shared)
@@ -218,7 +218,7 @@ class Checkpoints:
         return folder
 
     def prune(self) -> None:
-        """Removes all but the newest few; call it once everybody has saved."""
+        """Removes all but the newest ``keep`` checkpoints; to be called once all ranks have saved."""
         if self._leader:
             for step in self.complete()[: -self._keep]:
                 shutil.rmtree(self.folder / f"step-{step:08d}", ignore_errors=True)

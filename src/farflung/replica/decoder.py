@@ -41,7 +41,7 @@ PUSH, ANSWER = 0, 1
 
 
 class Decoder:
-    """Makes the mean of each part from the first sums that are enough, and sends it to everybody.
+    """Decodes the mean of each part from the first sufficient sums, and sends it to all ranks.
 
     It belongs to the thread that carries exchanges, so nothing that rank 0 computes holds it up. A step begins when the
     means of the one before are made, and then nothing waits for the late sums of that any more.
@@ -94,7 +94,7 @@ class Decoder:
                 return
 
     async def _decode(self, number: int) -> bool:
-        """One part of the step; whether anybody among those decoded was asked to stop."""
+        """Decodes one part of the step; returns whether a rank among the decoded ones was asked to stop."""
         own, flat = self._runtime.comm.rank, self._flats[number]
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self._step), number)
         expect = TensorSpec.of(flat), TensorSpec((self._numbers,), torch.float64)

@@ -41,10 +41,10 @@ async def evaluate(
     seed: int,
     device: torch.device,
 ) -> Score:
-    """Each replica scores its share; the sums travel in one exchange and are equal everywhere.
+    """Evaluates the model: each replica scores its share, and one exchange sums the scores, equal on all ranks.
 
-    What is scored is the model as it is when this begins. Whoever draws random numbers in it has a state of his own, so
-    an evaluation leaves training as it was.
+    The model is scored as it is at the call. Random numbers are drawn from a state of the evaluation's own, so training
+    is unchanged by it.
 
     Args:
       runtime: the world.

@@ -131,10 +131,10 @@ class Exchanges:
         self._step = 0
         self._leads = True
         """Whether the next exchange to start is the first of its step."""
-        self._votes: dict[int, list[Vote]] = {number: [] for number in self._parts}
-        """Since each part's last exchange."""
+        self._metadata: dict[int, list[Vote]] = {number: [] for number in self._parts}
+        """The metadata of each part's steps since its last exchange."""
         self._said: dict[str, float] = {}
-        """The numbers of votes since the last exchange of any part."""
+        """The sums of the metadata's numbers since the last exchange of any part, by name."""
         self._vote = Vote(0.0, 0.0)
         self._averaged = False
         self._behind = False
@@ -186,7 +186,7 @@ class Exchanges:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
         if self._averaged:
             return False
-        pending = bool(self._in_flight or self._taken) or any(self._votes.values())
+        pending = bool(self._in_flight or self._taken) or any(self._metadata.values())
         return any(merger.apart(pending=pending) for merger in self._mergers.values())
 
     @property
@@ -288,8 +288,8 @@ class Exchanges:
         self._step, self._vote, self._leads = step, vote, True
         if self._optimizer is not None:
             self._rate = float(self._optimizer.param_groups[0]["lr"])
-        for votes in self._votes.values():
-            votes.append(vote)
+        for steps in self._metadata.values():
+            steps.append(vote)
         numbers = vote.numbers if self._learner is None else {**vote.numbers, **self._learner.tell()}
         for name, value in numbers.items():
             self._said[name] = self._said.get(name, 0.0) + value
@@ -318,10 +318,10 @@ class Exchanges:
             self._launch(self._waiting.popleft())
 
     def _recant(self, vote: Vote) -> None:
-        """Votes differently from here on; what has left before keeps its vote."""
-        for votes in self._votes.values():
-            if votes and votes[-1] is self._vote:
-                votes[-1] = vote
+        """Replaces this step's metadata for the exchanges that have not started yet."""
+        for steps in self._metadata.values():
+            if steps and steps[-1] is self._vote:
+                steps[-1] = vote
         self._vote = vote
 
     async def settle(self) -> bool:
@@ -434,8 +434,8 @@ class Exchanges:
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""
         self._averaged = True
-        for votes in self._votes.values():
-            votes.clear()
+        for steps in self._metadata.values():
+            steps.clear()
         for merger in self._mergers.values():
             merger.restart()
 
@@ -462,10 +462,10 @@ class Exchanges:
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
         self._times.go_on_from(own.get("elapsed_s", 0.0))
-        # Whoever asked to stop before wants it no more: the run goes on.
-        self._votes = {
-            int(number): [replace(Vote(*vote), stop=False) for vote in votes]
-            for number, votes in own["votes"].items()
+        # Requests to stop of the earlier run do not apply to this one.
+        self._metadata = {
+            int(number): [replace(Vote(*vote), stop=False) for vote in steps]
+            for number, steps in own["votes"].items()
         }
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
@@ -509,8 +509,8 @@ class Exchanges:
                 "sent_nbytes": self.sent_nbytes,
                 "most_nbytes": self.most_nbytes,
                 "votes": {
-                    str(number): [[vote.loss, vote.weight, vote.stop] for vote in votes]
-                    for number, votes in self._votes.items()
+                    str(number): [[vote.loss, vote.weight, vote.stop] for vote in steps]
+                    for number, steps in self._metadata.items()
                 },
                 "said": dict(self._said),
                 "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self._in_flight)},
@@ -557,8 +557,8 @@ class Exchanges:
             said, self._said = self._said, {}
         absent = self._absent(transfer.part) if merger.takes_gradient and not merger.takes_whole else ()
         asks = self._unused.changes(number, absent)
-        weight, rider = self._rider.cast(self._votes[number], self._runtime.comm.rank, said, asks=asks)
-        self._votes[number] = []
+        weight, rider = self._rider.cast(self._metadata[number], self._runtime.comm.rank, said, asks=asks)
+        self._metadata[number] = []
         tensors, kept = [], {}
         for bucket in buckets_of(transfer.part):
             tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
@@ -702,7 +702,7 @@ class Exchanges:
         return reduced
 
     async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
-        """The schedule, and whoever asks what a step has brought, of one step's exchanges."""
+        """Reports one step's exchanges to the schedule and to the observers of the step."""
         self._settled.nonfinite += tally.nonfinite
         self._settled.stop |= tally.stop and not flight.again
         self._settled.out = tally.out

@@ -1,4 +1,4 @@
-"""What a training loop of somebody's own may bring along; the rest is refused by name before it trains."""
+"""Checks of the models and optimizers of external training loops; what is unsupported is refused before training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW = 4
 
 
 def check_sole(model: nn.Module) -> None:
-    """Refuses a model whose gradients somebody else exchanges, or of which each replica holds a part.
+    """Refuses a model whose gradients another library exchanges, or whose parameters are sharded.
 
     Raises:
       Unsupported: DistributedDataParallel or FSDP.

@@ -152,18 +152,18 @@ class Keeping:
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
-        apart, drawing = self.exchanges.apart, self.drawing
+        diverged, drawing = self.exchanges.apart, self.drawing
         shared: State = {
             "step": step,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload,
             "training": self.training.to_json(),
-            "model": {**parameters, **((self.exchanges.common() if apart else None) or {})},
+            "model": {**parameters, **((self.exchanges.common() if diverged else None) or {})},
             "exchanges": exchanges["shared"],
         }
         own: State = {
             "buffers": buffers,
-            "parameters": parameters if apart else {},
+            "parameters": parameters if diverged else {},
             "optimizer": optimizer_state(self.optimizer),
             "random": self.random.state_dict(),
             "sampler": drawing.parts.sampler.state_dict(),

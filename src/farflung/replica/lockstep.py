@@ -37,15 +37,15 @@ class _Replica(Protocol):
 
 
 def keep_once(replicas: Sequence[_Replica]) -> bool:
-    """Has the replicas of one virtual world keep their parameters and optimizer once, where that changes no bit.
+    """Shares one copy of parameters and optimizer among the replicas of a virtual world, where that changes no bit.
 
-    It does not under the synchronous schedule: every replica steps on the same mean from the same parameters, and
-    nobody can step before all have computed their gradients, so nobody needs the old parameters any more. One replica
-    steps for all; a thousand replicas then take the memory of their gradients alone. Buffers, such as the statistics
-    of a batch norm, stay each replica's own. Not for worlds in which replicas are lost or come back.
+    Under the synchronous schedule every replica applies the same mean to the same parameters, and no replica steps
+    before all have computed their gradients, so the old parameters are not needed again. One replica steps for all; a
+    thousand replicas then take the memory of their gradients alone. Buffers, such as the statistics of a batch norm,
+    are kept by each replica. Not for worlds in which replicas are lost or come back.
 
-    A sampler or sharing may use a model between its steps, when others have stepped already, and a stream may have
-    replicas begin their steps apart. So it is done for those alone of which it is known that they do neither.
+    A sampler or sharing may use a model between its steps, when other replicas have stepped already, and a stream may
+    have replicas begin their steps at different times. Copies are shared only where neither can happen.
 
     Args:
       replicas: all of the world, before the first step or after a resume.

@@ -57,7 +57,7 @@ from farflung.types import (
 __all__ = ["Replica"]
 
 STOP = "stop"
-"""The name of the decision to end a run; its step is the one at which somebody asked."""
+"""The name of the decision to end a run; its step is the one of the request."""
 
 
 def _never() -> bool:
@@ -244,11 +244,11 @@ class Replica:
     # --- the whole run ----------------------------------------------------------------------------------------
 
     async def run(self) -> Summary:
-        """Trains to the end, or until somebody is asked to stop; closes the stream.
+        """Trains to the end, or until a replica is asked to stop; closes the stream.
 
         Raises:
-          NonFinite: at the same step on all replicas.
-          RunLost: somebody was lost.
+          NonFinite: a loss is not finite; raised at the same step on all replicas.
+          RunLost: a replica was lost.
         """
         try:
             return await self._run()
@@ -297,10 +297,10 @@ class Replica:
         return summary
 
     async def _count_sent(self) -> dict[str, list[int]]:
-        """What has been sent to whom in all, by kind; to be launched, so that no exchange goes on meanwhile.
+        """Returns the bytes sent to each rank so far, by kind; to be launched, so that no exchange goes on meanwhile.
 
-        As :attr:`sent_nbytes`, without exchanges that are not through. What a real network is measured with is sent
-        before a run begins, and is no part of it.
+        As in :attr:`sent_nbytes`, exchanges in flight are not counted, nor are messages that measure the network before
+        the run.
         """
         sent = Sent(self.runtime.comm.size, self._sent_before)
         sent.add_all(self.runtime.comm.sent)

@@ -91,9 +91,9 @@ def check_averaged(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What SGD, Adam or AdamW has gathered in the shape of some parameters, to be overwritten.
+    """Returns the moments that SGD, Adam or AdamW keeps of some parameters, in their shapes, to be overwritten.
 
-    A parameter that has had no gradient yet has zeros in their place, which are nobody's.
+    A parameter that has had no gradient yet has zeros, which are not stored in the optimizer.
     """
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     found: list[Tensor] = []

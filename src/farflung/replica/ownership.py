@@ -132,7 +132,7 @@ class Ownership:
     that was under way is made again from what was chosen.
 
     Args:
-      sharing: says when, with whom and what.
+      sharing: decides the steps, receivers and samples.
       runtime: the world.
       held: the replica's samples.
       sampler: draws from them.

@@ -51,7 +51,7 @@ def place(device: str, *, local_rank: int = 0, local_size: int = 1) -> torch.dev
 
 
 def batch_on(batch: Batch, device: torch.device) -> Batch:
-    """The samples on ``device``; nobody waits for the copies."""
+    """Copies a batch to ``device`` without waiting for the copies."""
     if device == HOST:
         return batch
     return Batch(moved(batch.inputs, device), moved(batch.targets, device))

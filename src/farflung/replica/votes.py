@@ -45,16 +45,16 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What all replicas have said together.
+    """The summed metadata of all replicas.
 
     Args:
       loss: the sum of losses times weights.
-      nonfinite: how many losses were not finite.
-      ranks: whose they were, for one or two of them; empty for more.
-      stop: whether anybody was asked to stop.
-      asks: whether anybody uses other parameters than before; see :class:`farflung.replica.unused.Unused`.
-      out: how many have run out of data.
-      sums: what parts have added.
+      nonfinite: the number of losses that are not finite.
+      ranks: the ranks of one or two such losses; empty for more.
+      stop: whether any replica was asked to stop.
+      asks: whether any replica uses other parameters than before; see :class:`farflung.replica.unused.Unused`.
+      out: the number of replicas that have run out of data.
+      sums: the sums of the parts' numbers, by name.
     """
 
     loss: float
@@ -81,14 +81,14 @@ class Rider:
         return len(OF_VOTES) + len(self._names)
 
     def cast(
-        self, votes: Sequence[Vote], rank: int, numbers: Mapping[str, float], *, asks: bool = False
+        self, steps: Sequence[Vote], rank: int, numbers: Mapping[str, float], *, asks: bool = False
     ) -> tuple[float, Tensor]:
-        """A replica's weight in an exchange of the steps voted on, and its rider.
+        """Computes a replica's weight in an exchange, and its metadata as a float64 vector.
 
-        The weight is the mean over the steps, where one whose loss is not finite counts nothing.
+        The weight is the mean over the steps; a step whose loss is not finite has weight 0.
 
         Args:
-          votes: one for each step since the part's last exchange.
+          steps: the metadata of each step since the part's last exchange.
           rank: this replica.
           numbers: what its parts add; 0 where a name is missing.
           asks: whether it uses other parameters than before.
@@ -97,7 +97,7 @@ class Rider:
           ValueError: a number without a place.
         """
         weight, loss, bad, stop, out = 0.0, 0.0, 0, False, True
-        for vote in votes:
+        for vote in steps:
             stop |= vote.stop
             out &= vote.out
             if vote.finite:
@@ -105,12 +105,12 @@ class Rider:
                 loss += vote.loss * vote.weight
             else:
                 bad += 1
-        steps = len(votes)
+        count = len(steps)
         answers = stop + _DIGIT * asks + _DIGIT**2 * out
-        said = [loss / steps, bad, bad * rank, bad * rank**2, answers, *[0.0] * len(self._names)]
+        said = [loss / count, bad, bad * rank, bad * rank**2, answers, *[0.0] * len(self._names)]
         for name, value in numbers.items():
             said[len(OF_VOTES) + self._names.index(name)] += value
-        return weight / steps, torch.tensor(said, dtype=torch.float64)
+        return weight / count, torch.tensor(said, dtype=torch.float64)
 
     def read(self, summed: Tensor) -> Tally:
         """What the sum of all riders says."""
@@ -122,7 +122,7 @@ class Rider:
 
 
 def asks_to_stop(rider: Tensor) -> bool:
-    """Whether anybody in a sum of riders was asked to stop."""
+    """Whether any replica in a sum of metadata was asked to stop."""
     return int(rider[_ANSWERS]) % _DIGIT > 0
 
 

@@ -195,7 +195,7 @@ class RunConfig:
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
         how = _resolved_recipe(said)
-        apart = how.parts(training.seed).hold_shares
+        holds_shares = how.parts(training.seed).hold_shares
         return {
             "workload": text_of(what, WORKLOADS)
             if isinstance(what, str) or callable(what)
@@ -204,7 +204,7 @@ class RunConfig:
             "training": replace(training, **own),
             "workers": int(said.get("workers", 2)),
             "data": data,
-            "partition": said.get("partition", "iid" if apart else "shared"),
+            "partition": said.get("partition", "iid" if holds_shares else "shared"),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "threads": int(said.get("threads", 0)),

@@ -1,4 +1,4 @@
-"""Choices that depend on time or arrival: one decider, everybody told, all recorded."""
+"""Decisions, which depend on time or arrival: rank 0 makes, broadcasts and logs them."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def decide_by_rank_0(
     timing: bool = True,
     purpose: Purpose = Purpose.DECISION,
 ) -> Decision:
-    """Asks ``local`` on rank 0 and carries its value, as JSON, to everybody.
+    """Calls ``local`` on rank 0 and broadcasts its value, as JSON, to all ranks.
 
     Args:
       comm: the view whose rank 0 decides.

@@ -35,7 +35,7 @@ _MPI = {
         "MPI_LOCALNRANKS",
     ),
 }
-"""By who started it: how it is told where to meet, and what it says of rank, size, and both on this machine."""
+"""By launcher: a command that sets the master address, and its variables for rank, size, local rank and local size."""
 _served: dict[int, dist.Store] = {}
 """Stores that this process serves, by port."""
 _SLURM_PORTS = 15_000, 10_000
@@ -44,7 +44,7 @@ _SLURM_PORTS = 15_000, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which replica this is, and where it meets the others.
+    """This process's rank, and where it meets its peers.
 
     Args:
       rank: its number.
@@ -69,10 +69,11 @@ class Seat:
 
     @staticmethod
     def taken(environment: Mapping[str, str] = os.environ) -> Seat | None:
-        """What the environment says; ``None`` where this process was started alone.
+        """Reads the variables of torchrun, else of Slurm, else of MPI.
 
-        Where several have spoken, torchrun is heard, then Slurm, then MPI. A single task is nobody's replica, nor is a
-        shell inside an allocation of Slurm's, outside of any step.
+        Returns:
+          ``None`` where the process was started alone: a single task, or a shell in a Slurm allocation outside of any
+          step.
 
         Raises:
           ConfigError: the variables contradict each other or are no numbers.

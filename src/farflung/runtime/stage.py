@@ -43,18 +43,17 @@ def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
 
 
 class VirtualStage:
-    """Carries what goes wrong, and notices who is lost as the wall clock does: by a closed connection or a deadline.
+    """Applies faults in virtual time; detects lost ranks as the wall clock does, by closed connections and deadlines.
 
-    A crash is seen by each of the others one delay of its link later; what has left before arrives. Where members come
-    and go, see :class:`farflung.comm.virtual.roster.Roster`. The deadline is watched only where a plan has faults.
+    Each peer detects a crash one link delay later; messages sent before it arrive. Admission and leaving are those of
+    :class:`farflung.comm.virtual.roster.Roster`. Deadlines are checked only where the plan has faults.
 
     Args:
       clock: virtual time.
       network: of the world.
       plan: what will go wrong.
       deadline_s: how long any message may take.
-      whole: whether the view ends with the first replica that is lost; otherwise who leaves, ended or crashed, is gone
-        for the others, and they go on.
+      whole: whether the first loss ends the view; otherwise the members go on without ranks that end, leave or crash.
 
     Raises:
       Unsupported: a fault that is not carried.
@@ -74,26 +73,26 @@ class VirtualStage:
         check_plan(plan, size, whole=whole)
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
         self._standing = Standing(size)
-        self._roster: Roster | None = None
+        self._members: Roster | None = None
         if not whole:
-            self._roster = network.roster = Roster(
+            self._members = network.roster = Roster(
                 network.mailboxes, plan.absent, network.signal, network.notice
             )
         self._begin: Callable[[int], Pending[Any]]
         self.crashed: set[int] = set()
-        """Replicas that are no more."""
+        """The ranks that have crashed."""
         self._waiting_for_data: set[int] = set()
         self._excused: dict[int, float] = {}
         self._pauses: Pauses | None = None
         if plan.faults:
             self._pauses = network.pauses = Pauses(clock)
         self._stays = [0] * size
-        """Of each replica, how many are over; nothing of an earlier one goes on."""
+        """The number of ended memberships of each rank; callbacks of an earlier one are dropped."""
         self.running: dict[int, Pending[Any]] = {}
-        """The replicas that have begun and not taken leave."""
+        """The tasks of the ranks that have begun and not left."""
         self._watching = False
         self.error: BaseException | None = None
-        """What the first replica to fail has raised."""
+        """The error of the first replica that failed."""
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
@@ -138,9 +137,9 @@ class VirtualStage:
             (self._pauses.go_on if hung else self._pauses.stop)(rank)
 
     def _crash(self, rank: int) -> None:
-        if self._roster is not None:
-            if rank in self._roster:
-                self._roster.crashes(rank)
+        if self._members is not None:
+            if rank in self._members:
+                self._members.crashes(rank)
         else:
             lost = PeerLost(rank, "its connection was closed from its end")
             for peer, mailbox in enumerate(self._network.mailboxes):
@@ -150,20 +149,20 @@ class VirtualStage:
             self.crashed.add(rank)
 
     def _leave(self, rank: int) -> None:
-        assert self._roster is not None
-        if rank in self._roster:
+        assert self._members is not None
+        if rank in self._members:
             del self.running[rank]
             self._stays[rank] += 1
-            self._roster.leaves(rank)
+            self._members.leaves(rank)
 
     def _join(self, rank: int) -> None:
-        assert self._roster is not None
-        if rank in self._roster:
+        assert self._members is not None
+        if rank in self._members:
             return
         self._stays[rank] += rank in self.running  # it crashed or ended
         self.crashed.discard(rank)
         self._start(rank)
-        self._roster.comes(rank)
+        self._members.comes(rank)
         if not self._watching:
             self._look()
 
@@ -189,7 +188,7 @@ class VirtualStage:
         )
 
     def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
-        """A replica waits for samples until then; meanwhile nobody's deadline runs who waits for it."""
+        """Marks a rank as waiting for samples until ``arrived``; deadlines of waits for it count from then."""
         if self._pauses is None:
             return
         self._waiting_for_data.add(rank)
@@ -201,7 +200,7 @@ class VirtualStage:
         arrived.on_done(there)
 
     def _excuse(self, rank: int) -> None:
-        """Waits that end at a replica which waits for samples count from now, unless it has fallen silent before."""
+        """Restarts the deadlines of waits whose chain ends at ``rank``, if it waits for samples and is not silent."""
         if rank in self._waiting_for_data and not self._silent(rank):
             now = self._clock.now()
             self._excused.update(
@@ -237,7 +236,7 @@ class VirtualStage:
         """
         self._begin = begin
         for rank in range(len(self._network.mailboxes)):
-            if self._roster is None or rank in self._roster:
+            if self._members is None or rank in self._members:
                 self._start(rank)
         if self._pauses is not None:
             self._look()
@@ -248,8 +247,8 @@ class VirtualStage:
 
     def _one_ended(self, rank: int, task: Pending[Any]) -> None:
         if task.error is None:
-            if self._roster is not None:
-                self._roster.leaves(rank)
+            if self._members is not None:
+                self._members.leaves(rank)
             return
         if self.error is None:
             self.error = task.error
@@ -265,9 +264,9 @@ class VirtualStage:
             return
         now, again = self._clock.now(), math.inf
         if self.crashed.issuperset(alive):
-            if self._roster is not None and self._clock.due() < math.inf:
+            if self._members is not None and self._clock.due() < math.inf:
                 self._look_at(now + self._deadline_s)  # others may come in
-            elif self._roster is None or len(self.crashed) == len(self.running):
+            elif self._members is None or len(self.crashed) == len(self.running):
                 self.error = PeerLost(alive[0], "its connection was closed from its end")
             return
         for rank in alive:
@@ -281,7 +280,7 @@ class VirtualStage:
             root = self._root_of(rank)
             if root not in self._waiting_for_data or self._silent(root):
                 passed = DeadlinePassed(root, waiting.what, now - waiting.since)
-                if self._roster is not None:
+                if self._members is not None:
                     self._network.mailboxes[rank].fail(waiting, passed)
                     self._watching = True
                     self._clock.soon(self._look)
@@ -298,14 +297,17 @@ class VirtualStage:
         self._clock.at(t, self._look)
 
     def _root_of(self, rank: int) -> int | None:
-        """Who holds up a rank in the end; one that stands still or waits for samples is held up by nobody."""
+        """Follows the wait-for graph from a rank to its root; ``None``: the rank is the root itself.
+
+        A rank that is stopped or waits for samples is blocked on no other.
+        """
         assert self._pauses is not None
         seen = {rank}
-        blamed = rank
-        while not self._pauses.stopped(blamed) and (blamed == rank or blamed not in self._waiting_for_data):
-            waiting = self._network.mailboxes[blamed].oldest()
+        root = rank
+        while not self._pauses.stopped(root) and (root == rank or root not in self._waiting_for_data):
+            waiting = self._network.mailboxes[root].oldest()
             if waiting is None or waiting.src is None or waiting.src in seen:
                 break
-            blamed = waiting.src
-            seen.add(blamed)
-        return blamed if blamed != rank else None
+            root = waiting.src
+            seen.add(root)
+        return root if root != rank else None

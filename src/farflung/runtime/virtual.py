@@ -91,7 +91,7 @@ class VirtualWorld:
             self.clock, size, profile, seed=seed, encrypted=self.encrypted, closed_form=closed_form
         )
         self.off_clock: VirtualNetwork | None = None
-        """Carries what is off the clock in no time; who is lost or waited for there is noticed as on the network."""
+        """Carries messages that take no virtual time; losses and deadlines apply to it as to the network."""
         if not count_evaluation:
             self.off_clock = VirtualNetwork(
                 self.clock, size, Link(), closed_form=closed_form, mailboxes=self.network.mailboxes
@@ -115,17 +115,19 @@ class VirtualWorld:
         *,
         again: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
     ) -> list[T]:
-        """Drives one coroutine for each replica to its end; their results in rank order, without those that crashed,
-        took leave by a fault, or never came in.
+        """Drives one coroutine for each replica to its end.
 
         Args:
-          coroutines: that of a replica that is not there at the start begins when it comes in.
-          again: makes the coroutine of one that comes in again, from a runtime of its own; its result counts.
+          coroutines: by rank; that of a rank that is absent at the start begins when the rank is admitted.
+          again: makes the coroutine of a rank that is admitted again, from a new runtime; its result counts.
+
+        Returns:
+          The results in rank order, without ranks that crashed, left by a fault, or were never admitted.
 
         Raises:
-          ConfigError: a replica comes in again, and there is no ``again``.
-          RunLost: a replica was lost, or everybody waits and nothing is on its way; names who waits for whom.
-          BaseException: what the first replica to fail has raised.
+          ConfigError: a rank is admitted again, and ``again`` is not given.
+          RunLost: a rank was lost, or all ranks wait and no message is on its way; names what each rank waits for.
+          BaseException: the error of the first replica that failed.
         """
         first = dict(enumerate(coroutines))
 
@@ -197,8 +199,8 @@ class VirtualWorld:
         lines = []
         for rank in stuck:
             off_clock = None if self.off_clock is None else self.off_clock.waits_for(rank)
-            whom = self.network.waits_for(rank) or off_clock or "something other than a message"
-            lines.append(f"rank {rank} waits for {whom}")
+            source = self.network.waits_for(rank) or off_clock or "something other than a message"
+            lines.append(f"rank {rank} waits for {source}")
         return f"nothing is on its way at {self.clock.now():.6f} virtual seconds: {'; '.join(lines)}"
 
 

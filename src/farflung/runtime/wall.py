@@ -300,16 +300,16 @@ class WallRuntime:
             return value
 
     def close(self, error: BaseException | None = None) -> None:
-        """Takes leave of the others, telling them of ``error`` if this replica failed, and ends the thread.
+        """Leaves the view, or announces ``error`` to the peers, and ends the thread.
 
-        One that relays messages stays for those who need it, until none has passed for the deadline of the run.
+        A relay first goes on relaying until it has relayed no message for the run's deadline.
         """
         if not self._whole:
             with suppress(RuntimeError):  # the store may have ended before
                 self.forget(self.comm.rank)
         self._closes.set()
         self._aside.shutdown()
-        self._staging.shutdown()  # what waits for a device is sent before the farewell
+        self._staging.shutdown()  # payloads that are still being copied are sent before the leave
         self._thread.soon(lambda: self.view.farewell(error, relays_s=self._deadline_s))
         self._thread.stop()
         if self._group is not None:
@@ -346,7 +346,7 @@ class WallRuntime:
             except BaseException as error:
                 self._thread.soon(partial(greeted.fail, error))
             else:
-                self._thread.soon(partial(let_in, peer))  # the view is that thread's, whoever calls this
+                self._thread.soon(partial(let_in, peer))  # the view belongs to that thread
 
         self._aside.submit(find)
         return greeted

@@ -46,8 +46,8 @@ LATE = 1 << 20
 """A step at which no method warms up any more."""
 SMALLEST, GROWTH, LARGEST = 1 << 10, 4, 1 << 22
 """Sizes that are measured, in elements; what is larger grows with its size."""
-APART = 1.5
-"""How many times as large a size is as the next that is kept."""
+SPACING = 1.5
+"""The least ratio of two neighbouring sizes that are kept."""
 KERNEL = (16, 16)
 """Filters and depth of a convolution in place of a matrix."""
 _WAYS: tuple[Literal["gather", "two", "hops"], ...] = ("gather", "two", "hops")
@@ -108,7 +108,7 @@ def tensors_like(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
     """
     own = {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}
     rungs = ladder(max(spec.numel for spec in buckets))
-    between = [rung for rung in rungs if not any(rung.numel <= numel < APART * rung.numel for numel in own)]
+    between = [rung for rung in rungs if not any(rung.numel <= numel < SPACING * rung.numel for numel in own)]
     return [*between, *own.values()]
 
 
@@ -153,7 +153,7 @@ def _thinned(points: Mapping[int, float], asked: Collection[int]) -> Points:
     """By rising size; of sizes close to each other, which segments of unlike tensors are, the largest."""
     kept: list[tuple[int, float]] = []
     for numel in sorted(points, reverse=True):
-        if not kept or numel in asked or numel * APART <= kept[-1][0]:
+        if not kept or numel in asked or numel * SPACING <= kept[-1][0]:
             kept.append((numel, float(f"{points[numel]:.4g}")))
     return tuple(reversed(kept))
 

@@ -27,7 +27,7 @@ async def all_gather(
     if channel.size == 1:
         return tensor, side
     wire = Wire(channel, coding)
-    # Nobody says when all have read it, and the sum is written where the tensor was.
+    # The sum is written into the tensor, and no message tells when all receivers have read it: send a copy.
     own = tensor
     if coding is None:
         own = copied(channel, tensor, scratch_like(tensor))

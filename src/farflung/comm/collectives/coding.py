@@ -111,7 +111,7 @@ class Wire:
         copied(self._channel, self.unpack(packed, target, where, count), target)
 
     def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
-        """Starts sending; nobody waits for the end of it, since the tensors are given away."""
+        """Starts sending and takes ownership: the caller must not modify the tensors."""
         self._channel.send(Payload((packed,) if side is None else (packed, side)), dst, hop)
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
@@ -130,7 +130,7 @@ class Wire:
     async def sum(
         self, own: Tensor, where: Segment, hop: int, side: Tensor | None, out: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Everybody's segment, each of one rank, added in rank order whoever was first.
+        """Receives the segments of all other ranks and adds them in rank order, whatever their order of arrival.
 
         Args:
           own: this rank's, dense.

@@ -32,7 +32,7 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """The heap: callbacks at virtual times, ties broken by priority and then by who asked first.
+    """A heap of callbacks at virtual times; ties are broken by priority, then by the order of the calls of :meth:`at`.
 
     Args:
       now: the time it begins with, in virtual seconds.
@@ -114,11 +114,11 @@ class Carrier(Protocol):
 
 
 class Departure(Pending[None]):
-    """Done at a time that is known beforehand; costs the clock an event only where somebody waits for it.
+    """Done at a given time; schedules a clock event only once a callback is registered.
 
     Args:
       clock: virtual time.
-      at: that time.
+      at: the time in virtual seconds.
     """
 
     __slots__ = ("_at", "_clock", "_watched")
@@ -136,7 +136,7 @@ class Departure(Pending[None]):
 
     @override
     def on_done(self, callback: Callable[[Pending[None]], None]) -> None:
-        """Calls ``callback(self)`` at that time; at once where it is past."""
+        """Calls ``callback(self)`` at the given time, or at once where it has passed."""
         if not self.done and not self._watched:
             self._watched = True
             self._clock.at(self._at, self._look)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from farflung.comm.channel import in_words
+from farflung.comm.channel import describe
 from farflung.comm.collectives import COLLECTIVES, Collective, ring
 from farflung.comm.virtual.clock import Clock
 from farflung.comm.virtual.members import InOne
@@ -23,20 +23,20 @@ __all__ = ["ClosedForms"]
 
 
 class _Whole(Protocol):
-    """One collective under way."""
+    """A collective that is computed as a whole."""
 
     hops: int
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank joins, now."""
+        """Joins a rank at the current virtual time."""
         ...
 
     def sent(self, rank: int) -> Counts:
-        """Bytes that it sends to each."""
+        """The bytes that a rank sends to each rank."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait of all who have joined."""
+        """Fails the waits of all ranks that have joined."""
         ...
 
 
@@ -45,7 +45,7 @@ class _Open:
     """A collective that some ranks have not joined yet."""
 
     kind: tuple[object, ...] | None
-    """What all must agree on; ``None``: it runs hop by hop, since a codec is inside."""
+    """What all ranks must agree on; ``None``: a codec encodes on each hop, so the collective runs hop by hop."""
     whole: _Whole | None
     joined: set[int] = field(default_factory=set)
     error: ProtocolError | None = None
@@ -65,15 +65,16 @@ class ClosedForms:
         self._open: dict[Tag, _Open] = {}
 
     def has(self, collective: Collective) -> bool:
-        """Whether there is a form of it: of a ring, and of sums by owners."""
+        """Whether a collective has a closed form: a ring or sums by owners."""
         return collective.run is ring or collective.owners is not None
 
     def enter(
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
-        """A rank joins a collective whose first hop has ``tag``.
+        """Joins a rank in the collective whose first hop has ``tag``.
 
-        ``None`` where its part is encoded on every hop, which depends on the data.
+        Returns:
+          The rank's part; ``None`` where it is encoded on every hop, which depends on the data.
         """
         kind = None if encoded else (collective, TensorSpec.of(tensor), TensorSpec.of(side))
         there = self._open.get(tag)
@@ -96,11 +97,11 @@ class ClosedForms:
         return InOne(there.whole.enter(rank, tensor, side), there.whole.sent(rank), there.whole.hops)
 
     def waits_for(self, rank: int) -> str | None:
-        """Whom a rank waits for: the first that has not joined where it has."""
+        """Names the first rank that is missing in the collective that ``rank`` waits in; ``None``: it waits in none."""
         for tag, there in self._open.items():
             if rank in there.joined:
                 missing = next(other for other in range(self._size) if other not in there.joined)
-                return f"rank {missing} ({in_words(tag)})"
+                return f"rank {missing} ({describe(tag)})"
         return None
 
     def _begin(self, collective: str, tensor: Tensor, side: Tensor) -> _Whole:

@@ -36,7 +36,7 @@ class ReduceShape(NamedTuple):
 
     @property
     def back_nbytes(self) -> int:
-        """What rides along on the way back: the side's sum, where not every rank has everybody's itself."""
+        """The bytes of side sums sent with the results; 0 where all ranks are owners and receive every side vector."""
         return 0 if self.owners == self.size else self.side_nbytes
 
     @property
@@ -79,13 +79,13 @@ class Devices(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """How far a group has come."""
+    """A group's progress."""
 
     pieces_nbytes: list[int]
     sources: int
-    """Groups that send to it."""
+    """The number of groups that send to it."""
     answers: int
-    """Messages that come back to it."""
+    """The number of messages that come back to it."""
     entered: bool = False
     summed: int = 0
     answered: int = 0
@@ -127,14 +127,14 @@ class GroupedReduce:
         ]
 
     def _others(self, number: int, among: Sequence[int]) -> int:
-        """How many of some groups have ranks other than one of ``number``."""
+        """Counts the groups in ``among`` that a rank of group ``number`` exchanges messages with."""
         return sum(self._meet(number, other) for other in among)
 
     def _meet(self, one: int, other: int) -> bool:
         return one != other or self._groups[one].count > 1
 
     def enter(self, number: int) -> None:
-        """A group sends its part of each shard."""
+        """Sends a group's part of each shard to the owners."""
         self._parts[number].entered = True
         for piece in range(len(self._came[self._owning[0]])):
             for owner in self._owning:
@@ -145,7 +145,7 @@ class GroupedReduce:
         self._spread(number)
 
     def _send(self, src: int, dst: int, nbytes: int, arrived: Callable[[float], None]) -> None:
-        """From each device of a group to each of another."""
+        """Sends a message from each device of one group to each of another."""
 
         def move(came: Callable[[float], None]) -> None:
             self._carrier.send(src, dst, nbytes, 0, came)
@@ -158,7 +158,7 @@ class GroupedReduce:
         ends.carry(clock, nbytes, self._devices.latency_s(src, dst), move, arrived)
 
     def _charge(self, number: int, operation: str, nbytes: int) -> None:
-        """A device's addition or copy of so many bytes."""
+        """Charges each device of a group for adding or copying ``nbytes`` bytes."""
         if self._devices is not None and (lane := self._devices.lanes[number]) is not None:
             lane.charge(CodingCost(operation, "", nbytes // self._shape.element_nbytes))
 
@@ -171,7 +171,7 @@ class GroupedReduce:
         return gather
 
     def _spread(self, number: int) -> None:
-        """An owner sends back, piece after piece, what it has from everybody."""
+        """Sends an owner's sums to all ranks, piece by piece, once the pieces of all ranks have arrived."""
         part = self._parts[number]
         while part.entered and part.summed < len(part.pieces_nbytes):
             if self._came[number][part.summed] < part.sources:

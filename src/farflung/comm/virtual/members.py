@@ -31,11 +31,11 @@ class InOne:
 
 
 class Members:
-    """What the ranks have given, and who still waits for the sum.
+    """The ranks' tensors in a collective, and their waits for the sum.
 
     Args:
-      size: number of ranks.
-      add: the sum of all tensors, in the collective's own order.
+      size: the number of ranks.
+      add: sums all tensors, in the collective's order.
     """
 
     def __init__(self, size: int, add: Callable[[list[Tensor]], Tensor] = sum_in_order) -> None:
@@ -45,7 +45,7 @@ class Members:
         self._waits: dict[int, Pending[tuple[Tensor, Tensor]]] = {}
         self._sums: tuple[Tensor, Tensor] | None = None
         self.joined = 0
-        """How many have."""
+        """The number of ranks that have joined."""
 
     def join(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         self.tensors[rank], self.sides[rank] = tensor, side
@@ -54,7 +54,7 @@ class Members:
         return self._waits[rank]
 
     def give(self, ranks: Iterable[int]) -> None:
-        """The collective is over for some ranks: each gets the sum, added once for all, in its own tensor."""
+        """Ends the collective for some ranks: writes the sum, computed once, into each rank's own tensor."""
         if self._sums is None:
             self._sums = self._add(self.tensors), sum_in_order(self.sides)
         total, total_side = self._sums

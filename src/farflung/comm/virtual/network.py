@@ -1,4 +1,4 @@
-"""The network of a virtual world: every rank's mailbox, and what carries messages between them."""
+"""The network of a virtual world: the ranks' mailboxes, and the links between them."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class VirtualNetwork:
         self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
         self._clock, self._encrypted = clock, encrypted
         self.pauses: Pauses | None = None
-        """Which links are cut, in a world in which that may happen."""
+        """The links that are cut; ``None`` in a world without faults."""
         self.roster: Roster | None = None
-        """Who is there, in a view that is not whole."""
+        """The members of a view that is not whole; ``None``: the view is whole."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
@@ -109,7 +109,10 @@ class VirtualNetwork:
         return VirtualCommunicator(self, rank, len(self.mailboxes))
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
-        """Starts a message; done when its last byte has left, failed where its sender knows nobody of that rank."""
+        """Sends a message; done when its last byte has left.
+
+        Fails with :class:`farflung.errors.PeerLost` where the sender knows no present member of rank ``dst``.
+        """
         if self.roster is None:
             return self._carry(src, dst, tag, payload, priority)
         if not self.roster.reaches(src, dst):
@@ -193,20 +196,20 @@ class VirtualNetwork:
         return None if self._charged else self._whole or self._symmetric
 
     def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
-        """Runs something from a time at which all was quiet up to now; then it goes on here."""
-        apart = VirtualClock(begin_s)
-        clock = ClockInUse(apart)
+        """Runs ``start`` on a clock and a network of its own from ``begin_s`` to now, then continues on this clock."""
+        replayed = VirtualClock(begin_s)
+        clock = ClockInUse(replayed)
         other = VirtualNetwork(
             clock, len(self.mailboxes), self.profile, encrypted=self._encrypted, closed_form=False
         )
         start(clock, other.communicator)
-        apart.run(until=self._clock.now())
-        apart.hand_over(self._clock)
+        replayed.run(until=self._clock.now())
+        replayed.hand_over(self._clock)
         clock.used = self._clock
         self._carrier = self._flows = other._flows
 
     def waits_for(self, rank: int) -> str | None:
-        """Whom a rank waits for and for what, where it waits for a message."""
+        """Describes the sender and the message that a rank waits for; ``None``: it waits for none."""
         waiting = self.mailboxes[rank].any_wait()
         if waiting is not None:
             return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"

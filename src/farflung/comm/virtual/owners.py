@@ -42,11 +42,11 @@ class OwnersInOne:
         self._to_spread = owners * self._pieces
 
     def sent(self, rank: int) -> Counts:
-        """Bytes that one rank sends to each."""
+        """The bytes that a rank sends to each rank."""
         return self._shape.sent(rank)
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank sends its part of each shard."""
+        """Joins a rank, which sends its part of each shard to the owners."""
         now = self._clock.now()
         joined = self._members.join(rank, tensor, side)
         for piece in range(self._pieces):
@@ -60,11 +60,11 @@ class OwnersInOne:
         return joined
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait of all who have joined."""
+        """Fails the waits of all ranks that have joined."""
         self._members.fail(error)
 
     def _complete_by(self, last: int) -> None:
-        """The last rank has joined: when each owner can send what back is known."""
+        """Schedules the owners' sums, whose times are known once the ``last`` rank has joined."""
         np.maximum.accumulate(self._complete, axis=0, out=self._complete)  # an owner adds piece after piece
         for t, places in by_time(self._complete.T.reshape(-1)):
             # What it finds complete itself it sends before it does anything else.
@@ -76,7 +76,11 @@ class OwnersInOne:
                 self._spread(own)
 
     def _spread(self, places: list[int]) -> None:
-        """Owners send sums to everybody; a place is an owner and a piece."""
+        """Sends owners' sums to all ranks.
+
+        Args:
+          places: for each sum, the owner times the number of pieces, plus the piece.
+        """
         now = self._clock.now()
         for owner, piece in (divmod(place, self._pieces) for place in places):
             nbytes = self._nbytes[piece, owner] + (self._back_nbytes if piece == 0 else 0)

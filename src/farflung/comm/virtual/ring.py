@@ -48,7 +48,7 @@ class RingInOne:
         return counts
 
     def enter(self, rank: int, tensor: Tensor, side: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """A rank sends its own segment."""
+        """Joins a rank, which sends its own segment."""
         joined = self._members.join(rank, tensor, side)
         ranks = np.array([rank])
         self._send(ranks)
@@ -56,11 +56,11 @@ class RingInOne:
         return joined
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait of all who have joined."""
+        """Fails the waits of all ranks that have joined."""
         self._members.fail(error)
 
     def _send(self, ranks: Ranks) -> Ranks:
-        """Some ranks send their next hop, or are done, now; those who are not."""
+        """Sends the next hop of some ranks and ends the others; returns the ranks that have sent."""
         hop = self._sent[ranks]
         done = hop == self.hops
         if done.any():

@@ -1,4 +1,4 @@
-"""Who is there in a view that is not whole, and what each member knows of that."""
+"""The members of a view that is not whole, in virtual time, and which peers each member knows."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from farflung.tasks import Pending
 __all__ = ["Roster", "Tell"]
 
 Tell: TypeAlias = Callable[[int, int, Callable[[], None]], None]
-"""Takes word from one rank to another, and calls something when it is there."""
+"""Sends a notice from one rank to another, and calls a function when it arrives."""
 
 
 @dataclass(eq=False, slots=True)
-class _Stay:
-    """A replica, from when it comes in until it leaves or is lost; whoever comes again begins another."""
+class _Membership:
+    """A rank's membership from its admission until it leaves or is lost; a rank that is admitted again has another."""
 
     rank: int
     mailbox: Mailbox
-    knows: dict[int, _Stay]
-    """Whom it takes for present, by rank."""
+    knows: dict[int, _Membership]
+    """The memberships that this member believes to be current, by rank."""
     over: bool = False
     missed: set[int] = field(default_factory=set)
-    """The ranks that have seen its end."""
+    """The ranks that have learnt of its end."""
     leaving: int = 0
-    """Messages of its own that have not left yet."""
+    """The number of its messages that are still being sent."""
     when_all_left: Callable[[], None] | None = None
 
 
 class Roster:
-    """Members come in and greet the others; they take leave, or are lost.
+    """Admits members, ends their membership, and carries the news between ranks.
 
-    Until it has heard a greeting, a member can send nothing to who has come in; and until it has heard of its end, it
-    sends to who is there no more. Who comes in knows from the first all who are there.
+    A member can send to an admitted rank once the rank's greeting has arrived, and keeps sending to a rank until the
+    notice of its end has arrived. An admitted rank knows all present members at once.
 
     Args:
-      mailboxes: of all ranks; that of a rank is replaced before it comes in again.
-      absent: the ranks that are not there at the start.
-      say: sends a word as a message of no bytes.
-      notice: tells of a connection that has closed.
+      mailboxes: of all ranks; a rank's mailbox is replaced before the rank is admitted again.
+      absent: the ranks that are not members at the start.
+      say: sends a notice as a message of no bytes.
+      notice: reports a closed connection, one link delay later.
     """
 
     def __init__(
@@ -51,59 +51,59 @@ class Roster:
     ) -> None:
         self._mailboxes, self._say, self._notice = mailboxes, say, notice
         here = [rank for rank in range(len(mailboxes)) if rank not in absent]
-        self._here = {rank: _Stay(rank, mailboxes[rank], {}) for rank in here}
-        for stay in self._here.values():
-            stay.knows.update(self._here)
+        self._here = {rank: _Membership(rank, mailboxes[rank], {}) for rank in here}
+        for membership in self._here.values():
+            membership.knows.update(self._here)
 
     def __contains__(self, rank: int) -> bool:
-        """Whether a rank is there."""
+        """Whether a rank is a member."""
         return rank in self._here
 
     def reaches(self, src: int, dst: int) -> bool:
-        """Whether a rank is there that takes another for present."""
+        """Whether ``src`` is a member and believes ``dst`` to be one."""
         return src in self._here and dst in self._here[src].knows
 
     def sent(self, src: int, left: Pending[None]) -> None:
-        """A member has sent a message."""
-        stay = self._here[src]
-        stay.leaving += 1
-        left.on_done(lambda _: self._one_left(stay))
+        """Counts a message of a member's until it has left."""
+        membership = self._here[src]
+        membership.leaving += 1
+        left.on_done(lambda _: self._one_left(membership))
 
     def comes(self, rank: int) -> None:
-        """A rank comes in, for the first time or again."""
+        """Admits a rank, for the first time or again."""
         others = list(self._here.values())
-        stay = self._here[rank] = _Stay(rank, self._mailboxes[rank], dict(self._here))
+        membership = self._here[rank] = _Membership(rank, self._mailboxes[rank], dict(self._here))
         for other in others:
-            self._say(rank, other.rank, partial(self._greeted, other, stay))
+            self._say(rank, other.rank, partial(self._greeted, other, membership))
 
     def leaves(self, rank: int) -> None:
-        """A member takes leave, behind all that it has sent."""
-        stay = self._here.pop(rank)
-        stay.over, stay.when_all_left = True, lambda: self._farewell(stay)
-        if not stay.leaving:
-            self._farewell(stay)
+        """Ends the membership of a rank that leaves, once its messages have been sent."""
+        membership = self._here.pop(rank)
+        membership.over, membership.when_all_left = True, lambda: self._leave(membership)
+        if not membership.leaving:
+            self._leave(membership)
 
     def crashes(self, rank: int) -> None:
-        """A member is lost, and its connections close."""
-        stay = self._here.pop(rank)
-        stay.over = True
-        self._end(stay, PeerLost(rank, "its connection was closed from its end"), self._notice)
+        """Ends the membership of a rank that is lost, and closes its connections."""
+        membership = self._here.pop(rank)
+        membership.over = True
+        self._end(membership, PeerLost(rank, "its connection was closed from its end"), self._notice)
 
-    def _one_left(self, stay: _Stay) -> None:
-        stay.leaving -= 1
-        if not stay.leaving and stay.when_all_left is not None:
-            stay.when_all_left()
+    def _one_left(self, membership: _Membership) -> None:
+        membership.leaving -= 1
+        if not membership.leaving and membership.when_all_left is not None:
+            membership.when_all_left()
 
-    def _farewell(self, stay: _Stay) -> None:
-        stay.when_all_left = None
-        self._end(stay, PeerLost(stay.rank, "it had left the run"), self._say)
+    def _leave(self, membership: _Membership) -> None:
+        membership.when_all_left = None
+        self._end(membership, PeerLost(membership.rank, "it had left the run"), self._say)
 
-    def _end(self, stay: _Stay, error: PeerLost, tell: Tell) -> None:
+    def _end(self, membership: _Membership, error: PeerLost, tell: Tell) -> None:
         for other in list(self._here.values()):
-            tell(stay.rank, other.rank, partial(self._parted, other, stay, error))
+            tell(membership.rank, other.rank, partial(self._parted, other, membership, error))
 
-    def _greeted(self, member: _Stay, newcomer: _Stay) -> None:
-        """A member hears of somebody who has come in; who was there under that rank before is gone."""
+    def _greeted(self, member: _Membership, newcomer: _Membership) -> None:
+        """Handles a greeting at a member; an earlier membership of the newcomer's rank is lost."""
         if member.over or member.rank in newcomer.missed:
             return
         before = member.knows.get(newcomer.rank)
@@ -113,8 +113,8 @@ class Roster:
         member.knows[newcomer.rank] = newcomer
         member.mailbox.welcome(newcomer.rank)
 
-    def _parted(self, member: _Stay, gone: _Stay, error: PeerLost) -> None:
-        """A member hears of somebody who is gone."""
+    def _parted(self, member: _Membership, gone: _Membership, error: PeerLost) -> None:
+        """Handles at a member the end of another's membership."""
         gone.missed.add(member.rank)
         if not member.over and member.knows.get(gone.rank) is gone:
             del member.knows[gone.rank]

@@ -34,7 +34,7 @@ Kind = tuple[str, ReduceShape, torch.dtype]
 
 @dataclass(slots=True)
 class _Joining:
-    """Who has joined a collective at the present moment."""
+    """A collective that ranks join at the present virtual time."""
 
     tag: Tag
     members: Members
@@ -85,13 +85,13 @@ class Symmetric:
         self._version = 0
 
     def has(self, collective: Collective) -> bool:
-        """Whether there is a form of it: of sums by owners."""
+        """Whether a collective can be computed in groups: its sums are made by owners."""
         return collective.owners is not None
 
     def enter(
         self, rank: int, collective: str, tensor: Tensor, side: Tensor, encoded: bool, tag: Tag
     ) -> InOne | None:
-        """A rank joins a collective whose first hop has ``tag``; ``None`` where it goes hop by hop."""
+        """Joins a rank in the collective whose first hop has ``tag``; ``None`` where it runs hop by hop."""
         if tag in self._refused:
             self._refused[tag] -= 1
             if not self._refused[tag]:
@@ -113,7 +113,7 @@ class Symmetric:
         return InOne(joining.results[rank], shape.sent(rank), hops)
 
     def interrupt(self) -> None:
-        """Something else comes: what runs in groups goes on message by message."""
+        """Continues the running collectives message by message, before another message is sent."""
         if not self._running:
             return
         running, self._running = self._running, []
@@ -126,7 +126,7 @@ class Symmetric:
         self._replay(running[0].begin_s, again)
 
     def _close(self, tag: Tag) -> None:
-        """The moment is over: whoever has not joined is late."""
+        """Starts a collective in groups if all ranks have joined at one time, and otherwise hop by hop."""
         joining = self._joining.pop(tag)
         kinds = set(joining.kinds.values())
         if len(joining.kinds) == self._size and len(kinds) == 1 and (self._running or self._idle()):
@@ -146,7 +146,7 @@ class Symmetric:
             task.on_done(lambda task, result=result: _pass_on(task, result))  # type: ignore[misc]
 
     def _compute(self) -> None:
-        """When every group has every sum, if nothing else comes; from the time at which all was quiet."""
+        """Schedules the ends of the running collectives, computed from the last time without messages under way."""
         self._version += 1
         groups = groups_of(self._profile, 0, self._cuts)
         clock = VirtualClock(self._running[0].begin_s)
@@ -180,7 +180,7 @@ class Symmetric:
 
 
 def _start_again(clock: Clock, comm: Callable[[int], Communicator], one: _Running, size: int) -> None:
-    """All ranks of a collective, with tensors that mean nothing: only the times are wanted."""
+    """Runs a collective of all ranks hop by hop on zero tensors, for its times alone."""
     collective, shape, dtype = one.kind
     tensor = torch.zeros(shape.numel, dtype=dtype)
     for rank in range(size):

@@ -139,10 +139,10 @@ def shared_by(state: State, received: list[Tensor]) -> State:
     return {**state, "phase": "compress", "means": means, "bases": bases}
 
 
-def compressed(state: State, votes: float, *, steps: float, size: int) -> State:
-    """One more exchange is over; another window begins after ``steps``, or when most have voted for it."""
+def compressed(state: State, in_favour: float, *, steps: float, size: int) -> State:
+    """Counts an exchange; begins another window after ``steps``, or when ``in_favour`` is a majority of ``size``."""
     count = state["count"] + 1
-    if count >= steps or 2 * votes > size:
+    if count >= steps or 2 * in_favour > size:
         return _sampling(state)
     return {**state, "count": count}
 

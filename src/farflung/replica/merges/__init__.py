@@ -69,7 +69,7 @@ def takes_whole(schedule: Schedule) -> str:
 
 
 def needs_the_loop(schedule: Schedule) -> str:
-    """Why a training loop of somebody's own cannot follow a schedule; empty where it can.
+    """Returns the reason why an external training loop cannot follow a schedule; empty where it can.
 
     Raises:
       Unsupported: a merge that is not in :data:`MERGERS`.

@@ -69,7 +69,7 @@ class Replacing(Merger):
 
     @override
     def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        """The mean becomes the gradient, corrected where the parameters have moved; none where nobody had one."""
+        """Replaces the gradient by the mean, corrected where the parameters have moved; does nothing without a mean."""
         assert isinstance(flight.transfer.merge, Replace)
         if mean is None:
             return
