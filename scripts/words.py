@@ -1,14 +1,12 @@
-"""Finds words that the project's text and names do without: ``python scripts/words.py [--record]``.
+"""Finds words that the project's text and names do without: ``python scripts/words.py``.
 
 The subject of a sentence is a component (rank, peer, view, bucket), never a person, and names are the field's own: see
-``docs/glossary.md``. Each file may have as many as ``scripts/words.json`` has recorded for it, and none where it is not
-recorded; ``--record`` lowers what is recorded and never raises it.
+``docs/glossary.md``.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDED = ROOT / "scripts" / "words.json"
 PERSONS = re.compile(
     r"\b(who|whom|whoever|nobody|somebody|everybody|anybody|someone|anyone|everyone)\b", re.IGNORECASE
 )
@@ -80,23 +77,12 @@ def files() -> list[Path]:
     return [path for path in paths if path.suffix in {".py", ".md", ""} and path.exists()]
 
 
-def main(arguments: list[str]) -> int:
-    """Prints what is too much; the exit code."""
-    known: dict[str, int] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
-    counts, failed = dict[str, int](), False
-    for path in files():
-        name, found = str(path.relative_to(ROOT)), list(found_in(path))
-        if len(found) > known.get(name, 0) and known:
-            print(
-                "\n".join(found), f"{name}: {len(found)}, where {known.get(name, 0)} are recorded", sep="\n"
-            )
-            failed = True
-        if found:
-            counts[name] = min(len(found), known.get(name, len(found)))
-    if "--record" in arguments:
-        RECORDED.write_text(json.dumps(counts, indent=0, sort_keys=True) + "\n", encoding="utf-8")
-    return int(failed)
+def main() -> int:
+    """Prints each occurrence; the exit code."""
+    found = [line for path in files() for line in found_in(path)]
+    print(*found, sep="\n", end="\n" if found else "")
+    return int(bool(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -341,7 +341,7 @@ class Group:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""
         view = self.views[rank]
         view._now = itertools.count(0.0, 1e6).__next__
-        view.farewell(error)
+        view.leave(error)
         self.close(view)
 
     def close(self, *views: View) -> None:

@@ -275,20 +275,20 @@ class JsonLinesFile:
 
     Args:
       path: the file; its folder is made, and a last line in it that was cut short is left out.
-      anew: whether to replace what it holds.
+      fresh: whether to replace what it holds.
 
     Raises:
       StorageError: when it is made or at any call: the file cannot be written.
     """
 
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        if not anew:
+        if not fresh:
             drop_cut_line(path)
         with writing(path):
-            self._file = path.open("w" if anew else "a", encoding="utf-8")
+            self._file = path.open("w" if fresh else "a", encoding="utf-8")
         self._flushed = time.monotonic()
 
     def add(self, row: Mapping[str, Json], *, flush: bool = False) -> None:

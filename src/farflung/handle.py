@@ -381,7 +381,7 @@ class Handle:
           RunLost: after :meth:`finish`.
         """
         self._updated(done=False)
-        entered = averaged(self._runtime, self._model, self.step, self._exchanges.stands_for_all())
+        entered = averaged(self._runtime, self._model, self.step, self._exchanges.consensus_parameters())
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model
@@ -400,7 +400,7 @@ class Handle:
         self._updated(done=False)
         exchanges = self._runtime.drive(self._exchanges.state_dict())
         own = dict(self._model.named_buffers())
-        if self._exchanges.apart:
+        if self._exchanges.diverged:
             own |= self._model.named_parameters()
         return {
             "step": self.step,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from farflung.types import CodecState, Payload, State
 
-__all__ = ["apart", "only_seeds", "rebuilt", "shares_memory"]
+__all__ = ["only_seeds", "rebuilt", "shares_memory", "unshared"]
 
 
 def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
@@ -25,7 +25,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def apart(payload: Payload, tensor: Tensor) -> Payload:
+def unshared(payload: Payload, tensor: Tensor) -> Payload:
     """The same payload, sharing nothing with ``tensor``, which may then be overwritten."""
     return rebuilt(payload, lambda part: part.clone() if shares_memory(part, tensor) else part)
 

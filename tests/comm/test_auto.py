@@ -127,17 +127,17 @@ def test_it_is_recorded_once_and_is_no_decision_by_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replayed", "anew", "chosen"),
+    ("replayed", "fresh", "chosen"),
     [
         ([Decision("collective", 0, {"40000": "direct"}, timing=False)], False, "direct"),
         ([Decision("collective", 0, {"40000": "direct"}, timing=False)], True, "parameter_server"),
         ([], False, "parameter_server"),  # the run that is replayed had named its collective
     ],
 )
-def test_a_replay_takes_the_same(replayed: list[Decision], anew: bool, chosen: str) -> None:
+def test_a_replay_takes_the_same(replayed: list[Decision], fresh: bool, chosen: str) -> None:
     log = DecisionLog(replay=replayed)
     world = VirtualWorld(4, network=network_profile("wifi-shared-100mbps"), decisions=log)
-    assert world.settle_collective(AUTO, [40_000], anew=anew) == chosen
+    assert world.settle_collective(AUTO, [40_000], fresh=fresh) == chosen
     assert log.entries == [Decision("collective", 0, {"40000": chosen}, timing=False)]
 
 

@@ -123,7 +123,7 @@ def test_who_has_said_farewell_and_goes_has_left_although_something_is_missing(
 
 def test_those_who_leave_together_see_each_other_leave(group: Callable[..., Group]) -> None:
     members = group(3)
-    in_threads(*(lambda comm=comm: comm.view.farewell(None) for comm in members.comms))
+    in_threads(*(lambda comm=comm: comm.view.leave(None) for comm in members.comms))
     for comm in members.comms:
         assert comm.view._left == {0, 1, 2} - {comm.rank}
 
@@ -196,7 +196,7 @@ def test_who_comes_while_another_leaves_still_learns_why(leaver: int) -> None:
             late.view.transport.poll(PATIENCE_S)
         members.close(late.view)
 
-    in_threads(lambda: comm.view.farewell(ConfigError("no such codec")), come)
+    in_threads(lambda: comm.view.leave(ConfigError("no such codec")), come)
     assert str(late.view.lost) == f"rank {leaver} failed: no such codec"
     members.close()
 

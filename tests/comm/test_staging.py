@@ -64,7 +64,7 @@ async def _receive(runtime: Runtime) -> float:
     return number_in(await ExchangeChannel(runtime.comm, 1, 0).recv(0, 0))
 
 
-def test_what_is_still_being_copied_is_sent_before_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_still_being_copied_is_sent_before_the_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     Elsewhere(monkeypatch)
     runtimes = joined(2)
     arrived = runtimes[1].launch(_receive(runtimes[1]))

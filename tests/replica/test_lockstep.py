@@ -67,10 +67,10 @@ def trained(
     ],
 )
 def test_no_bit_changes(name: str, settings: dict[str, Json]) -> None:
-    events, apart = trained(False, name, settings)
+    events, diverged = trained(False, name, settings)
     events_once, together = trained(True, name, settings)
     assert events_once == events
-    for one, other in zip(apart, together, strict=True):
+    for one, other in zip(diverged, together, strict=True):
         for (key, a), b in zip(
             one.model.state_dict().items(), other.model.state_dict().values(), strict=True
         ):
@@ -81,9 +81,9 @@ def test_no_bit_changes(name: str, settings: dict[str, Json]) -> None:
 
 def test_a_checkpoint_is_what_it_would_be(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"checkpoint_every": 2}
-    _, apart = trained(False, "synthetic/quadratic", settings, tmp_path / "apart")
+    _, diverged = trained(False, "synthetic/quadratic", settings, tmp_path / "apart")
     _, together = trained(True, "synthetic/quadratic", settings, tmp_path / "together")
-    for one, other in zip(apart, together, strict=True):
+    for one, other in zip(diverged, together, strict=True):
         for replica in (one, other):
             replica.resume(4)
         assert str(one.optimizer.state_dict()) == str(other.optimizer.state_dict())

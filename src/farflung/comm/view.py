@@ -412,7 +412,7 @@ class View(Meeting):
         else:
             self.mailbox.fail_from(rank, error)
 
-    def farewell(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
+    def leave(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
         """Announces to all peers that this rank leaves, or the error on which it ends.
 
         Unsent messages are sent first, or withdrawn where there is an error.

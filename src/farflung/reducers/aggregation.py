@@ -18,7 +18,7 @@ from farflung.comm.collectives.coding import Charged
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
-from farflung.trees import apart, only_seeds, rebuilt
+from farflung.trees import only_seeds, rebuilt, unshared
 from farflung.types import Channel, Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
 
 __all__ = [
@@ -188,7 +188,7 @@ class Gathered:
         self._exchange, self._codec, self._method, self._tensor = exchange, own.codec, own.method, own.tensor
         payload, self.state = exchange.encode(own)
         # No rank says when all have read it, and the sum is written where the tensor was.
-        self._own = apart(payload, own.tensor)
+        self._own = unshared(payload, own.tensor)
         self._hop = exchange.channel.hops(1)
         for peer in others(exchange.channel):
             exchange.channel.send(Payload((self._own, exchange.side)), peer, self._hop)
@@ -274,7 +274,8 @@ class TwoPhases:
         if self._keeps:
             wanted = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
         payloads = [
-            apart(self._coding.encode(segment.of(wanted), segment, 1), wanted) for segment in self._segments
+            unshared(self._coding.encode(segment.of(wanted), segment, 1), wanted)
+            for segment in self._segments
         ]
         self._own = payloads[channel.rank]
         self._hop = channel.hops(2)

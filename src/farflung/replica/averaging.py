@@ -76,7 +76,7 @@ async def averaged(
       runtime: the world.
       model: the replica's.
       number: of the exchange; alike on all ranks.
-      stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
+      stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
     """
     found, known, values = differing(model, stands)
     means, places = ([tensor.detach() for tensor in tensors] for tensors in (found, known))

@@ -52,7 +52,7 @@ async def evaluate(
       model: the replica's.
       data: the test set.
       step: of the evaluation.
-      stands: what :meth:`farflung.replica.Exchanges.stands_for_all` says.
+      stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
       of_rank_0: whether ``stands`` is not alike on all, and rank 0's is meant.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.

@@ -182,12 +182,12 @@ class Exchanges:
         return [*(flight.channel for flight in self._in_flight), *ahead]
 
     @property
-    def apart(self) -> bool:
+    def diverged(self) -> bool:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
         if self._averaged:
             return False
         pending = bool(self._in_flight or self._taken) or any(self._metadata.values())
-        return any(merger.apart(pending=pending) for merger in self._mergers.values())
+        return any(merger.diverged(pending=pending) for merger in self._mergers.values())
 
     @property
     def moves_parameters(self) -> bool:
@@ -234,21 +234,21 @@ class Exchanges:
         found = [flats for merger in self._mergers.values() if (flats := merger.common()) is not None]
         return self._buckets.named(found[0]) if found else None
 
-    def stands_for_all(self) -> dict[str, Tensor] | None:
+    def consensus_parameters(self) -> dict[str, Tensor] | None:
         """The parameters that a model is evaluated and kept with, by name and alike on all replicas.
 
         Returns:
           Those that take the place of its own: none where replicas are alike. ``None``: the mean of all does.
         """
-        if not self.apart:
+        if not self.diverged:
             return {}
-        found = [f for merger in self._mergers.values() if (f := merger.stands_for_all()) is not None]
+        found = [f for merger in self._mergers.values() if (f := merger.consensus_parameters()) is not None]
         return self._buckets.named(found[0]) if found else None
 
     @property
     def rank_0_stands(self) -> bool:
-        """Whether what :meth:`stands_for_all` says on rank 0 is meant, and replicas are not alike."""
-        return self.apart and any(merger.rank_0_stands for merger in self._mergers.values())
+        """Whether what :meth:`consensus_parameters` says on rank 0 is meant, and replicas are not alike."""
+        return self.diverged and any(merger.rank_0_stands for merger in self._mergers.values())
 
     def opens(self, step: int) -> None:
         """Before a step, by its number."""
@@ -283,7 +283,7 @@ class Exchanges:
         """
         self._times.step_begins()
         self._planned = self._schedule.plan(self._state, self._in_order, step)
-        if self._behind and not any(t.merge.moves == "gradient" for t in self._planned) and not self.apart:
+        if self._behind and not any(t.merge.moves == "gradient" for t in self._planned) and not self.diverged:
             self._catch_up()
         self._step, self._vote, self._leads = step, vote, True
         if self._optimizer is not None:
@@ -411,7 +411,7 @@ class Exchanges:
             self._buckets.clear()
         for merger in self._mergers.values():
             merger.landed()
-        if self.apart:
+        if self.diverged:
             parameters = [
                 p.detach() for b in self._buckets.buckets for p in self._buckets.parameters(b.index)
             ]

@@ -152,7 +152,7 @@ class Keeping:
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
-        diverged, drawing = self.exchanges.apart, self.drawing
+        diverged, drawing = self.exchanges.diverged, self.drawing
         shared: State = {
             "step": step,
             "fingerprint": fingerprint(self.model),

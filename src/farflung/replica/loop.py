@@ -516,7 +516,7 @@ class Replica:
                 self.model,
                 self._test,
                 step,
-                stands=self._exchanges.stands_for_all(),
+                stands=self._exchanges.consensus_parameters(),
                 of_rank_0=self._exchanges.rank_0_stands,
                 goes_on=goes_on,
                 seed=self.training.seed,
@@ -532,7 +532,9 @@ class Replica:
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
         # The number after the last evaluation's, since no exchange comes twice.
-        async with averaged(self.runtime, self.model, self.step_done + 1, self._exchanges.stands_for_all()):
+        async with averaged(
+            self.runtime, self.model, self.step_done + 1, self._exchanges.consensus_parameters()
+        ):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def _retimed(
                     kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
                 )
             )
-        settle = partial(world.settle_collective, anew=True)
+        settle = partial(world.settle_collective, fresh=True)
         collective = settled_collective(settle, config.recipe, replicas[0])
         _say_if_long(world, config.recipe, replicas[0])
         with reading(

@@ -9,8 +9,8 @@ from typing import Any
 
 from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
+from farflung.comm.virtual.membership import Membership
 from farflung.comm.virtual.pauses import Pauses, pair
-from farflung.comm.virtual.roster import Roster
 from farflung.errors import DeadlinePassed, PeerLost, Unsupported
 from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.tasks import Pending
@@ -46,7 +46,7 @@ class VirtualStage:
     """Applies faults in virtual time; detects lost ranks as the wall clock does, by closed connections and deadlines.
 
     Each peer detects a crash one link delay later; messages sent before it arrive. Admission and leaving are those of
-    :class:`farflung.comm.virtual.roster.Roster`. Deadlines are checked only where the plan has faults.
+    :class:`farflung.comm.virtual.membership.Membership`. Deadlines are checked only where the plan has faults.
 
     Args:
       clock: virtual time.
@@ -73,9 +73,9 @@ class VirtualStage:
         check_plan(plan, size, whole=whole)
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
         self._standing = Standing(size)
-        self._members: Roster | None = None
+        self._members: Membership | None = None
         if not whole:
-            self._members = network.roster = Roster(
+            self._members = network.membership = Membership(
                 network.mailboxes, plan.absent, network.signal, network.notice
             )
         self._begin: Callable[[int], Pending[Any]]

@@ -100,7 +100,7 @@ class VirtualWorld:
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole)
         if self.off_clock is not None:
-            self.off_clock.roster = self.network.roster
+            self.off_clock.membership = self.network.membership
         self.injector = FaultInjector(faults, self.stage)
         """A sink for the events of all replicas."""
         self.runtimes = [
@@ -167,7 +167,7 @@ class VirtualWorld:
         return runtime
 
     def settle_collective(
-        self, name: str, nbytes: Sequence[int], *, step: int = 0, anew: bool = False
+        self, name: str, nbytes: Sequence[int], *, step: int = 0, fresh: bool = False
     ) -> str:
         """What ``auto`` stands for from now on, by the world's profile; recorded, and takes no time.
 
@@ -175,7 +175,7 @@ class VirtualWorld:
           name: the collective that was asked for; any but ``auto`` is settled already.
           nbytes: of the tensors summed in a step.
           step: the first of the run.
-          anew: whether to leave aside what the run that is replayed decided, as on another network than its own.
+          fresh: whether to leave aside what the run that is replayed decided, as on another network than its own.
 
         Returns:
           The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
@@ -187,7 +187,7 @@ class VirtualWorld:
         if name != AUTO:
             return name
         found = collectives_of(nbytes, len(self.runtimes), self.network.profile)
-        if anew:
+        if fresh:
             decision = Decision(COLLECTIVE, step, found, timing=False)
             self.decisions.record(decision)
         else:

@@ -310,7 +310,7 @@ class WallRuntime:
         self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
-        self._thread.soon(lambda: self.view.farewell(error, relays_s=self._deadline_s))
+        self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
         self._thread.stop()
         if self._group is not None:
             self._group.shutdown()

@@ -56,7 +56,7 @@ class TrafficRecorder(JsonLinesFile):
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        super().__init__(path, anew=True)
+        super().__init__(path, fresh=True)
         self._size = size
         self._journeys: dict[tuple[Op, ...], int] = {}
         self._open: dict[tuple[int, int], dict[int, int]] = {}

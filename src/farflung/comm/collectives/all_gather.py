@@ -8,7 +8,7 @@ from farflung.comm.collectives.coding import Wire
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order
 from farflung.comm.pool import scratch_like
 from farflung.network import pieces_of
-from farflung.trees import apart
+from farflung.trees import unshared
 from farflung.types import Channel, Payload, SegmentCoding
 
 __all__ = ["all_gather"]
@@ -36,7 +36,7 @@ async def all_gather(
     packed = []
     for index, segment in enumerate(segments):
         piece = wire.pack(segment.of(own), segment, 1)
-        packed.append(apart(piece, tensor) if isinstance(piece, Payload) else piece)
+        packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
         for peer in others(channel):
             wire.send(packed[index], peer, hop + index, side if index == 0 else None)
 

@@ -17,9 +17,9 @@ from farflung.comm.virtual.clock import Carrier, Clock, ClockInUse, VirtualClock
 from farflung.comm.virtual.closed_form import ClosedForms
 from farflung.comm.virtual.flows import Flows
 from farflung.comm.virtual.lane import Ends, Lane
+from farflung.comm.virtual.membership import Membership
 from farflung.comm.virtual.pairs import Pairs
 from farflung.comm.virtual.pauses import Pauses
-from farflung.comm.virtual.roster import Roster
 from farflung.comm.virtual.symmetric import Symmetric
 from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
@@ -81,7 +81,7 @@ class VirtualNetwork:
         self._clock, self._encrypted = clock, encrypted
         self.pauses: Pauses | None = None
         """The links that are cut; ``None`` in a world without faults."""
-        self.roster: Roster | None = None
+        self.membership: Membership | None = None
         """The members of a view that is not whole; ``None``: the view is whole."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
@@ -113,12 +113,12 @@ class VirtualNetwork:
 
         Fails with :class:`farflung.errors.PeerLost` where the sender knows no present member of rank ``dst``.
         """
-        if self.roster is None:
+        if self.membership is None:
             return self._carry(src, dst, tag, payload, priority)
-        if not self.roster.reaches(src, dst):
+        if not self.membership.reaches(src, dst):
             return failed(PeerLost(dst, "its connection is gone"))
         left = self._carry(src, dst, tag, payload, priority)
-        self.roster.sent(src, left)
+        self.membership.sent(src, left)
         return left
 
     def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:

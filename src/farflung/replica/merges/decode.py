@@ -79,6 +79,6 @@ class Decoding(Merger):
         return merged
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         del pending
         return False

@@ -69,12 +69,12 @@ class Fetching(Merger):
         self._buckets.load_weights(index, mean)
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         """Unless all had come to the same step when they were answered."""
         return pending or not (self._by_server is not None and self._by_server.together)
 
     @override
-    def stands_for_all(self) -> list[Tensor]:
+    def consensus_parameters(self) -> list[Tensor]:
         return self._fetched
 
     @override

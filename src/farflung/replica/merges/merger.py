@@ -39,7 +39,7 @@ class Merger:
     by_server: ClassVar[bool] = False
     """Whether its exchanges go by a server, so that no result is a mean of one step, and none can be skipped."""
     rank_0_stands: ClassVar[bool] = False
-    """Whether what :meth:`stands_for_all` says is rank 0's, and the others' are not alike."""
+    """Whether what :meth:`consensus_parameters` says is rank 0's, and the others' are not alike."""
 
     def __init__(self, merge: Merge, buckets: GradientBuckets) -> None:
         del merge
@@ -136,7 +136,7 @@ class Merger:
     def updated(self, *, done: bool) -> None:
         """The optimizer is through; ``done``: it had a gradient to step on."""
 
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         """Whether replicas' parameters may differ.
 
         Args:
@@ -148,7 +148,7 @@ class Merger:
         """The parameters without what is pending, flat by bucket, alike on all; ``None`` where there are none such."""
         return None
 
-    def stands_for_all(self) -> list[Tensor] | None:
+    def consensus_parameters(self) -> list[Tensor] | None:
         """What a model is evaluated and kept with while replicas are apart, flat by bucket, alike on all.
 
         Returns:

@@ -88,7 +88,7 @@ class OuterSteps(Merger):
         return moments(self._optimizer, self._buckets.parameters(index))
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         return pending or any(self._mixed)
 
     @override

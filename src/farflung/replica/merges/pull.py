@@ -101,7 +101,7 @@ class Pulling(Merger):
         self._pull(index, self._share(flight), recent)
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         return pending or any(self._leans)
 
     @override
@@ -109,7 +109,7 @@ class Pulling(Merger):
         return self._anchors
 
     @override
-    def stands_for_all(self) -> list[Tensor]:
+    def consensus_parameters(self) -> list[Tensor]:
         return self._anchors
 
     @override

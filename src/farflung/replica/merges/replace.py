@@ -84,6 +84,6 @@ class Replacing(Merger):
         return merged
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         del pending
         return False

@@ -69,7 +69,7 @@ class SwappingGradients(Merger):
         return True
 
     @override
-    def apart(self, *, pending: bool) -> bool:
+    def diverged(self, *, pending: bool) -> bool:
         del pending
         return True
 

@@ -11,7 +11,7 @@ from farflung.comm.mailbox import Mailbox
 from farflung.errors import PeerLost
 from farflung.tasks import Pending
 
-__all__ = ["Roster", "Tell"]
+__all__ = ["Membership", "Tell"]
 
 Tell: TypeAlias = Callable[[int, int, Callable[[], None]], None]
 """Sends a notice from one rank to another, and calls a function when it arrives."""
@@ -33,7 +33,7 @@ class _Membership:
     when_all_left: Callable[[], None] | None = None
 
 
-class Roster:
+class Membership:
     """Admits members, ends their membership, and carries the news between ranks.
 
     A member can send to an admitted rank once the rank's greeting has arrived, and keeps sending to a rank until the
