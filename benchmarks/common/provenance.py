@@ -70,21 +70,29 @@ def today() -> str:
     return time.strftime("%Y-%m-%d")
 
 
-def changed_canaries(names: Collection[str], commit: str) -> list[str]:
+def changed_canaries(names: Collection[str], commit: str, *, times: bool = True) -> list[str]:
     """Cases of the battery whose recorded values differ from those recorded at a commit.
 
     Values under keys that only one of the two has, such as bits of another version of torch, are not compared.
+
+    Args:
+      names: of the cases.
+      commit: to compare with.
+      times: whether virtual times count too; what is learned where they alone have changed is in the bits.
 
     Raises:
       NotCommitted: this clone does not have the commit.
     """
     then, now = _recorded(commit), _recorded(None)
-    return [name for name in names if _differ(then.get(name), now.get(name))]
+    aside = () if times else ("times",)
+    return [name for name in names if _differ(then.get(name), now.get(name), aside)]
 
 
-def _differ(then: Any, now: Any) -> bool:
+def _differ(then: Any, now: Any, aside: Collection[str]) -> bool:
     if isinstance(then, dict) and isinstance(now, dict):
-        return any(_differ(then[key], now[key]) for key in then.keys() & now.keys())
+        return any(
+            _differ(then[key], now[key], aside) for key in (then.keys() & now.keys()).difference(aside)
+        )
     return then is not None and now is not None and then != now
 
 

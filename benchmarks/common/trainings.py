@@ -131,7 +131,7 @@ class Trainings(Generic[T, R]):
         return cast("R", line.curve)
 
     def _changed(self, line: Line) -> bool:
-        return bool(changed_canaries(self._battery(self._training(line)), line.commit))
+        return bool(changed_canaries(self._battery(self._training(line)), line.commit, times=False))
 
     def _training(self, line: Line) -> T:
         return self._kind(**line.settings)

@@ -105,7 +105,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commit(
         tmp_path,
         src__code="1",
-        tests__battery__expected_json='{"one": {"bytes": 1, "bits": {"2.13": "a"}}}',
+        tests__battery__expected_json='{"one": {"bytes": 1, "bits": {"2.13": "a"}, "virtual": {"times": [1]}}}',
         benchmarks__some__run="",
         **{"benchmarks__some__expected.toml": row.format("fast") + row.format("other")},
     )
@@ -127,15 +127,17 @@ def test_a_canary_has_changed_where_a_value_that_both_have_differs(tree: Path) -
     before = commit_here()
     expected = tree / "tests" / "battery" / "expected.json"
 
-    def changed(text: str) -> list[str]:
+    def changed(text: str, times: bool = True) -> list[str]:
         expected.write_text(text)
         provenance_module._recorded.cache_clear()
-        return changed_canaries(["one", "two"], before)
+        return changed_canaries(["one", "two"], before, times=times)
 
     assert changed(expected.read_text()) == []
     assert changed('{"one": {"bytes": 1, "bits": {"2.14": "b"}}, "two": {}}') == []
     assert changed('{"one": {"bytes": 1, "bits": {"2.13": "b"}}}') == ["one"]
     assert changed('{"one": {"bytes": 2}}') == ["one"]
+    assert changed('{"one": {"virtual": {"times": [2]}}}') == ["one"]
+    assert changed('{"one": {"virtual": {"times": [2]}}}', times=False) == []
     with pytest.raises(NotCommitted, match="this clone has no commit 0123"):
         changed_canaries(["one"], "0123")
 
