@@ -7,6 +7,8 @@ import functools
 import graphlib
 import importlib
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src"
 PACKAGE = SRC / "farflung"
+CORE_STATEMENTS = 14_700
+"""Of all that ``attach`` and ``ddp_hook`` load, at most."""
 
 
 # A module imports from groups above its own in this list, or from its own package; never from a neighbour.
@@ -200,6 +204,28 @@ def test_imports_go_one_way() -> None:
             if not (other == unit or LEVEL[other] < LEVEL[unit] or {unit, other} <= BOTTOM):
                 wrong.append(f"{path}:{line}: {unit} may not import {other}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_a_loop_of_ones_own_loads_is_no_more_than_it_needs() -> None:
+    """Neither ``attach`` nor ``ddp_hook`` loads virtual time, the lab, coded training, runs, commands or pictures."""
+    program = (
+        "import sys, farflung; farflung.attach, farflung.ddp_hook\n"
+        "print(*(one.__file__ for name, one in sys.modules.items() if name.startswith('farflung')), sep='\\n')"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    loaded = [Path(line) for line in said.split()]
+    units = {path.relative_to(PACKAGE).parts[0] for path in loaded}
+    assert units.isdisjoint({"cli", "coded", "faults", "lab", "report", "runs", "timing"})
+    assert not [path for path in loaded if path.parent.name == "virtual" or path.stem == "virtual"]
+    assert sum(statements(path) for path in loaded) <= CORE_STATEMENTS
+
+
+def statements(path: Path) -> int:
+    """Statements of a file, without strings that document."""
+    nodes = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.stmt)
+    ]
+    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes)
 
 
 def test_the_lowest_modules_import_each_other_without_cycles() -> None:
