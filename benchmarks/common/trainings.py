@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -107,9 +108,7 @@ class Trainings(Generic[T, R]):
         """Those of several, trained as many at a time as there are processors, each in a process of its own."""
         count = max(1, min(len(trainings), os.cpu_count() or 1))
         with (
-            ProcessPoolExecutor(
-                count, multiprocessing.get_context("spawn"), _end_when_interrupted
-            ) as processes,
+            ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _end_with_parent) as processes,
             ThreadPoolExecutor(count) as threads,
         ):
 
@@ -163,6 +162,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _end_when_interrupted() -> None:
-    """Ends a worker process at Ctrl-C without a word; its parent reports it."""
+def _end_with_parent() -> None:
+    """Ends a worker process at Ctrl-C, which its parent reports, and where the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
