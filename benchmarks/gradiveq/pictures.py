@@ -15,8 +15,8 @@ from farflung.report.pictures import picture
 __all__ = ["draw"]
 
 USUAL = {"slice_size": 512, "ratio": 32.0, "variance_left": 0.0}
-RATIOS = (5, 20, 100, 500)
-NAMES = {"slice_size": "K", "ratio": "K / d", "variance_left": "share of variance left, in place of K / d"}
+RATIOS = (2, 8, 32, 128, 512)
+NAMES = {"slice_size": "K", "ratio": "K / d", "variance_left": "share of variance left"}
 
 
 def draw(folder: Path, found: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _losses(axes: Axes, setting: str, along: Sequence[Mapping[str, Any]]) -> Non
         axes.annotate(
             said, (one["ratio"], one["loss"]), textcoords="offset points", xytext=place, ha="center"
         )
-    axes.set(xlabel="numbers over coefficients", xscale="log", xlim=(3, 700), ylim=(0, 1.05))
+    axes.set(xlabel="numbers over coefficients", xscale="log", xlim=(1.2, 700), ylim=(0, 1.05))
     axes.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(f"by {NAMES[setting]}")
