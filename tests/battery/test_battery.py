@@ -39,7 +39,7 @@ def test_presets_and_systems_are_covered_and_recorded() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_has_changed(battery: Battery, name: str) -> None:
-    """Bits are compared where they are recorded for this torch and arithmetic; bytes and times everywhere."""
+    """Bits are compared where they are recorded for this version of torch; bytes and times everywhere."""
     found, recorded = battery.outcome(name), RECORDED[name]
     assert same(found, recorded), (found, recorded)
     for version, bits in found["bits"].items():

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from farflung.comm.wire import PIECE, Kind, WireError, encode, json_of
+from farflung.comm.wire import MOST_HEAD, Kind, WireError, encode, json_of
 from farflung.types import Payload, Tag
 from tests.helpers import Group, decode, same_bits, tag
 from tests.strangers import NOISE, knock
@@ -30,7 +30,7 @@ def text(content: bytes) -> Payload:
 GOOD = [
     (Kind.DATA, Payload((torch.arange(2000.0), torch.ones(3, dtype=torch.bfloat16)))),
     (Kind.DATA, Payload((Payload((torch.zeros(0, 5), torch.ones(2, 3, dtype=torch.int64))), torch.ones(())))),
-    (Kind.DATA, Payload((torch.zeros(3 * PIECE, dtype=torch.uint8),))),
+    (Kind.DATA, Payload((torch.zeros(3 * MOST_HEAD, dtype=torch.uint8),))),
     (Kind.HELLO, text(b'{"rank": 1, "settings": {"number of replicas": 2}}')),
     (Kind.WAITING, text(b'{"for": 1, "asks": true}')),
     (Kind.ABORT, text(b'{"rank": 1, "detail": "gone"}')),

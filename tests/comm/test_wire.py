@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import framing, wire
-from farflung.comm.wire import INLINE, PIECE, Kind, WireError, encode
+from farflung.comm.wire import INLINE, MOST_HEAD, Kind, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import decode, raw, same_bits, same_payload
 
@@ -106,7 +106,7 @@ def test_no_head_is_larger_than_a_piece() -> None:
     little = filled([INLINE // 8 - 1], torch.float64)
     payload = Payload((*[little] * 100, filled([0, 7], torch.int8)))
     frames = encode(Kind.DATA, 0, TAG, payload)
-    assert len(frames[0]) <= PIECE
+    assert len(frames[0]) <= MOST_HEAD
     assert len(frames) > 1
     assert same_payload(decode(received(frames), max_nbytes=ROOM).payload, payload)
 

@@ -287,7 +287,7 @@ def test_a_message_takes_its_time_at_both_ends() -> None:
 
 
 def test_encryption_goes_on_beside_sending() -> None:
-    piece = 1 << 17
+    piece = 1 << 18
     coding = CodingRates(
         copy_s_per_byte=0.25 / piece, encrypt_s_per_byte=0.75 / piece
     )  # a second for each piece
@@ -298,9 +298,10 @@ def test_encryption_goes_on_beside_sending() -> None:
     assert heard(coding, 4 * piece, 1, slow) == pytest.approx([1 + 8 + 0.5 + 1])
     # A link without a limit: the last piece leaves after four seconds, and is taken up in one more.
     assert heard(coding, 4 * piece) == pytest.approx([4 + 0.5 + 1])
-    # Another message's first piece is next in turn. Both have left after eight seconds and are heard in the order in
-    # which they have come.
+    # Another message's first piece is ready after five seconds, and its last after eight.
     assert heard(coding, 4 * piece, 2) == pytest.approx([5.5, 9.5])
+    # The fixed time of each message is taken by the same thread.
+    assert heard(replace(coding, message_s=0.1), 4 * piece, 2) == pytest.approx([5.7, 9.8])
 
 
 def test_nothing_is_encrypted_where_there_is_no_network() -> None:

@@ -1,6 +1,6 @@
 """Messages as frames: a small fixed header, checked before anything is used, then the tensors' own bytes.
 
-A message is a head, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in :data:`PIECE` bytes,
+A message is a head, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in :data:`MOST_HEAD`,
 and one frame for each other tensor. Nothing is ever unpickled; every size is bounded before memory is taken. How frames
 cross a connection is described in :mod:`farflung.comm.records`.
 """
@@ -25,7 +25,7 @@ __all__ = [
     "DIRECT",
     "INLINE",
     "MAGIC",
-    "PIECE",
+    "MOST_HEAD",
     "VERSION",
     "Frame",
     "Head",
@@ -44,8 +44,8 @@ Frame: TypeAlias = "bytes | bytearray | memoryview"
 MAGIC = b"FF"
 VERSION = 5
 INLINE = 4096
-"""Tensors up to this many bytes ride in the head, while it is no longer than a piece."""
-PIECE = 1 << 17
+"""Tensors up to this many bytes ride in the head, while it has at most :data:`MOST_HEAD`."""
+MOST_HEAD = 1 << 17
 """The most that a head with tensors in it has, in bytes."""
 MOST_LARGE = 256
 """Tensors outside of the head, at most."""
@@ -204,7 +204,7 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = 
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         at += dense.nbytes + -dense.nbytes % _ALIGNMENT
-    if len(frames) > MOST_LARGE or len(description) > PIECE:
+    if len(frames) > MOST_LARGE or len(description) > MOST_HEAD:
         raise ValueError(f"a payload of {len(tensors)} tensors is more than fits in a message")
     head[0] = _HEADER.pack(
         MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route
@@ -234,7 +234,7 @@ def read_head(frame: Frame) -> Head:
 
 def _rides(nbytes: int, at: int) -> bool:
     """Whether a tensor rides in the head, which is ``at`` bytes long without it."""
-    return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= PIECE)
+    return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= MOST_HEAD)
 
 
 # --- what a payload is made of --------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from farflung.comm.framing import MOST_PIECE_NBYTES
 from farflung.comm.virtual.clock import Clock
-from farflung.comm.wire import PIECE
 from farflung.devices import CodingRates
 from farflung.tasks import Pending, done
 from farflung.types import CodingCost
@@ -19,20 +19,16 @@ ROUNDING_S = 1e-9
 
 
 class Lane:
-    """Two processors beside the one that trains, as a replica on the wall clock has them; see
+    """The communication thread of a modelled device, beside the processor that trains; see
     :class:`farflung.types.CodingLane`.
 
-    The *communication thread* codes, adds, and takes a fixed time for each message that it sends or receives: one
-    piece of work after the other, in the order they were asked for. So what is sent leaves, what is received is
-    heard and what is computed is there once all that was asked for before is through.
+    The thread codes, adds, takes a fixed time for each message that it sends or receives, and copies and encrypts
+    their bytes: one piece of work after the other, in the order they were asked for. A message sets out once its first
+    256 KiB are ready, while the others follow. At the receiver all but the last 256 KiB are worked on while the rest
+    is on its way.
 
-    The transport's *I/O thread* copies and encrypts, byte by byte and beside it, and serves its connections in turn, a
-    piece of 128 KiB of each: a message sets out once its own first piece is ready, while the others follow, and its
-    last piece leaves once all is ready that the thread was asked for before. At the receiver all but the last piece is
-    worked on while the rest is on its way.
-
-    Left out: that the threads share memory and its bandwidth, and that a system with few processors does not serve a
-    thread at once.
+    Left out: that processors share memory and its bandwidth, that a system with few processors does not serve a
+    thread at once, and that the thread codes between two pieces of a message.
 
     Args:
       rates: of the device.
@@ -53,17 +49,12 @@ class Lane:
     ) -> None:
         self._rates, self._slowdown, self._now, self._running_at = rates, slowdown, now, at
         self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if encrypted else 0.0)
-        self._coded_at, self._coding_s = 0.0, 0.0
-        """When the communication thread is through with all it was asked for, and how long that takes in all."""
-        self._first_at, self._moved_at, self._moving_s = 0.0, 0.0, 0.0
-        """The same of the I/O thread; before them, when it is through with the first piece of each message."""
+        self._through_at = 0.0
+        """When the thread is through with all it was asked for."""
+        self.busy_s = 0.0
+        """For how long the thread works in all, for what it was asked for so far."""
         self.not_charged: dict[str, None] = {}
         """The methods for some of whose work there is no rate, in the order in which they came."""
-
-    @property
-    def busy_s(self) -> float:
-        """For how long the two threads work in all, for what they were asked for so far."""
-        return self._coding_s + self._moving_s
 
     def charge(self, cost: CodingCost) -> None:
         """Takes a piece of coding on, behind all that was asked for before."""
@@ -73,10 +64,10 @@ class Lane:
 
     def through(self) -> Pending[None]:
         """Done when all that was asked for so far is."""
-        if self._coded_at <= self._now():
+        if self._through_at <= self._now():
             return done(None)
         through: Pending[None] = Pending()
-        self._at(self._coded_at, partial(through.set, None))
+        self._at(self._through_at, partial(through.set, None))
         return through
 
     def send(self, nbytes: int, leave: Callable[[float], None], count: int = 1) -> None:
@@ -87,20 +78,11 @@ class Lane:
           leave: called when the first piece of the first is ready, with the seconds after which the last of all is.
           count: how many.
         """
-        each_s = self._take(self._rates.message_s, count)
-        rest_s = (count - 1) * each_s
-        self._at(self._coded_at - rest_s, partial(self._move, nbytes, count, rest_s, leave))
-
-    def _move(self, nbytes: int, count: int, rest_s: float, leave: Callable[[float], None]) -> None:
-        if not self._byte_s:
-            leave(rest_s)
-            return
-        now, byte_s = self._now(), self._byte_s * self._slowdown()
-        self._first_at = max(self._first_at, now) + byte_s * min(nbytes, PIECE)
-        moved_at = self._moved_at = max(self._moved_at, now) + byte_s * nbytes * count
-        self._moving_s += byte_s * nbytes * count
-        last = max(moved_at, self._first_at + rest_s)
-        self._at(self._first_at, lambda: leave(last - self._now()))
+        piece_s, all_s = self._seconds(nbytes, count)
+        self._take(piece_s)
+        first_at = self._through_at
+        self._take(all_s - piece_s)
+        self._at(first_at, partial(leave, self._through_at - first_at))
 
     def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None], count: int = 1) -> None:
         """The last byte of a message is there, or of the last of several.
@@ -111,22 +93,19 @@ class Lane:
           deliver: called when they can be used.
           count: how many.
         """
-        now = through = self._now()
-        if self._byte_s:
-            byte_s = self._byte_s * self._slowdown()
-            self._moved_at = max(self._moved_at, now - since_s) + byte_s * nbytes * count
-            self._moving_s += byte_s * nbytes * count
-            through = max(self._moved_at, now + byte_s * min(nbytes, PIECE))
-        self._at(through, partial(self._hear, count, since_s, deliver))
+        piece_s, all_s = self._seconds(nbytes, count)
+        self._take(all_s - piece_s, since_s)
+        self._take(piece_s)
+        self._at(self._through_at, deliver)
 
-    def _hear(self, count: int, since_s: float, deliver: Callable[[], None]) -> None:
-        if count > 1:
-            self._take(self._rates.message_s, count - 1, since_s)
-        self._take(self._rates.message_s)
-        self._at(self._coded_at, deliver)
+    def _seconds(self, nbytes: int, count: int) -> tuple[float, float]:
+        """What the first or last piece of messages takes, and what all of them take."""
+        message_s, byte_s = self._rates.message_s, self._byte_s
+        piece_s = message_s + byte_s * min(nbytes, MOST_PIECE_NBYTES)
+        return piece_s, count * (message_s + byte_s * nbytes)
 
     def beside(self, seconds: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when a processor has worked for ``seconds`` that stands still while either thread works."""
+        """Calls ``fn`` when a processor has worked for ``seconds`` that stands still while the thread works."""
         ends, before = self._now() + seconds, self._worked_s()
 
         def look() -> None:
@@ -139,21 +118,19 @@ class Lane:
         self._running_at(ends + self._ahead_s(), look)
 
     def _ahead_s(self) -> float:
-        """For how long the threads will work, as far as is known."""
-        now = self._now()
-        return max(self._coded_at - now, 0.0) + max(self._moved_at - now, 0.0)
+        """For how long the thread will work, as far as is known."""
+        return max(self._through_at - self._now(), 0.0)
 
     def _worked_s(self) -> float:
-        """For how long they have worked."""
-        return self._coding_s + self._moving_s - self._ahead_s()
+        """For how long it has worked."""
+        return self.busy_s - self._ahead_s()
 
-    def _take(self, seconds: float, count: int = 1, since_s: float = 0.0) -> float:
-        """So many pieces of work; how long each takes."""
+    def _take(self, seconds: float, since_s: float = 0.0) -> None:
+        """Takes a piece of work on, which could have begun so long ago."""
         if seconds:
             seconds *= self._slowdown()
-            self._coded_at = max(self._coded_at, self._now() - since_s) + count * seconds
-            self._coding_s += count * seconds
-        return seconds
+            self._through_at = max(self._through_at, self._now() - since_s) + seconds
+            self.busy_s += seconds
 
     def _at(self, t: float, fn: Callable[[], None]) -> None:
         if t <= self._now():
