@@ -17,6 +17,19 @@ from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
 
+STOPS = 23
+"""Of a bucket from autograd's hook to the socket, at most."""
+
+
+def test_a_bucket_makes_few_stops_and_the_design_names_them(pool: Pool) -> None:
+    design = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    figure = design[design.index("```mermaid") : design.index("* A codec encodes")]
+    for stops in pool.run(2, "tests.attach_jobs.stops"):
+        assert stops[0].startswith("GradientBuckets._hook")
+        assert stops[-1] == "Link._write"
+        assert len(stops) <= STOPS
+        assert not [stop for stop in stops if stop.rpartition(".")[2] not in figure]
+
 
 @pytest.mark.parametrize("loop", attach_jobs.LOOPS)
 def test_a_loop_ends_as_under_ddp(pool: Pool, loop: str) -> None:

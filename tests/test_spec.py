@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from farflung.codecs import CODECS, ByRole, ErrorFeedback, TopK, error_feedback
 from farflung.errors import ConfigError
-from farflung.spec import build, imported, is_carried, text_of
+from farflung.recipes.parts import MEMBERS
+from farflung.spec import Registry, build, imported, is_carried, text_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,8 @@ def test_names_are_of_a_registry_or_imported(text: str) -> None:
     ids=["a class", "an object", "a function", "a nested object", "defaults", "a partial"],
 )
 def test_the_text_of_a_part_makes_it_again(part: object) -> None:
-    for registry in ({}, CODECS):
+    registries: list[Mapping[str, Callable[..., object]]] = [{}, CODECS]
+    for registry in registries:
         text = text_of(part, registry)
         assert is_carried(text)
         made = build("codec", text, registry or {"identity": CODECS["identity"]})
@@ -68,3 +71,25 @@ def test_modules_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: py
     assert imported("codec", "only_here:VALUE") == 3
     with pytest.raises(ConfigError, match="codec 'only_here:MISSING': cannot be imported"):
         imported("codec", "only_here:MISSING")
+
+
+@pytest.mark.parametrize("family", MEMBERS)
+def test_each_name_of_a_family_is_there_and_is_found_again(family: str) -> None:
+    registry = MEMBERS[family]
+    for name in registry:
+        made = registry[name]
+        if isinstance(registry, Registry):
+            assert registry.name_of(made) == name
+
+
+def test_a_registry_takes_members_and_gives_them_up() -> None:
+    registry: Registry[object] = Registry("farflung.codecs", {"topk": "TopK"})
+    assert registry["topk"] is TopK
+    registry["mine"] = ByRole
+    both = registry | Registry("farflung.codecs", {"by_role": "by_role"})
+    assert list(both) == ["topk", "mine", "by_role"]
+    assert both.name_of(ByRole) == "mine"
+    assert both.name_of(ErrorFeedback) is None
+    del registry["mine"]
+    assert list(registry) == ["topk"]
+    assert list(both) == ["topk", "mine", "by_role"]

@@ -440,7 +440,7 @@ def _shapes(own: _Own) -> list[list[int]]:
 def _reducer(how: str | Codec | Reducer) -> Reducer:
     made: Any = how
     if isinstance(how, str):
-        made = build("codec or reducer", how, {**CODECS, **REDUCERS})
+        made = build("codec or reducer", how, CODECS | REDUCERS)
     if hasattr(made, "encode"):
         made = CodecReducer(made)
     if not hasattr(made, "reduce"):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.importance import ImportanceSampler
-from farflung.network import NetworkProfile, network_profile
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
@@ -40,19 +38,14 @@ from farflung.replica.fitness import (
 )
 from farflung.replica.merges import needs_the_loop
 from farflung.runtime import Seat, WallRuntime, interface_to_master
-from farflung.schedules import (
-    SCHEDULES,
-    SSP,
-    AdaComm,
-    Delayed,
-    DelayedGradient,
-    LocalSGD,
-    Pipelined,
-    Synchronous,
-)
+from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
+
+if TYPE_CHECKING:
+    from farflung.importance import ImportanceSampler
+    from farflung.network import NetworkProfile
 
 __all__ = ["Handle", "attach", "carries"]
 
@@ -87,6 +80,8 @@ def _nearest(parts: Parts) -> str:
 
 
 def _nearest_schedule(schedule: Schedule) -> Schedule:
+    from farflung.schedules import SSP, AdaComm, Delayed, DelayedGradient, LocalSGD, Pipelined, Synchronous
+
     match schedule:
         case AdaComm():
             return LocalSGD(schedule.sync_every, schedule.optimizer_state)
@@ -104,6 +99,14 @@ def _left_to_the_loop(parts: Parts) -> str:
     if parts.sharing.data_leaves_device:
         return "it sees no samples and cannot send any to other replicas"
     return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
+
+
+def _profile(network: NetworkProfile | str | None) -> NetworkProfile | None:
+    if not isinstance(network, str):
+        return network
+    from farflung.network import network_profile
+
+    return network_profile(network)
 
 
 def attach(
@@ -189,7 +192,7 @@ def attach(
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
-    profile = network_profile(network) if isinstance(network, str) else network
+    profile = _profile(network)
     if store is None and (meeting := seat.store(_JOIN_S)) is not None:
         store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)

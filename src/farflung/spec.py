@@ -14,14 +14,27 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import override
 
 from farflung.errors import ConfigError, UnknownName
 
-__all__ = ["build", "imported", "is_carried", "name_of", "options_of", "parse", "taken", "text_of", "unparse"]
+__all__ = [
+    "Registry",
+    "build",
+    "imported",
+    "is_carried",
+    "name_of",
+    "options_of",
+    "parse",
+    "taken",
+    "text_of",
+    "unparse",
+]
 
 T = TypeVar("T")
 
@@ -30,6 +43,64 @@ _MARK = ".__imported__."
 _SHOWN = 200
 """Characters of a text that cannot be read."""
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
+
+
+class Registry(MutableMapping[str, Callable[..., T]], Generic[T]):
+    """What makes the members of a family, by name.
+
+    Args:
+      package: it is imported from, once it is used.
+      members: its name in the package, or itself.
+
+    >>> Registry("fractions", {"share": "Fraction"})["share"](1, 2)
+    Fraction(1, 2)
+    """
+
+    def __init__(self, package: str, members: Mapping[str, str | Callable[..., T]]) -> None:
+        self._members: dict[str, tuple[str, str | Callable[..., T]]] = {
+            name: (package, member) for name, member in members.items()
+        }
+
+    @override
+    def __getitem__(self, name: str) -> Callable[..., T]:
+        package, member = self._members[name]
+        if not isinstance(member, str):
+            return member
+        made: Callable[..., T] = getattr(importlib.import_module(package), member)
+        return made
+
+    @override
+    def __setitem__(self, name: str, member: Callable[..., T]) -> None:
+        self._members[name] = ("", member)
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        del self._members[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __or__(self, other: Registry[Any]) -> Registry[Any]:
+        both: Registry[Any] = Registry("", {})
+        both._members = self._members | other._members
+        return both
+
+    def name_of(self, made: Callable[..., object]) -> str | None:
+        """The name of a member; ``None``: it is none. Nothing is imported for it."""
+        called = getattr(made, "__qualname__", "")
+        return next(
+            (
+                name
+                for name, (_, member) in self._members.items()
+                if member is made or (member == called and self[name] is made)
+            ),
+            None,
+        )
 
 
 def build(
@@ -113,7 +184,7 @@ def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None =
     if isinstance(part, str):
         return part
     try:
-        return _text(part, {made: name for name, made in (registry or {}).items()})
+        return _text(part, registry if isinstance(registry, Registry) else Registry("", registry or {}))
     except _NoText:
         return f"<{re.sub(r' at 0x[0-9a-f]+', '', repr(part)).removeprefix('<').removesuffix('>')}>"
 
@@ -127,7 +198,7 @@ class _NoText(Exception):
     """There is no text for it."""
 
 
-def _text(value: object, names: Mapping[Callable[..., object], str]) -> str:
+def _text(value: object, names: Registry[object]) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -150,9 +221,9 @@ def _text(value: object, names: Mapping[Callable[..., object], str]) -> str:
     return f"{made}({', '.join(options)})" if options else made
 
 
-def _name(made: Callable[..., object], names: Mapping[Callable[..., object], str]) -> str:
-    if made in names:
-        return names[made]
+def _name(made: Callable[..., object], names: Registry[object]) -> str:
+    if (name := names.name_of(made)) is not None:
+        return name
     module, path = getattr(made, "__module__", "__main__"), getattr(made, "__qualname__", "<")
     if module == "__main__" or "<" in path:
         raise _NoText

@@ -13,7 +13,7 @@ import torch
 from farflung.comm import ExchangeChannel, LinkModel
 from farflung.data import SHARINGS, Resharding, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
-from farflung.replica.flights import LinkGate
+from farflung.replica.in_flight import LinkGate
 from farflung.runtime import VirtualWorld
 from farflung.types import Moved, Payload, Reshards, Runtime
 from tests.carrying import Carrying

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from farflung.errors import Unsupported
 from farflung.replica import GradientBuckets, Replica, Vote, load_tree
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges import MERGERS, Merger
 from farflung.replica.votes import Rider
 from farflung.schedules import Delayed
@@ -75,8 +75,8 @@ class SlowSteps(Merger):
         return own.clone(), {"own": own}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        since = self._at[index] - self._buckets.weights(index) - flight.kept[index]["own"]
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
+        since = self._at[index] - self._buckets.weights(index) - exchange.kept[index]["own"]
         if mean is not None:
             self._speed[index].mul_(self._merge.momentum).add_(mean)
             self._at[index].sub_(self._speed[index], alpha=self._merge.rate)
@@ -96,7 +96,7 @@ class SlowSteps(Merger):
         return {"at": named[0], "speed": named[1]}, {}
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
         self._at = [shared["at"][str(i)].clone() for i in range(len(self._at))]
         self._speed = [shared["speed"][str(i)].clone() for i in range(len(self._at))]
 

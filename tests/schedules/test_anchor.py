@@ -38,7 +38,7 @@ def anchor(replica: Replica) -> Tensor:
 
 def blocks(replica: Replica) -> list[Tensor]:
     """Own updates under way, oldest first."""
-    return [flight.kept[0]["own"] for flight in replica._exchanges._in_flight]
+    return [flight.kept[0]["own"] for flight in replica._exchanges._launcher.in_flight]
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -117,7 +117,7 @@ def test_with_a_lossy_codec_the_residual_is_one_of_updates(pull: str) -> None:
     under_way = [block for replica in run.replicas for block in blocks(replica)]
     found = anchor(run.replicas[0]).double() - begin.double()
     # A residual holds what exchanges under way have left out already, and these are not in the anchor yet.
-    waiting = len(run.replicas[0]._exchanges._in_flight)
+    waiting = len(run.replicas[0]._exchanges._launcher.in_flight)
     assert waiting == 2
     run.flush()
     after = anchor(run.replicas[0]).double() - begin.double()

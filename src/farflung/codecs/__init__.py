@@ -3,23 +3,29 @@
 A codec may be made of others: :func:`chain`, :func:`error_feedback`, :func:`by_size`, :func:`by_role`.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from farflung.codecs.base import Sparse
-from farflung.codecs.chain import Chain, chain
-from farflung.codecs.chunked_topk import ChunkedTopK
-from farflung.codecs.demo import DeMo
-from farflung.codecs.dgc import DGC
-from farflung.codecs.error_feedback import ErrorFeedback, error_feedback
-from farflung.codecs.identity import Identity
-from farflung.codecs.int8 import Int8
-from farflung.codecs.qsgd import QSGD
-from farflung.codecs.randomk import RandomK
-from farflung.codecs.routed import ByRole, BySize, Route, Routed, by_role, by_size
-from farflung.codecs.sign import Sign
-from farflung.codecs.topk import TopK
-from farflung.codecs.truncate16 import Truncate16
+from farflung.lazy import lazy
+from farflung.spec import Registry
 from farflung.types import Codec
+
+if TYPE_CHECKING:
+    from farflung.codecs.base import Sparse
+    from farflung.codecs.chained import Chain, chain
+    from farflung.codecs.chunked_topk import ChunkedTopK
+    from farflung.codecs.demo import DeMo
+    from farflung.codecs.dgc import DGC
+    from farflung.codecs.feedback import ErrorFeedback, error_feedback
+    from farflung.codecs.identity import Identity
+    from farflung.codecs.int8 import Int8
+    from farflung.codecs.qsgd import QSGD
+    from farflung.codecs.randomk import RandomK
+    from farflung.codecs.routed import ByRole, BySize, Route, Routed, by_role, by_size
+    from farflung.codecs.sign import Sign
+    from farflung.codecs.topk import TopK
+    from farflung.codecs.truncate16 import Truncate16
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "CODECS",
@@ -46,20 +52,23 @@ __all__ = [
     "error_feedback",
 ]
 
-CODECS: dict[str, Callable[..., Codec]] = {
-    "by_role": by_role,
-    "by_size": by_size,
-    "chain": chain,
-    "chunked_topk": ChunkedTopK,
-    "demo": DeMo,
-    "dgc": DGC,
-    "error_feedback": error_feedback,
-    "identity": Identity,
-    "int8": Int8,
-    "qsgd": QSGD,
-    "randomk": RandomK,
-    "sign": Sign,
-    "topk": TopK,
-    "truncate16": Truncate16,
-}
+CODECS: Registry[Codec] = Registry(
+    __name__,
+    {
+        "by_role": "by_role",
+        "by_size": "by_size",
+        "chain": "chain",
+        "chunked_topk": "ChunkedTopK",
+        "demo": "DeMo",
+        "dgc": "DGC",
+        "error_feedback": "error_feedback",
+        "identity": "Identity",
+        "int8": "Int8",
+        "qsgd": "QSGD",
+        "randomk": "RandomK",
+        "sign": "Sign",
+        "topk": "TopK",
+        "truncate16": "Truncate16",
+    },
+)
 """All of them by name; each can be made without arguments."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from farflung.comm.collectives import COLLECTIVES, collective_named, usual_collective
 from farflung.errors import ConfigError, Unsupported
-from farflung.network import NetworkProfile
+
+if TYPE_CHECKING:
+    from farflung.network import NetworkProfile
 
 __all__ = ["SIDE_NBYTES", "choose", "cost_s", "resolve_collective"]
 

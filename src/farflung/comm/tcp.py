@@ -246,13 +246,20 @@ class TcpTransport:
         ]
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
-        try:
-            return self._put(rank, frames, priority, view)
-        except PeerLost as error:
-            return failed(error)
+        member = self._members.get(rank)
+        if member is None or member.ended:
+            return failed(PeerLost(rank, "its connection is gone"))
+        left = member.sender.put(frames, priority, view)
+        if rank not in self._busy:  # what follows in this turn leaves together
+            self._busy.add(rank)
+            for link in tuple(member.links.values()):
+                link.flush()
+        return left
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        self._put(rank, frames, LAST if last else FIRST, CONTROL)
+        said = self.send(rank, frames, priority=LAST if last else FIRST, view=CONTROL)
+        if said.error is not None:
+            raise said.error
         self._flush()
 
     def withdraw(self, view: int) -> None:
@@ -260,26 +267,11 @@ class TcpTransport:
             member.sender.withdraw(view)
             self._busy.add(rank)
 
-    def _put(self, rank: int, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
-        member = self._members.get(rank)
-        if member is None or member.ended:
-            raise PeerLost(rank, "its connection is gone")
-        left = member.sender.put(frames, priority, view)
-        if rank not in self._busy:  # what follows in this turn leaves together
-            self._busy.add(rank)
-            self._flush_to(member)
-        return left
-
     def _flush(self) -> None:
         while self._busy:
             member = self._members.get(self._busy.pop())
-            if member is not None:
-                self._flush_to(member)
-
-    @staticmethod
-    def _flush_to(member: _Member) -> None:
-        for link in tuple(member.links.values()):
-            link.flush()
+            for link in tuple(member.links.values()) if member is not None else ():
+                link.flush()
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.data.catalog import CATALOG, Entry, entries, source_named
-    from farflung.data.datasets import Holding, Subset, TensorDataset
+    from farflung.data.datasets import Holding, InMemory, Subset, TensorDataset
     from farflung.data.partition import (
         IID,
         PARTITIONS,
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
     from farflung.data.streams import STREAMS
     from farflung.data.streams.buffer import Buffer, Buffering
-    from farflung.data.streams.in_memory import InMemory, RateLimited
     from farflung.data.streams.iterator import iterator
     from farflung.data.streams.kafka import kafka
     from farflung.data.streams.live import LiveStream
     from farflung.data.streams.messages import Decoder, as_messages
+    from farflung.data.streams.rate_limited import RateLimited
     from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -1,4 +1,4 @@
-"""Samples in memory: what loaders return, a part of a data set, and a part that changes during a run."""
+"""Samples in memory: what loaders return, a part of a data set, one that changes during a run; and their stream."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import DataError
-from farflung.types import Batch, Dataset, SampleIds
+from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
 
-__all__ = ["Holding", "Subset", "TensorDataset"]
+__all__ = ["Holding", "InMemory", "Subset", "TensorDataset"]
+
+_NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
 
 
 class TensorDataset:
@@ -183,3 +185,28 @@ class Holding(Subset):
             torch.cat([own.inputs, self._came.inputs[row[came]]])[order],
             torch.cat([own.targets, self._came.targets[row[came]]])[order],
         )
+
+
+class InMemory:
+    """All of the data set at any time; nothing arrives, nothing is kept back."""
+
+    everything = True
+
+    def open(self, feed: Feed) -> Samples:
+        return feed.data
+
+    def poll(self, now: float, step: int) -> Arrivals:
+        del now, step
+        return _NOTHING
+
+    def commit(self, ids: SampleIds, *, step: int) -> None:
+        """Does nothing: the sampler's cursor is position enough."""
+
+    def state_dict(self) -> State:
+        return {}
+
+    def seek(self, state: State) -> None:
+        del state
+
+    def close(self) -> None:
+        """Does nothing."""

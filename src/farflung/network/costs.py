@@ -8,17 +8,17 @@ simulator. Latencies count by their mean, traces by theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from farflung.network.link import mean_capacity
-from farflung.network.profile import NetworkProfile
-from farflung.network.wiring import Bundle, Group, groups_of, loads_s, mesh
+if TYPE_CHECKING:
+    from farflung.network.profile import NetworkProfile
+    from farflung.network.wiring import Bundle, Group
 
 __all__ = ["Cost", "gather_s", "owners_s", "pieces_of", "ring_s"]
 
-Cost: TypeAlias = Callable[[NetworkProfile, int, int], float]
+Cost: TypeAlias = "Callable[[NetworkProfile, int, int], float]"
 """Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the side vector."""
 
 PIECE_NBYTES = 1 << 20
@@ -52,6 +52,8 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 
 def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
     """Latency, and seconds for each bit, from every rank to the next."""
+    from farflung.network.link import mean_capacity
+
     sites = [np.repeat(index, len(profile.span(index))) for index in range(len(profile.sites))]
     here = np.concatenate(sites)
     following = np.roll(here, -1)
@@ -99,6 +101,8 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     :math:`T_1, T_2` is what the busiest capacity needs for the way there and for the way back, :math:`T_{12}` for
     both; :math:`\alpha_2` the longest delay to an owner and on from there, :math:`\alpha` the longest single one.
     """
+    from farflung.network.wiring import groups_of, loads_s, mesh
+
     size = _size(profile)
     owners = owning(size)
     groups = groups_of(profile, owners)
@@ -137,6 +141,8 @@ def _delays(
 
 def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
+    from farflung.network.wiring import groups_of, loads_s, mesh
+
     groups = groups_of(profile, _size(profile))
     bundles = mesh(groups)
     longest, _ = _delays(profile, groups, bundles, bundles)

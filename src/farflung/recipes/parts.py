@@ -9,14 +9,13 @@ from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, collective_named
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError
-from farflung.gradient_coding import gradient_code
 from farflung.options import whole_option
 from farflung.rates import SCALINGS
 from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.replica.merges import takes_whole
-from farflung.sampling import SAMPLERS, InShares, Uniform
+from farflung.sampling import SAMPLERS, Uniform
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
@@ -87,6 +86,9 @@ def _check_alone(recipe: Recipe, sampler: Sampler, why: str) -> None:
 
 def _in_shares(recipe: Recipe, sampler: Sampler, merge: Decode, seed: int, share: int | None) -> Sampler:
     """For replicas that compute each other's samples."""
+    from farflung.gradient_coding import gradient_code
+    from farflung.sampling import InShares
+
     given = recipe.members
     other = f"--sampler {given['sampler']}" if type(sampler) is not Uniform else ""
     if share is not None:

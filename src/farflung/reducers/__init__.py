@@ -1,14 +1,20 @@
 """Reducers: one bucket's whole path over the network. ``REDUCERS`` names them for recipes."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from farflung.reducers.adaptive_topk import AdaptiveTopK
-from farflung.reducers.codec import CodecReducer
-from farflung.reducers.gradiveq import GradiVeQ
-from farflung.reducers.powersgd import PowerSGD
-from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
-from farflung.reducers.sums import summed_nbytes
+from farflung.lazy import lazy
+from farflung.spec import Registry
 from farflung.types import Reducer
+
+if TYPE_CHECKING:
+    from farflung.reducers.adaptive_topk import AdaptiveTopK
+    from farflung.reducers.codec import CodecReducer
+    from farflung.reducers.gradiveq import GradiVeQ
+    from farflung.reducers.powersgd import PowerSGD
+    from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
+    from farflung.reducers.sums import summed_nbytes
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "REDUCERS",
@@ -20,11 +26,14 @@ __all__ = [
     "summed_nbytes",
 ]
 
-REDUCERS: dict[str, Callable[..., Reducer]] = {
-    "adaptive_topk": AdaptiveTopK,
-    "codec": CodecReducer,
-    "gradiveq": GradiVeQ,
-    "powersgd": PowerSGD,
-    "shared_scale_qsgd": SharedScaleQSGD,
-}
+REDUCERS: Registry[Reducer] = Registry(
+    __name__,
+    {
+        "adaptive_topk": "AdaptiveTopK",
+        "codec": "CodecReducer",
+        "gradiveq": "GradiVeQ",
+        "powersgd": "PowerSGD",
+        "shared_scale_qsgd": "SharedScaleQSGD",
+    },
+)
 """All of them by name; each can be made without arguments, and takes ``collective``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.base import accumulate
-from farflung.codecs.error_feedback import inner_state, left_over, with_residual
+from farflung.codecs.feedback import inner_state, left_over, with_residual
 from farflung.comm import Coding
 from farflung.comm.collectives.coding import Charged
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed

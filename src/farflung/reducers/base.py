@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from farflung.codecs import CODECS, BySize, Chain, ErrorFeedback
-from farflung.codecs.routed import ByRole, Routed
+from farflung.codecs import CODECS, ErrorFeedback
+from farflung.codecs.routed import Routed
 from farflung.comm import collective_named
 from farflung.errors import Unsupported
-from farflung.spec import text_of
+from farflung.spec import Registry, text_of
 from farflung.types import Channel, Codec, CodingCost, Contribution, Reduced
 
 __all__ = [
@@ -76,8 +76,11 @@ def check_rounds(name: str, collective: str) -> None:
         )
 
 
-_MADE = {"by_role": ByRole, "by_size": BySize, "chain": Chain, "error_feedback": ErrorFeedback}
-"""What the members of ``CODECS`` make that are functions."""
+_WITH_MADE: Registry[Codec] = CODECS | Registry(
+    "farflung.codecs",
+    {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
+)
+"""With what those members make that are functions."""
 
 _USUAL = "direct"
 """The collective where none is named."""
@@ -106,7 +109,7 @@ def method_of(codec: Codec) -> str:
     >>> method_of(error_feedback(QSGD(bits=4)))
     'error_feedback(codec=qsgd(bits=4))'
     """
-    return text_of(codec, {**CODECS, **_MADE})
+    return text_of(codec, _WITH_MADE)
 
 
 def methods_of(codec: Codec) -> Methods:

@@ -1,25 +1,32 @@
 """One replica: gradient buckets, the exchanges that carry them, the training loop, checkpoints."""
 
-from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import (
-    Checkpoints,
-    check_model,
-    check_optimizer_kind,
-    check_share,
-    fingerprint,
-    load_tree,
-    save_tree,
-    share_name,
-)
-from farflung.replica.evaluation import Score, evaluate
-from farflung.replica.exchanges import Exchanges, Settled
-from farflung.replica.lockstep import Lockstep, keep_once
-from farflung.replica.loop import Replica
-from farflung.replica.members import Parts
-from farflung.replica.optimizers import optimizer_settings
-from farflung.replica.placement import place
-from farflung.replica.summary import Leg, Summary, TimeSplit
-from farflung.replica.votes import Vote
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.replica.buckets import GradientBuckets
+    from farflung.replica.checkpoint import (
+        Checkpoints,
+        check_model,
+        check_optimizer_kind,
+        check_share,
+        fingerprint,
+        load_tree,
+        save_tree,
+        share_name,
+    )
+    from farflung.replica.evaluation import Score, evaluate
+    from farflung.replica.exchanges import Exchanges, Settled
+    from farflung.replica.lockstep import Lockstep, keep_once
+    from farflung.replica.loop import Replica
+    from farflung.replica.members import Parts
+    from farflung.replica.optimizers import optimizer_settings
+    from farflung.replica.placement import place
+    from farflung.replica.summary import Leg, Summary, TimeSplit
+    from farflung.replica.votes import Vote
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Checkpoints",

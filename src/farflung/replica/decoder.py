@@ -158,7 +158,7 @@ class Decoder:
 
 
 class ByDecoder:
-    """A replica's exchanges with the decoder; see :class:`farflung.replica.flights.Carrier`.
+    """A replica's exchanges with the decoder; see :class:`farflung.replica.in_flight.Carrier`.
 
     Args:
       runtime: the world.

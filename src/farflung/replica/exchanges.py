@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,17 +18,14 @@ from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
 from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Carrier, Flight, LinkGate, joined
+from farflung.replica.in_flight import Carrier, InFlight, Launcher, LinkGate, joined
 from farflung.replica.merges import mergers
 from farflung.replica.placement import state_on
 from farflung.replica.slots import Slots, buckets_of, numbered, spec_of
 from farflung.replica.summary import Times
 from farflung.replica.unused import Places, Unused, joined_places, places_in
 from farflung.replica.votes import Rider, Tally, Vote
-from farflung.sampling import Gain
-from farflung.tasks import done
 from farflung.types import (
-    CodecState,
     Decision,
     Json,
     Merge,
@@ -41,6 +39,9 @@ from farflung.types import (
     State,
     Transfer,
 )
+
+if TYPE_CHECKING:
+    from farflung.sampling import Gain
 
 __all__ = ["Exchanges", "Settled"]
 
@@ -59,6 +60,31 @@ class Settled:
     """How many replicas had run out of data at the last step whose exchange was due."""
     sums: dict[str, float] = field(default_factory=dict)
     """What parts of all replicas have added to the rider, by name."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What lasts for one step.
+
+    Args:
+      number: of the step.
+      vote: this replica's metadata.
+      planned: the transfers that start at it.
+      waiting: those of gradients whose buckets have not all filled.
+      rate: the learning rate when it began.
+      settled: what it has brought.
+      filled: the buckets that have.
+      leads: whether the next exchange to start is the first of the step.
+    """
+
+    number: int
+    vote: Vote
+    planned: list[Transfer] = field(default_factory=list)
+    waiting: deque[Transfer] = field(default_factory=deque)
+    rate: float | None = None
+    settled: Settled = field(default_factory=Settled)
+    filled: set[int] = field(default_factory=set)
+    leads: bool = True
 
 
 class Exchanges:
@@ -94,7 +120,7 @@ class Exchanges:
         schedule: Schedule,
         seed: int,
         on_nonfinite: str = "stop",
-        on_arrival: Callable[[Flight], None] | None = None,
+        on_arrival: Callable[[InFlight], None] | None = None,
         rides: Iterable[str] = (),
         *,
         gain: Gain | None = None,
@@ -119,34 +145,24 @@ class Exchanges:
         self._learner = gain if measured else None
         """The gain, where gradients say what it is."""
         self._rider = Rider((*rides, *measured))
-        self._carriers: dict[type[Merge], Carrier] = {
+        carriers: dict[type[Merge], Carrier] = {
             kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets) or reducer
             for kind, merger in self._mergers.items()
         }
-        self._in_flight: list[Flight] = []
-        self._planned: list[Transfer] = []
-        self._waiting: deque[Transfer] = deque()
-        """Gradients planned for this step whose buckets have not all filled."""
-        self._filled: set[int] = set()
-        self._step = 0
-        self._leads = True
-        """Whether the next exchange to start is the first of its step."""
+        self._launcher = Launcher(runtime, carriers, self._slots, self._parts)
+        self._step = _Step(0, Vote(0.0, 0.0))
         self._metadata: dict[int, list[Vote]] = {number: [] for number in self._parts}
         """The metadata of each part's steps since its last exchange."""
         self._said: dict[str, float] = {}
         """The sums of the metadata's numbers since the last exchange of any part, by name."""
-        self._vote = Vote(0.0, 0.0)
         self._averaged = False
         self._behind = False
         """Whether all replicas have moved alike since those merges last looked that let each step for itself."""
-        self._taken: list[list[tuple[Flight, Reduced, Tally]]] = []
+        self._taken: list[list[tuple[InFlight, Reduced, Tally]]] = []
         """What has arrived and been told, by step, and waits to be merged."""
         self._optimizer: torch.optim.Optimizer | None = None
-        self._rate: float | None = None
-        """The learning rate when the step began."""
-        self._settled = Settled()
         self._times = Times(runtime.now)
-        self.gate = LinkGate(runtime, self._are_under_way, overlaps=not self.at_once)
+        self.gate = LinkGate(runtime, lambda: self._launcher.busy, overlaps=not self.at_once)
         """For what is sent beside exchanges and must not hold up any that a step waits for."""
         self.sent_nbytes = 0
         self.arrived_s = 0.0
@@ -173,20 +189,20 @@ class Exchanges:
     @property
     def in_flight(self) -> int:
         """Steps whose exchanges are under way."""
-        return len({flight.step for flight in self._in_flight})
+        return len({exchange.step for exchange in self._launcher.in_flight})
 
     @property
     def channels(self) -> list[ExchangeChannel]:
         """Of the exchanges that have not been merged; a run that goes on from here makes them again."""
         ahead = [channel for merger in self._mergers.values() for channel in merger.channels]
-        return [*(flight.channel for flight in self._in_flight), *ahead]
+        return [*(exchange.channel for exchange in self._launcher.in_flight), *ahead]
 
     @property
     def diverged(self) -> bool:
         """Whether replicas' parameters may differ now; the answer is alike on all."""
         if self._averaged:
             return False
-        pending = bool(self._in_flight or self._taken) or any(self._metadata.values())
+        pending = bool(self._launcher.in_flight or self._taken) or any(self._metadata.values())
         return any(merger.diverged(pending=pending) for merger in self._mergers.values())
 
     @property
@@ -217,7 +233,7 @@ class Exchanges:
     @property
     def merged_weight(self) -> float:
         """What the gradients of the last step that has been merged at this one weigh together; 0 where none has."""
-        return self._settled.stats.weight if self._settled.stats else 0.0
+        return self._step.settled.stats.weight if self._step.settled.stats else 0.0
 
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Once before the first step: the optimizer that steps on what is merged.
@@ -261,7 +277,9 @@ class Exchanges:
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""
-        takings = [merger.taking(optimizer, self._of(kind)) for kind, merger in self._mergers.items()]
+        takings = [
+            merger.taking(optimizer, self._launcher.of(kind)) for kind, merger in self._mergers.items()
+        ]
         if len(takings) == 1:
             return takings[0]
         with ExitStack() as stack:
@@ -282,23 +300,20 @@ class Exchanges:
           Unsupported: the schedule plans what it has not named before.
         """
         self._times.step_begins()
-        self._planned = self._schedule.plan(self._state, self._in_order, step)
-        if self._behind and not any(t.merge.moves == "gradient" for t in self._planned) and not self.diverged:
+        planned = self._schedule.plan(self._state, self._in_order, step)
+        gradients = deque(transfer for transfer in planned if transfer.merge.moves == "gradient")
+        if self._behind and not gradients and not self.diverged:
             self._catch_up()
-        self._step, self._vote, self._leads = step, vote, True
-        if self._optimizer is not None:
-            self._rate = float(self._optimizer.param_groups[0]["lr"])
+        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        self._step = _Step(step, vote, planned, gradients, rate)
         for steps in self._metadata.values():
             steps.append(vote)
         numbers = vote.numbers if self._learner is None else {**vote.numbers, **self._learner.tell()}
         for name, value in numbers.items():
             self._said[name] = self._said.get(name, 0.0) + value
         self._averaged = False
-        self._settled = Settled()
-        for transfer in self._planned:
+        for transfer in planned:
             self._check(transfer)
-        self._waiting = deque(transfer for transfer in self._planned if transfer.merge.moves == "gradient")
-        self._filled.clear()
 
     def ready(self, index: int) -> None:
         """A bucket has filled: launches what was waiting for it.
@@ -306,23 +321,24 @@ class Exchanges:
         Exchanges start in the planned order, on every rank the same: the backend's own collectives match by nothing
         else. May be called by threads of autograd's, one at a time, while the one that trains waits for them.
         """
-        self._filled.add(index)
-        if self._looks and self._vote.finite and not self._buckets.flat(index).isfinite().all():
-            self._recant(replace(self._vote, loss=math.nan))
-        if not self._vote.finite:
+        step = self._step
+        step.filled.add(index)
+        if self._looks and step.vote.finite and not self._buckets.flat(index).isfinite().all():
+            self._recant(replace(step.vote, loss=math.nan))
+        if not step.vote.finite:
             # Neither a mean nor a residual may ever see this gradient.
             self._buckets.flat(index).zero_()
         for merger in self._mergers.values():
             merger.filled(index)
-        while self._waiting and self._filled.issuperset(b.index for b in buckets_of(self._waiting[0].part)):
-            self._launch(self._waiting.popleft())
+        while step.waiting and step.filled.issuperset(b.index for b in buckets_of(step.waiting[0].part)):
+            self._launch(step.waiting.popleft())
 
     def _recant(self, vote: Vote) -> None:
         """Replaces this step's metadata for the exchanges that have not started yet."""
         for steps in self._metadata.values():
-            if steps and steps[-1] is self._vote:
+            if steps and steps[-1] is self._step.vote:
                 steps[-1] = vote
-        self._vote = vote
+        self._step.vote = vote
 
     async def settle(self) -> bool:
         """Waits for gradients that are due at this step's optimizer, and merges them.
@@ -335,14 +351,14 @@ class Exchanges:
             same step, before the update.
         """
         self._weigh()
-        acting = {type(transfer.merge) for transfer in self._planned}
-        acting.update([type(flight.transfer.merge) for flight in self._due("gradient")])
-        merged = await self._merge("gradient")
+        acting = {type(transfer.merge) for transfer in self._step.planned}
+        acting.update([type(exchange.transfer.merge) for exchange in self._due(gradients=True)])
+        merged = await self._merge(gradients=True)
         self.gate.open()
         taking = [m for kind, m in self._mergers.items() if kind in acting and m.takes_gradient]
         asked = taking or [m for m in self._mergers.values() if not m.takes_gradient]
         self._behind |= bool(taking) and len(taking) < len(self._mergers)
-        finite = self._vote.finite
+        finite = self._step.vote.finite
         return bool(asked) and all(merger.steps(merged=merged, finite=finite) for merger in asked)
 
     def _catch_up(self) -> None:
@@ -359,9 +375,9 @@ class Exchanges:
           updated: whether it had a gradient to step on.
         """
         self.close(updated=updated)
-        await self._merge("update")
+        await self._merge(gradients=False)
         self.gate.open()
-        return self._settled
+        return self._step.settled
 
     def close(self, *, updated: bool) -> None:
         """The first half of :meth:`finish`, which leaves the parameters alone.
@@ -371,10 +387,10 @@ class Exchanges:
         """
         for merger in self._mergers.values():
             merger.updated(done=updated)
-        for transfer in self._planned:
+        for transfer in self._step.planned:
             if transfer.merge.moves != "gradient":
                 self._launch(transfer)
-        self._planned = []
+        self._step.planned = []
         self._weigh()
 
     async def take(self) -> None:
@@ -382,14 +398,14 @@ class Exchanges:
 
         So the schedule knows what it knows on replicas that have merged them, and plans the same.
         """
-        for _, flights in groupby(self._due("update"), key=lambda flight: flight.step):
-            arrived = [await self._arrived(flight) for flight in flights]
+        for _, exchanges in groupby(self._due(gradients=False), key=lambda exchange: exchange.step):
+            arrived = [await self._arrived(exchange) for exchange in exchanges]
             self._taken.append(arrived)
             await self._tell(*arrived[0])
 
     def _weigh(self) -> None:
         held = sum(merger.nbytes for merger in self._mergers.values())
-        self.most_nbytes = max(self.most_nbytes, held + sum(flight.nbytes for flight in self._in_flight))
+        self.most_nbytes = max(self.most_nbytes, held + self._launcher.nbytes)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -400,12 +416,14 @@ class Exchanges:
           number: of the exchange that averages parameters, where that is needed; alike on all ranks.
           update: a step of the optimizer, given the step of training that it belongs to.
         """
-        self._settled = Settled()
-        for step in sorted({flight.transfer.due_step for flight in self._in_flight}):
-            self._step = step
-            taking = any(self._mergers[type(f.transfer.merge)].takes_gradient for f in self._due("gradient"))
-            merged = await self._merge("gradient")
-            await self._merge("update")
+        self._step.settled = Settled()
+        for step in sorted({exchange.transfer.due_step for exchange in self._launcher.in_flight}):
+            self._step.number = step
+            taking = any(
+                self._mergers[type(f.transfer.merge)].takes_gradient for f in self._due(gradients=True)
+            )
+            merged = await self._merge(gradients=True)
+            await self._merge(gradients=False)
             if merged and taking:
                 await update(step)
             self._buckets.clear()
@@ -419,7 +437,7 @@ class Exchanges:
             self.restart()
         if self._said:
             await self._say_the_rest(number)
-        return self._settled
+        return self._step.settled
 
     async def _say_the_rest(self, number: int) -> None:
         """The numbers of steps that no exchange has followed; equal names on all replicas."""
@@ -427,8 +445,9 @@ class Exchanges:
         _, summed = await sum_everywhere(
             self._runtime, torch.empty(0), own, number, purpose=Purpose.REMAINDER
         )
+        sums = self._step.settled.sums
         for name, value in zip(self._said, summed.tolist(), strict=True):
-            self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+            sums[name] = sums.get(name, 0.0) + value
         self._said = {}
 
     def restart(self) -> None:
@@ -470,16 +489,16 @@ class Exchanges:
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
         for kept in own["flights"].values():
-            self._relaunch(state_on(kept, self._device(kept["number"])))
+            self._launcher.launch_again(state_on(kept, self._device(kept["number"])))
         for kind, merger in self._mergers.items():
             name = kind.__name__
-            merger.load_state_dict(shared["merges"][name], own["merges"][name], self._of(kind))
+            merger.load_state_dict(shared["merges"][name], own["merges"][name], self._launcher.of(kind))
         slots = self._placed(shared["slots"]), self._placed(own["slots"])
 
         async def behind_what_started_again() -> None:
             self._slots.load_state_dict(*slots)
 
-        if self._in_flight:
+        if self._launcher.in_flight:
             self._runtime.launch(behind_what_started_again())
         else:
             self._slots.load_state_dict(*slots)
@@ -513,7 +532,7 @@ class Exchanges:
                     for number, steps in self._metadata.items()
                 },
                 "said": dict(self._said),
-                "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self._in_flight)},
+                "flights": await self._launcher.state_dict(),
                 "merges": {name: own for name, (_, own) in merges.items()},
                 "slots": own_slots,
                 "absent": absent,
@@ -531,27 +550,24 @@ class Exchanges:
             )
 
     def _check(self, transfer: Transfer) -> None:
-        named = f"schedule {type(self._schedule).__name__}, step {self._step}"
+        named = f"schedule {type(self._schedule).__name__}, step {self._step.number}"
         if type(transfer.merge) not in self._mergers:
             raise Unsupported(
                 f"{named}: plans merge {type(transfer.merge).__name__}, which is not among its merges: name it there"
             )
         if transfer.part not in self._numbers:
             raise Unsupported(f"{named}: plans a part that is not among its parts: name it there")
-        if transfer.due_step > self._step and not self._schedule.late:
+        if transfer.due_step > self._step.number and not self._schedule.late:
             raise Unsupported(
                 f"{named}: plans a result for step {transfer.due_step}, and its late is False: make it True"
             )
 
-    def _of(self, kind: type) -> list[Flight]:
-        return [flight for flight in self._in_flight if type(flight.transfer.merge) is kind]
-
     def _launch(self, transfer: Transfer) -> None:
-        if transfer.due_step <= self._step:
+        if transfer.due_step <= self._step.number:
             self.gate.shut()
         number = self._numbers[transfer.part]
         merger = self._mergers[type(transfer.merge)]
-        leads, self._leads = self._leads, False
+        leads, self._step.leads = self._step.leads, False
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
@@ -561,189 +577,137 @@ class Exchanges:
         self._metadata[number] = []
         tensors, kept = [], {}
         for bucket in buckets_of(transfer.part):
-            tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step)
+            tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step.number)
             tensors.append(tensor)
-        flight = self._flight(number, self._step, transfer, kept, weight, rider, leads, absent)
+        exchange = InFlight(number, self._step.number, transfer, kept, weight, rider, leads, absent)
         if self._learner is not None:
-            flight.square = _square(tensors)
-        flight.result = self._runtime.launch(
-            flight.carry(self._carriers[type(transfer.merge)], self._slots[number], joined(tensors))
-        )
-        self._depart(flight)
-        if leads and self._schedule.asks(self._state, self._step):
-            flight.times = self._runtime.decide("times", self._step, self._times.to_json)
-
-    def _are_under_way(self) -> bool:
-        return any(not flight.result.done for flight in tuple(self._in_flight))
+            exchange.square = _square(tensors)
+        self._launcher.launch(exchange, joined(tensors))
+        if leads and self._schedule.asks(self._state, self._step.number):
+            exchange.times = self._runtime.decide("times", self._step.number, self._times.to_json)
 
     def _absent(self, part: Part) -> Places:
         found = [(bucket, self._buckets.absent(bucket.index)) for bucket in buckets_of(part)]
         return joined_places(found) if any(absent for _, absent in found) else ()
 
-    def _relaunch(self, state: State) -> None:
-        transfer = Flight.transfer_of(state, self._parts, {kind.__name__: kind for kind in self._mergers})
-        number, kept = state["number"], Flight.kept_of(state)
-        absent = tuple(state["absent"])
-        flight = self._flight(
-            number, state["step"], transfer, kept, state["weight"], state["rider"], state["leads"], absent
-        )
-        given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(transfer.part)])
-        before = CodecState(state["before"]["shared"], state["before"]["local"])
-        carrier = self._carriers[type(transfer.merge)]
-        flight.result = self._runtime.launch(flight.carry(carrier, self._slots[number], given, before))
-        if state["times"] is not None:
-            flight.times = done(Decision("times", flight.step, state["times"]))
-        flight.again, flight.square = True, state.get("square", 0.0)  # not in states of 0.1
-        self._depart(flight)
-
-    def _flight(
-        self,
-        number: int,
-        step: int,
-        transfer: Transfer,
-        kept: dict[int, dict[str, Tensor]],
-        weight: float,
-        rider: Tensor,
-        leads: bool,
-        absent: Places,
-    ) -> Flight:
-        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), number)
-        return Flight(
-            number, step, transfer, kept, weight, rider, leads, absent, channel, self._runtime.now()
-        )
-
-    def _depart(self, flight: Flight) -> None:
-        now = self._runtime.now
-
-        def arrived(_: object) -> None:
-            flight.ended_s = now()
-
-        flight.result.on_done(arrived)
-        self._in_flight.append(flight)
-
     # --- merging ----------------------------------------------------------------------------------------------
 
-    def _due(self, moved: str) -> list[Flight]:
-        """Of gradients, or of all else."""
-        return [
-            flight
-            for flight in self._in_flight
-            if (flight.transfer.merge.moves == "gradient") == (moved == "gradient")
-            and flight.transfer.due_step <= self._step
-        ]
+    def _due(self, *, gradients: bool) -> list[InFlight]:
+        return self._launcher.due(self._step.number, gradients=gradients)
 
-    async def _merge(self, moved: str) -> bool:
+    async def _merge(self, *, gradients: bool) -> bool:
         """Whether the last step that was due has brought something."""
         merged = False
-        if moved == "update":
+        if not gradients:
             taken, self._taken = self._taken, []
             for arrived in taken:
                 merged = await self._put_all(arrived)
-        for _, flights in groupby(self._due(moved), key=lambda flight: flight.step):
-            arrived = [await self._arrived(flight) for flight in flights]
+        for _, exchanges in groupby(self._due(gradients=gradients), key=lambda exchange: exchange.step):
+            arrived = [await self._arrived(exchange) for exchange in exchanges]
             merged = await self._put_all(arrived)
             await self._tell(*arrived[0])
         return merged
 
-    async def _put_all(self, arrived: Sequence[tuple[Flight, Reduced, Tally]]) -> bool:
+    async def _put_all(self, arrived: Sequence[tuple[InFlight, Reduced, Tally]]) -> bool:
         """Merges one step's exchanges; whether they have brought something."""
         skipped = self._on_nonfinite == "skip" and any(tally.nonfinite for _, _, tally in arrived)
         merged = False
         if self._learner is not None and not any(tally.nonfinite for _, _, tally in arrived):
-            flight, reduced, _ = arrived[0]
+            exchange, reduced, _ = arrived[0]
             self._learner.measured(
-                sum(flight.square for flight, _, _ in arrived),
+                sum(exchange.square for exchange, _, _ in arrived),
                 _square([reduced.mean for _, reduced, _ in arrived]),
-                flight.weight / reduced.weight if reduced.weight else 0.0,
+                exchange.weight / reduced.weight if reduced.weight else 0.0,
                 first=self._runtime.comm.rank == 0,
             )
-        for flight, reduced, tally in arrived:
-            good = self._mergers[type(flight.transfer.merge)].by_server or not (
+        for exchange, reduced, tally in arrived:
+            good = self._mergers[type(exchange.transfer.merge)].by_server or not (
                 skipped or (tally.nonfinite and reduced.weight == 0)
             )
             merged |= good
-            self._put(flight, reduced.mean if good else None)
+            self._put(exchange, reduced.mean if good else None)
             if good:
-                await self._average_moments(flight)
+                await self._average_moments(exchange)
         return merged
 
-    async def _arrived(self, flight: Flight) -> tuple[Flight, Reduced, Tally]:
-        reduced = await self._arrival(flight)
+    async def _arrived(self, exchange: InFlight) -> tuple[InFlight, Reduced, Tally]:
+        reduced = await self._arrival(exchange)
         tally = self._rider.read(reduced.rider)
         if tally.nonfinite and self._on_nonfinite == "stop":
             what = "gradient" if self._looks else "loss"
-            raise NonFinite(flight.step, tally.ranks, tally.nonfinite, what)
+            raise NonFinite(exchange.step, tally.ranks, tally.nonfinite, what)
         if tally.asks:
-            channel = ExchangeChannel(self._runtime.comm, Purpose.UNUSED.at(flight.step), flight.number)
+            channel = ExchangeChannel(self._runtime.comm, Purpose.UNUSED.at(exchange.step), exchange.number)
             with self._times.waiting():
-                await self._unused.tell(self._runtime, channel, flight.number, flight.absent)
+                await self._unused.tell(self._runtime, channel, exchange.number, exchange.absent)
             self.sent_nbytes += channel.sent_nbytes
-        buckets = buckets_of(flight.transfer.part)
-        unused, never = self._unused.merged(flight.number)
-        flight.unused, flight.never = places_in(buckets, unused), places_in(buckets, never)
-        return flight, reduced, tally
+        buckets = buckets_of(exchange.transfer.part)
+        unused, never = self._unused.merged(exchange.number)
+        exchange.unused, exchange.never = places_in(buckets, unused), places_in(buckets, never)
+        return exchange, reduced, tally
 
-    async def _arrival(self, flight: Flight) -> Reduced:
+    async def _arrival(self, exchange: InFlight) -> Reduced:
         with self._times.waiting():
-            reduced = await flight.result
-        self._in_flight.remove(flight)
-        self.sent_nbytes += flight.channel.sent_nbytes
-        self._times.exchanged(flight)
+            reduced = await exchange.result
+        self._launcher.in_flight.remove(exchange)
+        self.sent_nbytes += exchange.channel.sent_nbytes
+        self._times.exchanged(exchange)
         self.arrived_s = max(
-            self.arrived_s, self._runtime.now() if flight.ended_s is None else flight.ended_s
+            self.arrived_s, self._runtime.now() if exchange.ended_s is None else exchange.ended_s
         )
         if self._on_arrival is not None:
-            self._on_arrival(flight)
-        last = all(other.step != flight.step for other in self._in_flight)
+            self._on_arrival(exchange)
+        last = all(other.step != exchange.step for other in self._launcher.in_flight)
         if reduced.learn is not None or (last and reduced.learn_together is not None):
             # What was launched before encodes first; its messages go on while this thread learns.
             await self._runtime.launch(_reached())
-            self._slots.learn(flight.number, reduced, last=last)
+            self._slots.learn(exchange.number, reduced, last=last)
         return reduced
 
-    async def _tell(self, flight: Flight, reduced: Reduced, tally: Tally) -> None:
+    async def _tell(self, exchange: InFlight, reduced: Reduced, tally: Tally) -> None:
         """Reports one step's exchanges to the schedule and to the observers of the step."""
-        self._settled.nonfinite += tally.nonfinite
-        self._settled.stop |= tally.stop and not flight.again
-        self._settled.out = tally.out
+        settled = self._step.settled
+        settled.nonfinite += tally.nonfinite
+        settled.stop |= tally.stop and not exchange.again
+        settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
-        sums = tally.sums if flight.leads else {}
+        sums = tally.sums if exchange.leads else {}
         for name, value in sums.items():
-            self._settled.sums[name] = self._settled.sums.get(name, 0.0) + value
+            settled.sums[name] = settled.sums.get(name, 0.0) + value
         if (
             self._learner is not None
-            and flight.leads
+            and exchange.leads
             and self._learner.learn(sums)
             and self._runtime.comm.rank == 0
         ):
-            chosen = Decision("sampling", flight.step, self._learner.rule, timing=False)
+            chosen = Decision("sampling", exchange.step, self._learner.rule, timing=False)
             self._runtime.decisions.record(chosen)
-        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._rate)
-        if flight.times is not None:
+        stats = SharedStats(exchange.step, loss, reduced.weight, sums, learning_rate=self._step.rate)
+        if exchange.times is not None:
             with self._times.waiting():
-                decision = await flight.times
+                decision = await exchange.times
             with deciding(decision.name, decision.step):
                 stats = replace(stats, **Times.from_json(decision.value))
-        self._settled.stats = stats
+        settled.stats = stats
         self._state = self._schedule.observe(self._state, stats)
 
-    async def _average_moments(self, flight: Flight) -> None:
-        merger = self._mergers[type(flight.transfer.merge)]
-        found = [t for bucket in buckets_of(flight.transfer.part) for t in merger.averages(bucket.index)]
+    async def _average_moments(self, exchange: InFlight) -> None:
+        merger = self._mergers[type(exchange.transfer.merge)]
+        found = [t for bucket in buckets_of(exchange.transfer.part) for t in merger.averages(bucket.index)]
         if not found or self._runtime.comm.size == 1:
             return
-        channel = ExchangeChannel(self._runtime.comm, Purpose.MOMENTS.at(flight.step), flight.number)
+        channel = ExchangeChannel(self._runtime.comm, Purpose.MOMENTS.at(exchange.step), exchange.number)
         with self._times.waiting():
             await average_on(self._runtime, channel, found)
         self.sent_nbytes += channel.sent_nbytes
 
-    def _put(self, flight: Flight, mean: Tensor | None) -> None:
-        merger = self._mergers[type(flight.transfer.merge)]
-        buckets = buckets_of(flight.transfer.part)
+    def _put(self, exchange: InFlight, mean: Tensor | None) -> None:
+        merger = self._mergers[type(exchange.transfer.merge)]
+        buckets = buckets_of(exchange.transfer.part)
         sizes = [bucket.spec.numel for bucket in buckets]
         means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
         for bucket, each in zip(buckets, means, strict=True):
-            merger.put(bucket.index, flight, each)
+            merger.put(bucket.index, exchange, each)
 
 
 def _square(tensors: Iterable[Tensor]) -> float:

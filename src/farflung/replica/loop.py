@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from farflung.replica.checkpoint import Checkpoints
 from farflung.replica.drawing import Drawing
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
-from farflung.replica.flights import Flight, joined
+from farflung.replica.in_flight import InFlight, joined
 from farflung.replica.keeping import BackgroundTasks, Keeping
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.members import Parts
@@ -31,7 +31,6 @@ from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Filled, Scoring, scores_of, still
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
-from farflung.sampling import Gain
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -53,6 +52,9 @@ from farflung.types import (
     TensorSpec,
     Workload,
 )
+
+if TYPE_CHECKING:
+    from farflung.sampling import Gain
 
 __all__ = ["Replica"]
 
@@ -568,16 +570,16 @@ class Replica:
         self._sent_before = counted.get("sent", {})
         self._before = Leg.from_state(counted["time"])
 
-    def _tell(self, flight: Flight) -> None:
-        end = self.runtime.now() if flight.ended_s is None else flight.ended_s
+    def _tell(self, exchange: InFlight) -> None:
+        end = self.runtime.now() if exchange.ended_s is None else exchange.ended_s
         self.telemetry.emit(
             "exchange",
             t=end,
-            step=flight.step,
-            due_step=flight.transfer.due_step,
-            bucket=flight.number,
-            began_s=flight.began_s,
-            bytes_sent=flight.channel.sent_nbytes,
+            step=exchange.step,
+            due_step=exchange.transfer.due_step,
+            bucket=exchange.number,
+            began_s=exchange.began_s,
+            bytes_sent=exchange.channel.sent_nbytes,
         )
 
     def _record(

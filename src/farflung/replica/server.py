@@ -270,7 +270,7 @@ class _OwnPost:
 
 
 class ByServer:
-    """A replica's exchanges with the server; see :class:`farflung.replica.flights.Carrier`.
+    """A replica's exchanges with the server; see :class:`farflung.replica.in_flight.Carrier`.
 
     Args:
       runtime: the world.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.types import Json, State
 
 __all__ = ["Leg", "Summary", "TimeSplit", "Times"]
@@ -70,14 +70,14 @@ class Times:
         self._waited += waited
         self.waited_s += waited
 
-    def exchanged(self, flight: Flight) -> None:
+    def exchanged(self, exchange: InFlight) -> None:
         """An exchange has ended; those of one step count from the first's beginning to the last's end."""
-        end = self._now() if flight.ended_s is None else flight.ended_s
-        step, began, ended = self._open or (flight.step, flight.began_s, end)
-        if step != flight.step:
+        end = self._now() if exchange.ended_s is None else exchange.ended_s
+        step, began, ended = self._open or (exchange.step, exchange.began_s, end)
+        if step != exchange.step:
             self._exchanges.append(ended - began)
-            began, ended = flight.began_s, end
-        self._open = flight.step, min(began, flight.began_s), max(ended, end)
+            began, ended = exchange.began_s, end
+        self._open = exchange.step, min(began, exchange.began_s), max(ended, end)
 
     @staticmethod
     def from_json(told: Any) -> dict[str, Any]:

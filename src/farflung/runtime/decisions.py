@@ -8,16 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farflung.comm import Purpose, collective_named, resolve_collective
 from farflung.errors import ConfigError
 from farflung.files import JsonLinesFile, deciding, json_lines
-from farflung.network import NetworkProfile
 from farflung.telemetry import Event
 from farflung.types import Communicator, Decision, Json, Payload, Tag
+
+if TYPE_CHECKING:
+    from farflung.network import NetworkProfile
 
 __all__ = [
     "COLLECTIVE",

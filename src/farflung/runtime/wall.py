@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from farflung.comm import (
 )
 from farflung.comm.staging import to_host
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
-from farflung.network import NetworkProfile
 from farflung.runtime.communication import CommunicationThread
 from farflung.runtime.decisions import (
     COLLECTIVE,
@@ -38,12 +37,14 @@ from farflung.runtime.decisions import (
     collectives_of,
     decide_by_rank_0,
 )
-from farflung.runtime.measuring import measured_network
-from farflung.runtime.pace import Pace
 from farflung.runtime.stores import told_by
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Json, Payload
+
+if TYPE_CHECKING:
+    from farflung.network import NetworkProfile
+    from farflung.runtime.pace import Pace
 
 __all__ = ["WallRuntime"]
 
@@ -272,6 +273,8 @@ class WallRuntime:
             return name
         size = self.comm.size
         if network is None and size > 2 and not self._local:
+            from farflung.runtime.measuring import measured_network
+
             network = self.drive(measured_network(self))
         found = partial(collectives_of, nbytes, size, network)
         decided = decide_by_rank_0(

@@ -1,18 +1,27 @@
 """Samplers: which samples a replica takes, and with what weights."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from farflung.sampling.bacc import Bacc
-from farflung.sampling.gain import Gain
-from farflung.sampling.grouped_importance import GroupedImportance
-from farflung.sampling.rules import Rule
-from farflung.sampling.uniform import InShares, Uniform
+from farflung.lazy import lazy
+from farflung.spec import Registry
 from farflung.types import Sampler
+
+if TYPE_CHECKING:
+    from farflung.sampling.bacc import Bacc
+    from farflung.sampling.gain import Gain
+    from farflung.sampling.grouped_importance import GroupedImportance
+    from farflung.sampling.rules import Rule
+    from farflung.sampling.uniform import InShares, Uniform
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = ["SAMPLERS", "Bacc", "Gain", "GroupedImportance", "InShares", "Rule", "Uniform"]
 
-SAMPLERS: dict[str, Callable[[int], Sampler]] = {
-    "grouped_importance": GroupedImportance,
-    "uniform": Uniform,
-}
+SAMPLERS: Registry[Sampler] = Registry(
+    __name__,
+    {
+        "grouped_importance": "GroupedImportance",
+        "uniform": "Uniform",
+    },
+)
 """All of them by name; each is made from its seed."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from farflung.gradient_coding import GradientCode
 from farflung.seeding import Passes
 from farflung.types import Draw, PoolView, Sampler, State
+
+if TYPE_CHECKING:
+    from farflung.gradient_coding import GradientCode
 
 __all__ = ["InShares", "Uniform"]
 

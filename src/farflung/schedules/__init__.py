@@ -1,15 +1,21 @@
 """Schedules: which transfers start at a step, and when their results are due."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from farflung.schedules.adacomm import AdaComm
-from farflung.schedules.delayed import Delayed, DelayedGradient
-from farflung.schedules.diloco import DiLoCo, StreamingDiLoCo
-from farflung.schedules.gradient_coding import GradientCoding
-from farflung.schedules.local_sgd import LocalSGD, PostLocalSGD, Synchronous
-from farflung.schedules.pipelined import Pipelined
-from farflung.schedules.ssp import SSP
+from farflung.lazy import lazy
+from farflung.spec import Registry
 from farflung.types import Schedule
+
+if TYPE_CHECKING:
+    from farflung.schedules.adacomm import AdaComm
+    from farflung.schedules.delayed import Delayed, DelayedGradient
+    from farflung.schedules.diloco import DiLoCo, StreamingDiLoCo
+    from farflung.schedules.gradient_coding import GradientCoding
+    from farflung.schedules.local_sgd import LocalSGD, PostLocalSGD, Synchronous
+    from farflung.schedules.pipelined import Pipelined
+    from farflung.schedules.ssp import SSP
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "SCHEDULES",
@@ -26,17 +32,20 @@ __all__ = [
     "Synchronous",
 ]
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "adacomm": AdaComm,
-    "delayed": Delayed,
-    "delayed_gradient": DelayedGradient,
-    "diloco": DiLoCo,
-    "gradient_coding": GradientCoding,
-    "local_sgd": LocalSGD,
-    "pipelined": Pipelined,
-    "post_local_sgd": PostLocalSGD,
-    "ssp": SSP,
-    "streaming_diloco": StreamingDiLoCo,
-    "synchronous": Synchronous,
-}
+SCHEDULES: Registry[Schedule] = Registry(
+    __name__,
+    {
+        "adacomm": "AdaComm",
+        "delayed": "Delayed",
+        "delayed_gradient": "DelayedGradient",
+        "diloco": "DiLoCo",
+        "gradient_coding": "GradientCoding",
+        "local_sgd": "LocalSGD",
+        "pipelined": "Pipelined",
+        "post_local_sgd": "PostLocalSGD",
+        "ssp": "SSP",
+        "streaming_diloco": "StreamingDiLoCo",
+        "synchronous": "Synchronous",
+    },
+)
 """All of them by name."""

@@ -1,17 +1,26 @@
 """Sharing: samples that move between replicas."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from farflung.data.sharing.injection import Injection
-from farflung.data.sharing.no_sharing import NoSharing
-from farflung.data.sharing.resharding import Resharding
+from farflung.lazy import lazy
+from farflung.spec import Registry
 from farflung.types import Reshards, Sharing
+
+if TYPE_CHECKING:
+    from farflung.data.sharing.injection import Injection
+    from farflung.data.sharing.no_sharing import NoSharing
+    from farflung.data.sharing.resharding import Resharding
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = ["SHARINGS", "Injection", "NoSharing", "Resharding"]
 
-SHARINGS: dict[str, Callable[..., Sharing | Reshards]] = {
-    "none": NoSharing,
-    "injection": Injection,
-    "resharding": Resharding,
-}
+SHARINGS: Registry[Sharing | Reshards] = Registry(
+    __name__,
+    {
+        "none": "NoSharing",
+        "injection": "Injection",
+        "resharding": "Resharding",
+    },
+)
 """All of them by name; each is made anew for every replica, with a ``seed`` that is alike on all."""

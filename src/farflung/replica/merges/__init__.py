@@ -1,45 +1,35 @@
 """Merges: how results that are due take effect in a replica, one file each."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 from farflung.errors import Unsupported
+from farflung.lazy import lazy
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.merges.decode import Decoding
-from farflung.replica.merges.fetch import Fetching
-from farflung.replica.merges.merger import Merger
-from farflung.replica.merges.outer import OuterSteps
-from farflung.replica.merges.pull import Pulling, share_of_a_step
-from farflung.replica.merges.replace import Replacing
-from farflung.replica.merges.swap import Swapping
-from farflung.replica.merges.swap_gradient import SwappingGradients
+from farflung.spec import imported
 from farflung.types import Decode, Fetch, Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
-__all__ = [
-    "MERGERS",
-    "Decoding",
-    "Fetching",
-    "Merger",
-    "OuterSteps",
-    "Pulling",
-    "Replacing",
-    "Swapping",
-    "SwappingGradients",
-    "mergers",
-    "needs_the_loop",
-    "share_of_a_step",
-    "takes_whole",
-]
+if TYPE_CHECKING:
+    from farflung.replica.merges.merger import Merger
+    from farflung.replica.merges.pull import share_of_a_step
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
-MERGERS: dict[type[Merge], type[Merger]] = {
-    Decode: Decoding,
-    Fetch: Fetching,
-    Outer: OuterSteps,
-    Pull: Pulling,
-    Replace: Replacing,
-    Swap: Swapping,
-    SwapGradient: SwappingGradients,
+__all__ = ["MERGERS", "Merger", "mergers", "needs_the_loop", "share_of_a_step", "takes_whole"]
+
+MERGERS: dict[type[Merge], type[Merger] | str] = {
+    Decode: "farflung.replica.merges.decode:Decoding",
+    Fetch: "farflung.replica.merges.fetch:Fetching",
+    Outer: "farflung.replica.merges.outer:OuterSteps",
+    Pull: "farflung.replica.merges.pull:Pulling",
+    Replace: "farflung.replica.merges.replace:Replacing",
+    Swap: "farflung.replica.merges.swap:Swapping",
+    SwapGradient: "farflung.replica.merges.swap_gradient:SwappingGradients",
 }
-"""What carries out each kind of merge. A merge of one's own is added here, before a schedule that names it is used."""
+"""What carries out each kind of merge, or ``module:name`` of it. A merge of one's own is added here, before a schedule
+that names it is used."""
 
 
 def mergers(schedule: Schedule, buckets: GradientBuckets) -> Mapping[type[Merge], Merger]:
@@ -87,4 +77,5 @@ def _kind(schedule: Schedule, merge: Merge) -> type[Merger]:
             f"schedule {type(schedule).__name__}: nothing carries out merge {type(merge).__name__}; known: {known}; "
             "add one of your own to farflung.replica.merges.MERGERS"
         )
-    return MERGERS[type(merge)]
+    merger = MERGERS[type(merge)]
+    return cast("type[Merger]", imported("merge", merger) if isinstance(merger, str) else merger)

@@ -12,7 +12,7 @@ from farflung.comm import ExchangeChannel
 from farflung.gradient_coding import gradient_code
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.decoder import ByDecoder
-from farflung.replica.flights import Carrier, Flight
+from farflung.replica.in_flight import Carrier, InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.types import Decode, Runtime, Transfer
 
@@ -68,8 +68,8 @@ class Decoding(Merger):
         return self._buckets.flat(index), {}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        del flight
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
+        del exchange
         if mean is not None:
             self._buckets.load(index, mean)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Carrier, Flight
+from farflung.replica.in_flight import Carrier, InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.replica.server import ByServer
 from farflung.types import Fetch, Runtime, State, Transfer
@@ -62,8 +62,8 @@ class Fetching(Merger):
         return self._buckets.weights(index).sub_(self._fetched[index]), {}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
-        del flight
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
+        del exchange
         assert mean is not None
         self._fetched[index] = mean
         self._buckets.load_weights(index, mean)
@@ -82,8 +82,8 @@ class Fetching(Merger):
         self._fetched = self._weights()
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        del shared, own, flights
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
+        del shared, own, exchanges
         self.restart()
 
     def _weights(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Carrier, Flight
+from farflung.replica.in_flight import Carrier, InFlight
 from farflung.types import Merge, Runtime, State, Transfer
 
 __all__ = ["Merger"]
@@ -92,10 +92,10 @@ class Merger:
         """
 
     def taking(
-        self, optimizer: torch.optim.Optimizer, flights: Sequence[Flight]
+        self, optimizer: torch.optim.Optimizer, exchanges: Sequence[InFlight]
     ) -> AbstractContextManager[None]:
-        """Around forward and backward; ``flights`` are this merge's, oldest first."""
-        del optimizer, flights
+        """Around forward and backward; ``exchanges`` are this merge's, oldest first."""
+        del optimizer, exchanges
         return nullcontext()
 
     def filled(self, index: int) -> None:
@@ -110,7 +110,7 @@ class Merger:
         """
         raise NotImplementedError
 
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """Merges the result of an exchange for one of its buckets; without one the own part is taken back."""
         raise NotImplementedError
 
@@ -166,5 +166,5 @@ class Merger:
         """What is alike on all replicas, and what is this one's own; without what exchanges under way keep."""
         return {}, {}
 
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        """Continues from :meth:`state_dict`; ``flights`` are this merge's that have started again."""
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
+        """Continues from :meth:`state_dict`; ``exchanges`` are this merge's that have started again."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.replica.optimizers import check_averaged, forget, moments
 from farflung.types import Outer, State, Transfer
@@ -64,13 +64,13 @@ class OuterSteps(Merger):
         return own.clone(), {"own": own}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """The outer step, and the parameters that follow from it."""
-        merge = flight.transfer.merge
+        merge = exchange.transfer.merge
         assert isinstance(merge, Outer)
         local, since = self._buckets.weights(index), None
-        if self._fresh[index] and (merge.keep or flight.transfer.due_step == flight.step):
-            since = local.sub(self._anchors[index]).sub_(flight.kept[index]["own"])
+        if self._fresh[index] and (merge.keep or exchange.transfer.due_step == exchange.step):
+            since = local.sub(self._anchors[index]).sub_(exchange.kept[index]["own"])
         if mean is not None:
             self._step(index, mean, merge)
         weights = self._anchors[index] if since is None else since.add_(self._anchors[index])
@@ -113,8 +113,8 @@ class OuterSteps(Merger):
         return shared, {"fresh": list(self._fresh)}
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        del flights
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
+        del exchanges
         copied = self._buckets.copied
         self._anchors = [copied(index, shared["anchors"][str(index)]) for index in range(len(self._anchors))]
         self._speeds = {int(index): copied(int(index), speed) for index, speed in shared["speeds"].items()}

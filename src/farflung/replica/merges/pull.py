@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.replica.optimizers import momentum_of
 from farflung.types import Pull, State, Transfer
@@ -90,15 +90,15 @@ class Pulling(Merger):
         return block.clone(), {"own": block}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """The mean moves the anchor, and all is pulled; without one, what is left of the own block goes before."""
         recent = self._recent(index)
-        left = self._left[index].pop(flight.step)
+        left = self._left[index].pop(exchange.step)
         if mean is None:
-            self._given[index].sub_(flight.kept[index]["own"], alpha=left)
+            self._given[index].sub_(exchange.kept[index]["own"], alpha=left)
         else:
             self._anchors[index].add_(mean)
-        self._pull(index, self._share(flight), recent)
+        self._pull(index, self._share(exchange), recent)
 
     @override
     def diverged(self, *, pending: bool) -> bool:
@@ -133,8 +133,8 @@ class Pulling(Merger):
         return shared, {"given": _by_bucket(self._given), "fresh": list(self._fresh), "left": left}
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        del flights
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
+        del exchanges
         numbers, copied = range(len(self._anchors)), self._buckets.copied
         self._anchors = [copied(index, shared["anchors"][str(index)]) for index in numbers]
         self._given = [copied(index, own["given"][str(index)]) for index in numbers]
@@ -151,14 +151,14 @@ class Pulling(Merger):
         self._leans[index] = share < 1
         self._buckets.load_weights(index, given if recent is None else given + recent)
 
-    def _share(self, flight: Flight) -> float:
+    def _share(self, exchange: InFlight) -> float:
         """Of the way that a pull goes, by the delay that the exchange was planned with."""
-        merge = flight.transfer.merge
+        merge = exchange.transfer.merge
         assert isinstance(merge, Pull)
         share = merge.share
         if share is None:
             assert self._optimizer is not None
-            delay = flight.transfer.due_step - flight.step
+            delay = exchange.transfer.due_step - exchange.step
             share = share_of_a_step(momentum_of(self._optimizer), delay, merge.period)
         return 1 - (1 - share) ** merge.period
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.replica.merges.prediction import check_predictable, predictable, predicted
 from farflung.types import Replace, Transfer
@@ -45,14 +45,14 @@ class Replacing(Merger):
 
     @override
     def taking(
-        self, optimizer: torch.optim.Optimizer, flights: Sequence[Flight]
+        self, optimizer: torch.optim.Optimizer, exchanges: Sequence[InFlight]
     ) -> AbstractContextManager[None]:
         if not self._predict:
             return nullcontext()
         missing: dict[int, dict[int, Tensor]] = {}
-        for flight in flights:
-            for index, kept in flight.kept.items():
-                missing.setdefault(flight.step, {})[index] = kept["own"]
+        for exchange in exchanges:
+            for index, kept in exchange.kept.items():
+                missing.setdefault(exchange.step, {})[index] = kept["own"]
         return predicted(optimizer, self._buckets, list(missing.values()))
 
     @override
@@ -68,15 +68,15 @@ class Replacing(Merger):
         return kept["own"].clone(), kept
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """Replaces the gradient by the mean, corrected where the parameters have moved; does nothing without a mean."""
-        assert isinstance(flight.transfer.merge, Replace)
+        assert isinstance(exchange.transfer.merge, Replace)
         if mean is None:
             return
-        if "at" in flight.kept[index]:
-            moved = self._buckets.weights(index).sub_(flight.kept[index]["at"])
-            mean = mean + flight.transfer.merge.correction * mean * mean * moved
-        self._buckets.load(index, mean, flight.unused.get(index, ()), flight.never.get(index, ()))
+        if "at" in exchange.kept[index]:
+            moved = self._buckets.weights(index).sub_(exchange.kept[index]["at"])
+            mean = mean + exchange.transfer.merge.correction * mean * mean * moved
+        self._buckets.load(index, mean, exchange.unused.get(index, ()), exchange.never.get(index, ()))
 
     @override
     def steps(self, *, merged: bool, finite: bool) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.types import Merge, State, Transfer
 
@@ -54,9 +54,9 @@ class Swapping(Merger):
         return block.clone(), {"own": block}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         recent = self._recent(index) if self._fresh[index] else None
-        del self._blocks[index][flight.step]
+        del self._blocks[index][exchange.step]
         if mean is not None:
             self._anchors[index].add_(mean)
         weights = self._base(index)
@@ -77,15 +77,15 @@ class Swapping(Merger):
         return {"anchors": {str(i): t for i, t in enumerate(self._anchors)}}, {"fresh": list(self._fresh)}
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
         self._anchors = [
             self._buckets.copied(i, shared["anchors"][str(i)]) for i in range(len(self._anchors))
         ]
         self._fresh = list(own["fresh"])
         self._blocks = [{} for _ in self._anchors]
-        for flight in flights:
-            for index, kept in flight.kept.items():
-                self._blocks[index][flight.step] = kept["own"]
+        for exchange in exchanges:
+            for index, kept in exchange.kept.items():
+                self._blocks[index][exchange.step] = kept["own"]
 
     def _base(self, index: int) -> Tensor:
         total = self._anchors[index].clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.flights import Flight
+from farflung.replica.in_flight import InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.types import Merge, State, Transfer
 
@@ -56,9 +56,9 @@ class SwappingGradients(Merger):
         return own.clone(), {"own": own}
 
     @override
-    def put(self, index: int, flight: Flight, mean: Tensor | None) -> None:
+    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """The difference is added to the gradient of this step."""
-        gradient = self._buckets.flat(index).sub_(flight.kept[index]["own"])
+        gradient = self._buckets.flat(index).sub_(exchange.kept[index]["own"])
         if mean is not None:
             gradient.add_(mean)
 
@@ -82,8 +82,8 @@ class SwappingGradients(Merger):
         return {}, {"sums": {str(index): total for index, total in self._sums.items()}}
 
     @override
-    def load_state_dict(self, shared: State, own: State, flights: Sequence[Flight]) -> None:
-        del shared, flights
+    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
+        del shared, exchanges
         self._sums = {
             int(index): self._buckets.copied(int(index), total) for index, total in own["sums"].items()
         }

@@ -1,4 +1,4 @@
-"""Samples of a data set in memory: all there from the start, or arriving at so many per second."""
+"""A data set as a source that sends so many samples per second."""
 
 from __future__ import annotations
 
@@ -12,34 +12,7 @@ from farflung.data.streams.rates import Rates, courses
 from farflung.seeding import Passes, derive
 from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
 
-__all__ = ["InMemory", "RateLimited"]
-
-_NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
-
-
-class InMemory:
-    """All of the data set at any time; nothing arrives, nothing is kept back."""
-
-    everything = True
-
-    def open(self, feed: Feed) -> Samples:
-        return feed.data
-
-    def poll(self, now: float, step: int) -> Arrivals:
-        del now, step
-        return _NOTHING
-
-    def commit(self, ids: SampleIds, *, step: int) -> None:
-        """Does nothing: the sampler's cursor is position enough."""
-
-    def state_dict(self) -> State:
-        return {}
-
-    def seek(self, state: State) -> None:
-        del state
-
-    def close(self) -> None:
-        """Does nothing."""
+__all__ = ["RateLimited"]
 
 
 @buffered

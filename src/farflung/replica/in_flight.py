@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel
+from farflung.comm import ExchangeChannel, Purpose
+from farflung.replica.slots import Slots, buckets_of
 from farflung.replica.unused import Places
-from farflung.tasks import Pending
+from farflung.tasks import Pending, done
 from farflung.types import (
     Channel,
     CodecState,
@@ -26,7 +27,7 @@ from farflung.types import (
     Transfer,
 )
 
-__all__ = ["Carrier", "Flight", "LinkGate", "joined"]
+__all__ = ["Carrier", "InFlight", "Launcher", "LinkGate", "joined"]
 
 
 class Carrier(Protocol):
@@ -38,7 +39,7 @@ class Carrier(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """One exchange under way.
 
     Args:
@@ -50,14 +51,14 @@ class Flight:
       rider: of the contribution.
       leads: whether it is the first of its step, which carries what is said once a step.
       absent: which parameters of its part this replica had no gradient for.
+      square: of the norm of what was given, where that is measured.
+      again: whether it started before the run was resumed.
       channel: counts its bytes.
       began_s: when it started, in seconds on the run's clock.
       result: what it brings.
       before: the reducer's state when it started.
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
-      square: of the norm of what was given, where that is measured.
-      again: whether it started before the run was resumed.
       unused: places in its buckets that no replica had a gradient for; noted when it is merged.
       never: places that none has ever had one for.
     """
@@ -70,14 +71,14 @@ class Flight:
     rider: Tensor
     leads: bool
     absent: Places
-    channel: ExchangeChannel
-    began_s: float
+    square: float = 0.0
+    again: bool = False
+    channel: ExchangeChannel = field(init=False)
+    began_s: float = field(init=False)
     result: Pending[Reduced] = field(init=False)
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
-    square: float = 0.0
-    again: bool = False
     unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
     never: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
@@ -123,15 +124,95 @@ class Flight:
             "times": None if self.times is None else (await self.times).value,
         }
 
-    @staticmethod
-    def transfer_of(state: State, parts: Mapping[int, Part], merges: Mapping[str, type[Merge]]) -> Transfer:
-        """The transfer of a flight that :meth:`state_dict` describes; ``merges`` are the schedule's, by name."""
-        merge = merges[state["merge"]["kind"]](**state["merge"]["settings"])
-        return Transfer(parts[state["number"]], state["due_step"], merge)
 
-    @staticmethod
-    def kept_of(state: State) -> dict[int, dict[str, Tensor]]:
-        return {int(index): dict(kept) for index, kept in state["kept"].items()}
+class Launcher:
+    """Launches a replica's exchanges, which the communication thread carries, and holds those that are not merged.
+
+    Args:
+      runtime: the world.
+      carriers: of each kind of merge.
+      slots: the reducer's states.
+      parts: what exchanges move, by number.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        carriers: Mapping[type[Merge], Carrier],
+        slots: Slots,
+        parts: Mapping[int, Part],
+    ) -> None:
+        self._runtime, self._carriers, self._slots, self._parts = runtime, carriers, slots, parts
+        self.in_flight: list[InFlight] = []
+        """In the order of their starts."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any exchange has no result yet."""
+        return any(not exchange.result.done for exchange in tuple(self.in_flight))
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept for merges."""
+        return sum(exchange.nbytes for exchange in self.in_flight)
+
+    def of(self, kind: type[Merge]) -> list[InFlight]:
+        """The exchanges of one kind of merge."""
+        return [exchange for exchange in self.in_flight if type(exchange.transfer.merge) is kind]
+
+    def due(self, step: int, *, gradients: bool) -> list[InFlight]:
+        """The exchanges that are due at a step or before, those of gradients or all others."""
+        return [
+            exchange
+            for exchange in self.in_flight
+            if (exchange.transfer.merge.moves == "gradient") == gradients
+            and exchange.transfer.due_step <= step
+        ]
+
+    def launch(self, exchange: InFlight, given: Tensor, before: CodecState | None = None) -> None:
+        """Starts an exchange.
+
+        Args:
+          exchange: to start.
+          given: the contribution, which the reducer takes over.
+          before: the reducer's state, of an exchange that is made again.
+        """
+        runtime, carrier = self._runtime, self._carriers[type(exchange.transfer.merge)]
+        exchange.channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(exchange.step), exchange.number)
+        exchange.began_s = runtime.now()
+
+        def arrived(_: object) -> None:
+            exchange.ended_s = runtime.now()
+
+        exchange.result = runtime.launch(exchange.carry(carrier, self._slots[exchange.number], given, before))
+        exchange.result.on_done(arrived)
+        self.in_flight.append(exchange)
+
+    async def state_dict(self) -> State:
+        """The exchanges as they were given to the reducer."""
+        return {f"{i:06}": await exchange.state_dict() for i, exchange in enumerate(self.in_flight)}
+
+    def launch_again(self, state: State) -> None:
+        """Starts an exchange of :meth:`state_dict` again, in a run that goes on."""
+        part, kind = self._parts[state["number"]], state["merge"]["kind"]
+        merge = next(each for each in self._carriers if each.__name__ == kind)(**state["merge"]["settings"])
+        kept = {int(index): dict(kept) for index, kept in state["kept"].items()}
+        exchange = InFlight(
+            state["number"],
+            state["step"],
+            Transfer(part, state["due_step"], merge),
+            kept,
+            state["weight"],
+            state["rider"],
+            state["leads"],
+            tuple(state["absent"]),
+            state.get("square", 0.0),  # not in states of 0.1
+            again=True,
+        )
+        if state["times"] is not None:
+            exchange.times = done(Decision("times", exchange.step, state["times"]))
+        given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(part)])
+        self.launch(exchange, given, CodecState(state["before"]["shared"], state["before"]["local"]))
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
