@@ -25,7 +25,7 @@ from farflung.recipes import Recipe
 from farflung.reducers.base import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
 from farflung.tasks import Pending
-from farflung.types import Channel, CodecState, Contribution, Reduced, Seeds, StateSlot, TensorSpec
+from farflung.types import Channel, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot, TensorSpec
 from tests.helpers import PATIENCE_S
 from tests.pool import digest, leave_group
 
@@ -127,7 +127,7 @@ def beside_attach(
     return {"hook": theirs, "attach": digest(dict(model.named_parameters())), "attach_bytes": sent}
 
 
-class SlowLearner:
+class SlowLearner(Reducer):
     """A mean whose first bucket teaches for as long as the second one is not through."""
 
     collective = "direct"

@@ -22,6 +22,16 @@ ROWS = {
     "attach, 4 processes, resnet20, batch 32, encrypted": (4, "attach:resnet20+encrypted", 3.0),
     "all-reduce of 4 kB, 4 processes, loopback": (4, "all_reduce:auto:4096", 0.5),
     "all-reduce of 44 MB, 4 processes, loopback": (4, "all_reduce:auto:44000000", 0.5),
+    "all-reduce of 44 MB, 4 processes, loopback, encrypted, over gloo in the clear": (
+        4,
+        "all_reduce:auto:44000000+encrypted",
+        0.8,
+    ),
+    "attach, 4 processes, MLP 784-256-10, batch 32, encrypted, over DDP in the clear": (
+        4,
+        "attach:mlp+encrypted",
+        0.8,
+    ),
 }
 """How many processes do what, and about how many minutes that takes."""
 

@@ -193,9 +193,10 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
-    """gloo's all-reduce against ours; ``detail`` is ``collective:bytes``."""
+    """gloo's all-reduce against ours; ``detail`` is ``collective:bytes``, with ``+encrypted`` behind it."""
+    detail, _, option = detail.partition("+")
     name, _, nbytes = detail.partition(":")
-    runtime = WallRuntime(rank, size, store)
+    runtime = WallRuntime(rank, size, store, endpoint=Endpoint(encrypt=option == "encrypted"))
     tensor = torch.ones(int(nbytes) // 4)
     side = torch.ones(1, dtype=torch.float64)
     exchange = [0]

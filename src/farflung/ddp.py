@@ -443,7 +443,7 @@ def _reducer(how: str | Codec | Reducer) -> Reducer:
         made = build("codec or reducer", how, CODECS | REDUCERS)
     if hasattr(made, "encode"):
         made = CodecReducer(made)
-    if not hasattr(made, "reduce"):
+    if not isinstance(made, Reducer):
         raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
     if COLLECTIVES[_collective(made)].by_backend:
         raise Unsupported(

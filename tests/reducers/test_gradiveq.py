@@ -23,7 +23,7 @@ from farflung.replica.slots import Slots
 from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
 from farflung.tasks import Pending
-from farflung.types import CodecState, Contribution, Placed, Runtime, Seeds, StateSlot, TensorSpec
+from farflung.types import CodecState, Contribution, Placed, Reducer, Runtime, Seeds, StateSlot, TensorSpec
 from tests.helpers import Cluster, same_bits, same_tree
 from tests.reducers.replicas import LINK, NO_RIDER, SIDE, SPEC, Replica, assert_alike, gradient, run
 
@@ -193,7 +193,7 @@ def test_with_nothing_left_out_the_window_comes_out_whole() -> None:
         encoded = coder.encode(whole)
         assert len(encoded) == 5 * len(layout.layers) + 11
         coder.decode(encoded, whole, 2.0)
-        torch.testing.assert_close(coder._tensor, sample, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(coder._tensor, sample, rtol=0.0, atol=5e-5)
         assert coder.loss == pytest.approx(0.0, abs=1e-3)
 
 
@@ -300,11 +300,11 @@ def seen(reducer: GradiVeQ, steps: int, size: int = 3, **options: Any) -> list[s
     """The phase of each exchange."""
     found: list[str] = []
 
-    class Watching:
+    class Watching(Reducer):
         """The reducer, and a note of its phase on rank 0."""
 
-        def __init__(self) -> None:
-            self.init = reducer.init
+        def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+            return reducer.init(spec, seeds)
 
         async def reduce(self, channel: Any, slot: StateSlot, own: Contribution, *, step: int) -> Any:
             if channel.rank == 0:

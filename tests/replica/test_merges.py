@@ -18,7 +18,6 @@ from farflung.replica.in_flight import InFlight
 from farflung.replica.merges import MERGERS, Merger
 from farflung.replica.votes import Rider
 from farflung.schedules import Delayed
-from farflung.schedules.base import Fixed
 from farflung.types import (
     Bucket,
     Channel,
@@ -28,7 +27,9 @@ from farflung.types import (
     Merge,
     Part,
     Reduced,
+    Reducer,
     Replace,
+    Schedule,
     Seeds,
     SharedStats,
     State,
@@ -102,7 +103,7 @@ class SlowSteps(Merger):
 
 
 @dataclass(frozen=True)
-class Streaming(Fixed):
+class Streaming(Schedule):
     """Fragments of buckets in turn, each averaged every ``period`` steps and merged ``delay`` steps later."""
 
     period: int
@@ -188,7 +189,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
 
 
 @dataclass(frozen=True)
-class Planned(Fixed):
+class Planned(Schedule):
     """Whatever merges it is given."""
 
     merges: tuple[Merge, ...]
@@ -266,7 +267,7 @@ def test_buckets_that_take_turns_each_count_their_own_steps() -> None:
 
 
 @dataclass(frozen=True)
-class PostLocal(Fixed):
+class PostLocal(Schedule):
     """Synchronous for some steps, then blocks of own updates."""
 
     until: int
@@ -292,7 +293,7 @@ def test_two_merges_in_one_run() -> None:
 
 
 @dataclass(frozen=True)
-class Together(Fixed):
+class Together(Schedule):
     """Synchronous SGD in a single exchange."""
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
@@ -347,7 +348,7 @@ def test_numbers_of_ones_own_are_summed_once(rests: int, monkeypatch: pytest.Mon
     assert states[0]["heard"] == 12 // (1 + rests)
 
 
-class Learning:
+class Learning(Reducer):
     """A reducer that counts, in every part's state, what is learned of all parts together."""
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

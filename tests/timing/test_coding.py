@@ -28,6 +28,7 @@ from farflung.types import (
     Contribution,
     Placed,
     Reduced,
+    Reducer,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -42,7 +43,7 @@ class Clock:
 
 
 @dataclass
-class Slow:
+class Slow(Reducer):
     """Computes a second for each number of the tensor, and twice as long in the first exchanges."""
 
     clock: Clock

@@ -34,6 +34,8 @@ MEMBERS: dict[str, Mapping[str, Any]] = {
     "scaling": SCALINGS,
 }
 """The families that a recipe takes a member of, and what can be had of each by name."""
+_BASES: dict[str, type] = {"schedule": Schedule, "reducer": Reducer}
+"""What members derive from."""
 
 
 def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
@@ -152,6 +154,8 @@ def _made(
         made = member
     if not any(hasattr(made, name) for name in methods):
         raise ConfigError(f"{kind} {made!r}: {lacks}")
+    if (base := _BASES.get(kind)) is not None and not isinstance(made, base):
+        raise ConfigError(f"{kind} {made!r}: its class has to derive from farflung.types.{base.__name__}")
     return made
 
 

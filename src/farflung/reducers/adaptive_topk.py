@@ -27,6 +27,7 @@ from farflung.types import (
     Json,
     Payload,
     Reduced,
+    Reducer,
     Seeds,
     State,
     StateSlot,
@@ -40,7 +41,7 @@ _NUMBERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveTopK:
+class AdaptiveTopK(Reducer):
     r"""Sends the largest entries of a gradient if little is left out, else all of them.
 
     With the residual added, the replicas' gradients p leave out the share
@@ -116,6 +117,7 @@ class AdaptiveTopK:
         method = method_of(codec) if self.rule == "paper" else method_of_rounds(name, self)
         object.__setattr__(self, "method", method)
 
+    @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """Refuses several buckets where the decision is on the whole gradient.
 
@@ -130,6 +132,7 @@ class AdaptiveTopK:
                 "bucket_nbytes, or use decide='last' where buckets are DistributedDataParallel's"
             )
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Dense at first, with a residual of zero.
 
@@ -145,11 +148,13 @@ class AdaptiveTopK:
         known = {"left_out": None, "compress": False, "seen": [0.0] * _NUMBERS, "compressed": 0, "steps": 0}
         return CodecState({**known, "codec": inner.shared}, inner.local)
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """One exchange; with the rule ``released`` a round of votes before it."""
         rule = self._released if self.rule == "released" else self._paper
         return await rule(channel, slot, own, step)
 
+    @override
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
         """``cnc`` of Tyagi & Swany 2022: exchanges that were compressed over all of them, of all buckets."""
         steps = sum(state["steps"] for state in states)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs import Identity, Route, Routed
 from farflung.codecs.base import codec_option
@@ -34,6 +35,7 @@ from farflung.types import (
     CodingCost,
     Contribution,
     Reduced,
+    Reducer,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -43,7 +45,7 @@ __all__ = ["CodecReducer"]
 
 
 @dataclass(frozen=True, slots=True)
-class CodecReducer:
+class CodecReducer(Reducer):
     r"""Weighted mean of gradients that travel encoded.
 
     .. math:: \bar g = \sum_i D(C(w_i g_i)) \,/\, \sum_i w_i
@@ -96,6 +98,7 @@ class CodecReducer:
                 f"collective {self.collective!r} cannot carry a codec inside it: use ring or direct"
             )
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The codec's; in two phases and on hops with seeds for the segments.
 
@@ -110,6 +113,7 @@ class CodecReducer:
             {"codec": state.shared, "seed": seeds.shared}, {"codec": state.local, "seed": seeds.own}
         )
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         exchange = Exchange(channel, self.collective, side_of(own), step)
         state, seeds = self._opened(slot.state)

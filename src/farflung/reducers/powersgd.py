@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.base import floating
 from farflung.codecs.blocks import working_dtype
@@ -22,6 +23,7 @@ from farflung.types import (
     Contribution,
     Placed,
     Reduced,
+    Reducer,
     Seeds,
     State,
     StateSlot,
@@ -32,7 +34,7 @@ __all__ = ["PowerSGD"]
 
 
 @dataclass(frozen=True, slots=True)
-class PowerSGD:
+class PowerSGD(Reducer):
     r"""Sends each gradient matrix as a product of two thin ones.
 
     With M a replica's gradient (its first dimension the rows), times its weight, plus its residual:
@@ -86,6 +88,7 @@ class PowerSGD:
         check_rounds("powersgd", self.collective)
         object.__setattr__(self, "method", method_of_rounds("powersgd", self))
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Random directions, equal on all replicas, and no residual.
 
@@ -109,6 +112,7 @@ class PowerSGD:
         layout = {"dense": dense, "groups": groups}
         return CodecState({"layout": layout, "seed": seeds.shared, "q": q}, {"residual": {}})
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """P with what is dense, then Q."""
         exchange = Exchange(channel, self.collective, side_of(own), step)

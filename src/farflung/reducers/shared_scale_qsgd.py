@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs.base import floating
 from farflung.codecs.bits import fields, from_fields
@@ -25,6 +26,7 @@ from farflung.types import (
     Contribution,
     Payload,
     Reduced,
+    Reducer,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -34,7 +36,7 @@ __all__ = ["SharedScaleQSGD"]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedScaleQSGD:
+class SharedScaleQSGD(Reducer):
     r"""Agrees on each bucket's largest magnitude, rounds at random to levels of it, and sums the levels.
 
     .. math::
@@ -77,6 +79,7 @@ class SharedScaleQSGD:
         check_rounds("shared_scale_qsgd", self.collective)
         object.__setattr__(self, "method", method_of_rounds("shared_scale_qsgd", self))
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The seed of this replica's rounding.
 
@@ -86,6 +89,7 @@ class SharedScaleQSGD:
         floating("shared_scale_qsgd", spec)
         return CodecState(local={"seed": seeds.own})
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         exchange = Exchange(channel, self.collective, side_of(own), step)

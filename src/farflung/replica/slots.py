@@ -8,14 +8,12 @@ from farflung.errors import Unsupported
 from farflung.seeding import derive
 from farflung.types import (
     Bucket,
-    ChecksRun,
     CodecState,
     Json,
     Part,
     Placed,
     Reduced,
     Reducer,
-    Reports,
     Schedule,
     Seeds,
     State,
@@ -91,8 +89,7 @@ class Slots:
         *,
         steps: int | None = None,
     ) -> None:
-        if isinstance(reducer, ChecksRun):
-            reducer.check(list(specs.values()), steps)
+        reducer.check(list(specs.values()), steps)
         self._reducer = reducer
         self._slots = {
             number: StateSlot(
@@ -124,8 +121,6 @@ class Slots:
 
     def report(self) -> Mapping[str, Json]:
         """What the reducer has to tell."""
-        if not isinstance(self._reducer, Reports):
-            return {}
         return self._reducer.report([slot.state.shared for slot in self])
 
     def state_dict(self) -> tuple[State, State]:

@@ -179,7 +179,7 @@ class Summary:
     schedule_nbytes: int = 0
     """The most memory that the schedule took up beside model, gradient and optimizer."""
     reducer: Mapping[str, Json] = field(default_factory=dict)
-    """Figures of the reducer's own; see :class:`farflung.types.Reports`."""
+    """Figures of the reducer's own; see :meth:`farflung.types.Reducer.report`."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
     """What drawing by scores was worth; see :meth:`farflung.sampling.Gain.report`."""
     last_leg: Leg | None = None

@@ -22,7 +22,7 @@ from farflung.network import NetworkProfile, check_connections, network_profile
 from farflung.recipes import FAMILIES, Recipe, recipe
 from farflung.runs.settings import Setting, settings_of, variant
 from farflung.spec import build, is_carried, text_of
-from farflung.types import ChecksSize, Json, SampleIds, Workload
+from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
 
 # The options of commands are read from these classes, so what imports torch is imported where it is used.
@@ -272,8 +272,7 @@ class RunConfig:
           BadInput: says what and what to do.
         """
         schedule = self.recipe.parts(self.seed).schedule
-        if isinstance(schedule, ChecksSize):
-            schedule.check(self.workers)
+        schedule.check(self.workers)
         train, _ = self.task.datasets()
         if self.workers > len(train):
             raise ConfigError(

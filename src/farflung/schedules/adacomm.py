@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
 from farflung.options import number_option, part_option, share_option, whole_option
 from farflung.schedules.base import state_option
-from farflung.types import Bucket, Merge, Outer, Part, SharedStats, State, Transfer
+from farflung.types import Bucket, Merge, Outer, Part, Schedule, SharedStats, State, Transfer
 from farflung.types.schedule import OptimizerState
 
 __all__ = ["AdaComm"]
 
 
 @dataclass(frozen=True, slots=True)
-class AdaComm:
+class AdaComm(Schedule):
     r"""Local SGD whose period is chosen anew every ``interval_s`` seconds, from the loss and the learning rate.
 
     Long blocks save time and leave a higher loss behind than short ones; so a run begins with long ones. At the first
@@ -84,17 +86,21 @@ class AdaComm:
         state_option("adacomm", self.optimizer_state)
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """The mean, with block momentum where that is asked for."""
         return (Outer(momentum=self.block_momentum, state=self.optimizer_state),)
 
     @property
+    @override
     def late(self) -> bool:
         return False
 
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         return buckets
 
+    @override
     def init(self) -> State:
         """The period, the step that ends the block, when to choose again, and what the first block was like."""
         return {
@@ -105,14 +111,17 @@ class AdaComm:
             "rate": None,
         }
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         return [Transfer(part, step, *self.merges) for part in parts] if step >= state["ends"] else []
 
+    @override
     def asks(self, state: State, step: int) -> bool:
         """At every exchange, for the clock."""
         return bool(step >= state["ends"])
 
+    @override
     def observe(self, state: State, stats: SharedStats) -> State:
         """Notes the first block; chooses a period where an interval is over."""
         state = {**state}

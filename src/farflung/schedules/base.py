@@ -1,40 +1,14 @@
-"""What schedules have alike: those that adapt to nothing, and checks of options."""
+"""Checks of options that several schedules have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_args
 
 from farflung.errors import ConfigError
 from farflung.options import flag_option, number_option, share_option
-from farflung.types import Bucket, Part, SharedStats, State
 from farflung.types.schedule import OptimizerState
 
-__all__ = ["Fixed", "outer_options", "state_option"]
-
-
-class Fixed:
-    """A schedule that moves every bucket by itself, and whose plan hangs on nothing but the step."""
-
-    __slots__ = ()
-
-    @property
-    def late(self) -> bool:
-        return False
-
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        return buckets
-
-    def init(self) -> State:
-        return {}
-
-    def asks(self, state: State, step: int) -> bool:
-        del state, step
-        return False
-
-    def observe(self, state: State, stats: SharedStats) -> State:
-        del stats
-        return state
+__all__ = ["outer_options", "state_option"]
 
 
 def state_option(name: str, state: object) -> None:

@@ -11,8 +11,18 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import part_option, whole_option
-from farflung.schedules.base import Fixed
-from farflung.types import Bucket, Merge, Part, Pull, SharedStats, State, Swap, SwapGradient, Transfer
+from farflung.types import (
+    Bucket,
+    Merge,
+    Part,
+    Pull,
+    Schedule,
+    SharedStats,
+    State,
+    Swap,
+    SwapGradient,
+    Transfer,
+)
 
 __all__ = ["Delayed", "DelayedGradient"]
 
@@ -22,7 +32,7 @@ FIRST, EVERY = 4, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class Delayed(Schedule):
     r"""Each replica applies its own updates at once, and exchanges them for their mean when it arrives.
 
     At the end of each block of K steps the sum :math:`B_j` of the block's applied updates starts on its way. The mean
@@ -113,6 +123,7 @@ class Delayed:
                 raise ConfigError(f"delayed: pull {self.pull!r} must be 'swap', 'auto' or a share")
             part_option("delayed", "pull", self.pull)
 
+    @override
     def check(self, size: int) -> None:
         """Refuses a single replica, which would be pulled towards its own past.
 
@@ -126,22 +137,27 @@ class Delayed:
             )
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """The swap or the pull."""
         return (self._merge,)
 
     @property
+    @override
     def late(self) -> bool:
         """With a delay, or one that is yet to be chosen."""
         return self.delay != 0
 
+    @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         return buckets
 
+    @override
     def init(self) -> State:
         """The delay at the beginning, and the earliest step that a result may be due at."""
         return {"delay": 0 if isinstance(self.delay, str) else self.delay, "not_before": 0}
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket; in the warm-up at every step, due at once."""
         due = step
@@ -151,12 +167,14 @@ class Delayed:
             due = max(step + state["delay"], state["not_before"])
         return [Transfer(part, due, self._merge) for part in parts]
 
+    @override
     def asks(self, state: State, step: int) -> bool:
         """At the exchanges at which a delay is chosen."""
         del state
         number, rest = divmod(step + 1, self.period)
         return self.delay == "auto" and not rest and number >= FIRST and (number - FIRST) % EVERY == 0
 
+    @override
     def observe(self, state: State, stats: SharedStats) -> State:
         """Chooses a delay, where the stats have times; results stay in order when it becomes shorter."""
         if stats.step_s is None or stats.exchange_s is None:
@@ -173,7 +191,7 @@ class Delayed:
 
 
 @dataclass(frozen=True, slots=True)
-class DelayedGradient(Fixed):
+class DelayedGradient(Schedule):
     r"""Each replica steps on its own gradient, and later on what the mean would have added to it.
 
     At the end of each block of K steps the sum m of the block's gradients starts on its way. ``delay`` steps later
@@ -221,6 +239,7 @@ class DelayedGradient(Fixed):
     def late(self) -> bool:
         return self.delay > 0
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         del state

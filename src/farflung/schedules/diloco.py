@@ -10,15 +10,15 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import flag_option, share_option, whole_option
-from farflung.schedules.base import Fixed, outer_options, state_option
-from farflung.types import Bucket, Fragment, Merge, Outer, Part, State, Transfer
+from farflung.schedules.base import outer_options, state_option
+from farflung.types import Bucket, Fragment, Merge, Outer, Part, Schedule, State, Transfer
 from farflung.types.schedule import OptimizerState
 
 __all__ = ["DiLoCo", "StreamingDiLoCo"]
 
 
 @dataclass(frozen=True, slots=True)
-class DiLoCo(Fixed):
+class DiLoCo(Schedule):
     r"""Each replica makes ``sync_every`` steps of its own; an outer optimizer steps on the mean of the ways they went.
 
     .. math::
@@ -61,9 +61,11 @@ class DiLoCo(Fixed):
         state_option("diloco", self.optimizer_state)
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         return (Outer(self.outer_rate, self.outer_momentum, self.nesterov, state=self.optimizer_state),)
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         del state
@@ -73,7 +75,7 @@ class DiLoCo(Fixed):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingDiLoCo(Fixed):
+class StreamingDiLoCo(Schedule):
     r"""DiLoCo for one fragment of the model after the other, whose means are merged ``delay`` steps late.
 
     Every H / P steps the next of P fragments begins its exchange, with :math:`\Delta_j = w_j - a` as it is then.
@@ -151,6 +153,7 @@ class StreamingDiLoCo(Fixed):
         return self.sync_every // self.fragments
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """An outer step, mixed with the own parameters."""
         how = Outer(
@@ -175,6 +178,7 @@ class StreamingDiLoCo(Fixed):
             for (dtype, turn), of_turn in found.items()
         ]
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At a turn, the transfers of one fragment."""
         del state

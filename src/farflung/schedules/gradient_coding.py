@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
 from farflung.gradient_coding import CONSTRUCTIONS, gradient_code
 from farflung.options import whole_option
-from farflung.schedules.base import Fixed
-from farflung.types import Decode, Merge, Part, State, Transfer
+from farflung.types import Decode, Merge, Part, Schedule, State, Transfer
 
 __all__ = ["GradientCoding"]
 
 
 @dataclass(frozen=True, slots=True)
-class GradientCoding(Fixed):
+class GradientCoding(Schedule):
     r"""Synchronous SGD that waits for all replicas but the s slowest of each step, whichever they are.
 
     The step's batch is that of synchronous SGD, a share for each of n replicas. Replica i computes the gradients
@@ -73,14 +74,17 @@ class GradientCoding(Fixed):
             )
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """The decoded mean in place of the own gradient."""
         return (Decode(self.stragglers, self.construction),)
 
+    @override
     def check(self, size: int) -> None:
         """Whether there is such a code."""
         gradient_code(self.construction, size, self.stragglers, 0)
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
         del state

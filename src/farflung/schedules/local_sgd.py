@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from farflung.options import whole_option
-from farflung.schedules.base import Fixed, state_option
-from farflung.types import Merge, Outer, Part, Replace, State, Transfer
+from farflung.schedules.base import state_option
+from farflung.types import Merge, Outer, Part, Replace, Schedule, State, Transfer
 from farflung.types.schedule import OptimizerState
 
 __all__ = ["LocalSGD", "PostLocalSGD", "Synchronous"]
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronous(Fixed):
+class Synchronous(Schedule):
     """Every bucket's gradient starts as soon as it is ready and is due at the same step's optimizer."""
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
         del state
@@ -27,7 +30,7 @@ class Synchronous(Fixed):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSGD(Fixed):
+class LocalSGD(Schedule):
     r"""Each replica steps on its own gradients; every ``sync_every`` steps parameters become their mean.
 
     .. math:: w_j \leftarrow \frac{1}{n} \sum_i w_i
@@ -64,9 +67,11 @@ class LocalSGD(Fixed):
         state_option("local_sgd", self.optimizer_state)
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         return (Outer(state=self.optimizer_state),)
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         del state
@@ -76,7 +81,7 @@ class LocalSGD(Fixed):
 
 
 @dataclass(frozen=True, slots=True)
-class PostLocalSGD(Fixed):
+class PostLocalSGD(Schedule):
     """Synchronous SGD for the first ``until`` steps, and from there on :class:`farflung.schedules.LocalSGD`.
 
     Early in a training gradients change fast, and blocks of local steps cost most. Late in it, at a small learning
@@ -104,10 +109,12 @@ class PostLocalSGD(Fixed):
         state_option("post_local_sgd", self.optimizer_state)
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """Gradients replaced by their mean, and later parameters by theirs."""
         return (Replace(), Outer(state=self.optimizer_state))
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket, at every step and later at the end of a block."""
         del state

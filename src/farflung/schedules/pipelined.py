@@ -10,14 +10,13 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import whole_option
-from farflung.schedules.base import Fixed
-from farflung.types import Part, Replace, State, Transfer
+from farflung.types import Part, Replace, Schedule, State, Transfer
 
 __all__ = ["Pipelined"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelined(Fixed):
+class Pipelined(Schedule):
     r"""Every gradient is exchanged beside the next steps and applied ``width - 1`` steps late.
 
     .. math:: w_{t+1} = w_t - \eta\, \bar g_{t-K+1}(w_{t-K+1})
@@ -96,6 +95,7 @@ class Pipelined(Fixed):
             )
 
     @property
+    @override
     def merges(self) -> tuple[Replace]:
         """Replaced, with the remedy asked for, or with predicted weights where these are possible."""
         where_possible = self.predict is None and self.width == 2 and not self.correction
@@ -106,6 +106,7 @@ class Pipelined(Fixed):
     def late(self) -> bool:
         return self.width > 1
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
         del state

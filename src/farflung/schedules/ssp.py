@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from farflung.options import whole_option
-from farflung.schedules.base import Fixed
-from farflung.types import Fetch, Merge, Part, State, Transfer
+from farflung.types import Fetch, Merge, Part, Schedule, State, Transfer
 
 __all__ = ["SSP"]
 
 
 @dataclass(frozen=True, slots=True)
-class SSP(Fixed):
+class SSP(Schedule):
     r"""Each replica sends its update to a server at every step, and goes on with the parameters it finds there.
 
     The server is a role of rank 0 beside its training. It adds each update as it arrives, and answers with the
@@ -65,10 +66,12 @@ class SSP(Fixed):
             whole_option("ssp", "bound", self.bound, 0)
 
     @property
+    @override
     def merges(self) -> tuple[Merge, ...]:
         """The server's parameters in place of the own."""
         return (Fetch(self.bound),)
 
+    @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
         del state

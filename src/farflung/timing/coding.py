@@ -21,12 +21,10 @@ from farflung.reducers import REDUCERS, CodecReducer
 from farflung.runtime import VirtualWorld
 from farflung.spec import build
 from farflung.types import (
-    ChecksRun,
     Codec,
     CodingCost,
     Communicator,
     Contribution,
-    HasPhases,
     Placed,
     Reducer,
     Seeds,
@@ -184,11 +182,10 @@ class _TimedChannel(ExchangeChannel):
 
 def _fitting(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
     """The tensor, as one convolution where the reducer has no use for what it is made of."""
-    if isinstance(reducer, ChecksRun):
-        try:
-            reducer.check([spec])
-        except Unsupported:
-            return replace(spec, parts=(Placed((*KERNEL, spec.numel // math.prod(KERNEL), 1), 0),))
+    try:
+        reducer.check([spec])
+    except Unsupported:
+        return replace(spec, parts=(Placed((*KERNEL, spec.numel // math.prod(KERNEL), 1), 0),))
     return spec
 
 
@@ -201,7 +198,7 @@ def _exchange(
     taken: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(replicas, closed_form=False)
-    unlike = max(WARM_UP, reducer.exchanges_until(1)) if isinstance(reducer, HasPhases) else WARM_UP
+    unlike = max(WARM_UP, reducer.exchanges_until(1))
 
     async def replica(rank: int) -> None:
         comm = world.runtimes[rank].comm

@@ -19,7 +19,6 @@ from farflung.timing.traffic import Op
 from farflung.types import (
     AllReduce,
     Channel,
-    ChecksRun,
     CodecState,
     CodingCost,
     Contribution,
@@ -28,7 +27,6 @@ from farflung.types import (
     Payload,
     Reduced,
     Reducer,
-    Reports,
     Seeds,
     SegmentCoding,
     State,
@@ -132,7 +130,7 @@ class RecordedReplica(Replica):
             self.recorder.filled(self.runtime.comm.rank, self.step_done, order)
 
 
-class _RecordingReducer:
+class _RecordingReducer(Reducer):
     """A reducer whose journeys are recorded.
 
     Args:
@@ -144,18 +142,19 @@ class _RecordingReducer:
         self._reducer, self._recorder = reducer, recorder
         self.codec = getattr(reducer, "codec", None)
 
+    @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """The reducer's, where it has one."""
-        if isinstance(self._reducer, ChecksRun):
-            self._reducer.check(specs, steps)
+        self._reducer.check(specs, steps)
 
+    @override
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
-        """The reducer's, where it has one."""
-        return self._reducer.report(states) if isinstance(self._reducer, Reports) else {}
+        return self._reducer.report(states)
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         return self._reducer.init(spec, seeds)
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         number = self._recorder.begin(channel.rank, step)
         watched = _WatchedChannel(channel)

@@ -123,17 +123,19 @@ def _named(event: Event) -> tuple[Json, ...]:
     return tuple(event.get(key) for key in ("event", "rank", "step"))
 
 
-class _Mover:
+class _Mover(Reducer):
     """A reducer that repeats recorded journeys of another one."""
 
     def __init__(self, traffic: Traffic, reducer: Reducer) -> None:
         self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
         self._begun: tuple[int, int] = (-1, 0)
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         del spec, seeds
         return CodecState()
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         del slot
         number = self._begun[1] if self._begun[0] == step else 0

@@ -1,8 +1,8 @@
 """The nouns and the protocols: what the parts of farflung say to each other.
 
 Every protocol has its identity member elsewhere in the package (identity codec, synchronous schedule, uniform
-sampler, in-memory stream, no sharing); together they equal plain data-parallel SGD. The protocols are structural:
-a new member inherits from nothing.
+sampler, in-memory stream, no sharing); together they equal plain data-parallel SGD. Schedules and reducers derive from
+a base, whose methods have defaults. The other protocols are structural: a member inherits from nothing.
 """
 
 from farflung.types.data import (
@@ -21,14 +21,11 @@ from farflung.types.data import (
     Workload,
 )
 from farflung.types.exchange import (
-    ChecksRun,
     Codec,
     CodecState,
     Contribution,
-    HasPhases,
     Reduced,
     Reducer,
-    Reports,
     Seeds,
     StateSlot,
 )
@@ -46,12 +43,10 @@ from farflung.types.sampling import (
 )
 from farflung.types.schedule import (
     Bucket,
-    ChecksSize,
     Decode,
     Fetch,
     Fragment,
     Merge,
-    NeedsLoss,
     OptimizerFactory,
     Outer,
     Part,
@@ -88,8 +83,6 @@ __all__ = [
     "Bucket",
     "Carries",
     "Channel",
-    "ChecksRun",
-    "ChecksSize",
     "Codec",
     "CodecState",
     "CodingCost",
@@ -109,11 +102,9 @@ __all__ = [
     "Fetch",
     "Fragment",
     "Gate",
-    "HasPhases",
     "Json",
     "Merge",
     "Moved",
-    "NeedsLoss",
     "OptimizerFactory",
     "Outer",
     "Part",
@@ -126,7 +117,6 @@ __all__ = [
     "Reduced",
     "Reducer",
     "Replace",
-    "Reports",
     "Reshards",
     "Runtime",
     "SampleIds",

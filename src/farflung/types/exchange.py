@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from farflung.types.tensors import Json, Payload, State, TensorSpec
 from farflung.types.world import Channel
@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ChecksRun",
     "Codec",
     "CodecState",
     "Contribution",
-    "HasPhases",
     "Reduced",
     "Reducer",
-    "Reports",
     "Seeds",
     "StateSlot",
 ]
@@ -133,38 +130,26 @@ class Reduced:
     learn_together: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
 
 
-class Reducer(Protocol):
-    """One bucket's whole journey over the network, possibly several rounds; equal results on all ranks.
+class Reducer:
+    """One bucket's whole path over the network, possibly several rounds; equal results on all ranks.
 
-    Exchanges of one bucket may overlap, so state changes at two moments that are alike on all ranks: up to the
-    first ``await`` (what encoding leaves behind, such as a residual), and when the result is merged
-    (:attr:`Reduced.learn`).
+    A member derives from it and gives :meth:`init` and :meth:`reduce`. Exchanges of one bucket may overlap, so state
+    changes at two moments that are alike on all ranks: up to the first ``await`` (what encoding leaves behind, such as
+    a residual), and when the result is merged (:attr:`Reduced.learn`).
     """
+
+    __slots__ = ()
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """State for one flat tensor."""
-        ...
+        raise NotImplementedError
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """The weighted mean over all replicas of ``channel``."""
-        ...
-
-
-@runtime_checkable
-class HasPhases(Protocol):
-    """A reducer whose exchanges are not alike."""
-
-    def exchanges_until(self, times: int) -> int:
-        """After so many exchanges each kind has happened ``times`` times, where replicas agree; without a warm-up."""
-        ...
-
-
-@runtime_checkable
-class ChecksRun(Protocol):
-    """A reducer that not every model or run suits."""
+        raise NotImplementedError
 
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """Refuses a run before it begins.
+        """Refuses a model or run before it begins.
 
         Args:
           specs: of all that the reducer will carry.
@@ -173,12 +158,10 @@ class ChecksRun(Protocol):
         Raises:
           ConfigError: says why, and what to do instead.
         """
-        ...
 
-
-@runtime_checkable
-class Reports(Protocol):
-    """A reducer that has figures of its own to tell of a run."""
+    def exchanges_until(self, times: int) -> int:
+        """After so many exchanges each kind has happened ``times`` times, where replicas agree; without a warm-up."""
+        return times
 
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
         """Figures by name, for the run's summary.
@@ -186,4 +169,5 @@ class Reports(Protocol):
         Args:
           states: the shared halves of the states of all parts that it carries.
         """
-        ...
+        del states
+        return {}

@@ -14,12 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bucket",
-    "ChecksSize",
     "Decode",
     "Fetch",
     "Fragment",
     "Merge",
-    "NeedsLoss",
     "OptimizerFactory",
     "Outer",
     "Part",
@@ -212,59 +210,56 @@ class SharedStats:
     """Of the optimizer, at the step that merges; alike on all in runs of ``farflung train``."""
 
 
-class Schedule(Protocol):
-    """Which transfers start at a step and when they are due. A schedule is data, equal on all ranks."""
+class Schedule:
+    """Says which transfers start at a step and when they are due; it is data, equal on all ranks.
 
-    @property
-    def merges(self) -> tuple[Merge, ...]:
-        """Every merge that its transfers may name; whether a replica knows them is found out before the first step."""
-        ...
+    A member derives from it and gives :attr:`merges` and :meth:`plan`; the rest fits one that adapts to nothing and
+    waits for each result at the step at which its exchange starts.
+    """
+
+    __slots__ = ()
+    needs_loss: ClassVar[str] = ""
+    """What it needs the training loss for, which a training loop of the user's own does not tell; empty: nothing."""
+
+    if TYPE_CHECKING:  # at run time a field of a dataclass would take it for its default
+
+        @property
+        def merges(self) -> tuple[Merge, ...]:
+            """Every merge that transfers may name; whether a replica knows them is found out before the first step."""
 
     @property
     def late(self) -> bool:
         """Whether any result may be due at a later step than the one at which its exchange starts."""
-        ...
-
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """What its transfers move of a model with these buckets."""
-        ...
-
-    def init(self) -> State:
-        """Its state before the first step."""
-        ...
-
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """The transfers that start at ``step``, in the order of ``parts``; each part at most once."""
-        ...
-
-    def asks(self, state: State, step: int) -> bool:
-        """Whether the decider's times are wanted with the stats of the exchanges that start at ``step``."""
-        ...
-
-    def observe(self, state: State, stats: SharedStats) -> State:
-        """Adapts to what was measured; equal on all ranks because ``stats`` is."""
-        ...
-
-
-@runtime_checkable
-class NeedsLoss(Protocol):
-    """A schedule that follows the training loss, which a training loop of the user's own does not tell."""
-
-    needs_loss: ClassVar[str]
-    """What for, in words that a refusal ends with."""
-
-
-@runtime_checkable
-class ChecksSize(Protocol):
-    """A schedule that not every number of replicas suits."""
+        return False
 
     def check(self, size: int) -> None:
-        """Refuses a run before it begins.
+        """Refuses a number of replicas before a run begins.
 
         Raises:
           ConfigError: says why, and what to do instead.
         """
-        ...
+
+    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+        """What its transfers move of a model with these buckets."""
+        return buckets
+
+    def init(self) -> State:
+        """Its state before the first step."""
+        return {}
+
+    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+        """The transfers that start at ``step``, in the order of ``parts``; each part at most once."""
+        raise NotImplementedError
+
+    def asks(self, state: State, step: int) -> bool:
+        """Whether the decider's times are wanted with the stats of the exchanges that start at ``step``."""
+        del state, step
+        return False
+
+    def observe(self, state: State, stats: SharedStats) -> State:
+        """Adapts to what was measured; equal on all ranks because ``stats`` is."""
+        del stats
+        return state
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.codecs import QSGD
 from farflung.codecs.base import floating
@@ -27,6 +28,7 @@ from farflung.types import (
     CodingCost,
     Contribution,
     Reduced,
+    Reducer,
     Seeds,
     State,
     StateSlot,
@@ -43,7 +45,7 @@ _NOTHING_LEFT: State = {"residual": {}}
 
 
 @dataclass(frozen=True, slots=True)
-class GradiVeQ:
+class GradiVeQ(Reducer):
     r"""Sends slices of convolutions as few coefficients, which are summed as they are.
 
     Gradients of :math:`L_t` exchanges tell in which directions U, and around which mean :math:`\mu`, the slices of a
@@ -140,6 +142,7 @@ class GradiVeQ:
         """One of so many exchanges is a sample, where samples are spread."""
         return 1 + self.compress_steps // self.sample_steps
 
+    @override
     def exchanges_until(self, times: int) -> int:
         """Whole windows but for the last, of which the samples, the confirmation and one compressed exchange count."""
         whole = self.sample_steps + self.compress_steps
@@ -147,6 +150,7 @@ class GradiVeQ:
             whole = self.sample_steps * self._every + 1
         return (times - 1) * whole + self.sample_steps + 2
 
+    @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """Refuses a run that it can do nothing for.
 
@@ -172,6 +176,7 @@ class GradiVeQ:
                 f"run of {steps} steps: lower them, or use {first} steps or more"
             )
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The first window, of which nothing is known yet.
 
@@ -182,6 +187,7 @@ class GradiVeQ:
         shared = window.begun(seeds.shared, self._layout(spec))
         return CodecState(shared, {"seed": seeds.own, **_NO_VOTE, **_NOTHING_LEFT})
 
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """One exchange, as the window's phase asks for it."""
         state, local = slot.state.shared, slot.state.local

@@ -9,7 +9,7 @@ from farflung.errors import Unsupported
 from farflung.lazy import lazy
 from farflung.replica.buckets import GradientBuckets
 from farflung.spec import imported
-from farflung.types import Decode, Fetch, Merge, NeedsLoss, Outer, Pull, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Decode, Fetch, Merge, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
 if TYPE_CHECKING:
     from farflung.replica.merges.merger import Merger
@@ -65,7 +65,7 @@ def needs_the_loop(schedule: Schedule) -> str:
       Unsupported: a merge that is not in :data:`MERGERS`.
     """
     reasons = [_kind(schedule, merge).needs_the_loop(merge) for merge in schedule.merges]
-    if isinstance(schedule, NeedsLoss):
+    if schedule.needs_loss:
         reasons.append(f"the loss, which it does not see, decides {schedule.needs_loss}")
     return next(filter(None, reasons), "")
 
