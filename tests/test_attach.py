@@ -17,7 +17,7 @@ from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
 
-STOPS = 23
+STOPS = 24
 """Of a bucket from autograd's hook to the socket, at most."""
 
 

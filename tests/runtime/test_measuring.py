@@ -85,7 +85,7 @@ def test_few_bytes_are_sent_however_many_replicas_there_are() -> None:
 def test_on_loopback_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = WallRuntime(0, 1, None, decisions=DecisionLog())
     try:
-        monkeypatch.setattr("farflung.runtime.wall.measured_network", lambda _: pytest.fail("measured"))
+        monkeypatch.setattr("farflung.runtime.measuring.measured_network", lambda _: pytest.fail("measured"))
         assert runtime.settle_collective("ring", [400]) == "ring"
         assert runtime.decisions.entries == []
         assert runtime.settle_collective(AUTO, [400]) == "all_gather"

@@ -299,7 +299,7 @@ def test_bytes_are_those_of_sums_and_means(missing: int) -> None:
     wanted = [STEPS * (SIZE - 1) * numbers, *[steps * numbers for steps in computed[1:]]]
     assert [replica.sent_nbytes for replica in run.replicas] == wanted
     assert [replica._exchanges.channels for replica in run.replicas] == [[]] * SIZE
-    decoder = run.replicas[0]._exchanges._carriers[Decode]._decoder  # type: ignore[attr-defined]
+    decoder = run.replicas[0]._exchanges._launcher._carriers[Decode]._decoder  # type: ignore[attr-defined]
     assert not decoder._inside._messages, "late sums of rank 0's own are kept nowhere"
 
 
