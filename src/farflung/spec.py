@@ -91,7 +91,7 @@ class Registry(MutableMapping[str, Callable[..., T]], Generic[T]):
         return both
 
     def name_of(self, made: Callable[..., object]) -> str | None:
-        """The name of a member; ``None``: it is none. Nothing is imported for it."""
+        """The name of a member; ``None``: it is none. No other member is imported for it."""
         called = getattr(made, "__qualname__", "")
         return next(
             (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from farflung.errors import Unsupported
 from farflung.lazy import lazy
 from farflung.replica.buckets import GradientBuckets
-from farflung.spec import imported
 from farflung.types import Decode, Fetch, Merge, Outer, Pull, Replace, Schedule, Swap, SwapGradient
 
 if TYPE_CHECKING:
@@ -78,4 +78,8 @@ def _kind(schedule: Schedule, merge: Merge) -> type[Merger]:
             "add one of your own to farflung.replica.merges.MERGERS"
         )
     merger = MERGERS[type(merge)]
-    return cast("type[Merger]", imported("merge", merger) if isinstance(merger, str) else merger)
+    if not isinstance(merger, str):
+        return merger
+    module, _, name = merger.partition(":")
+    found: type[Merger] = getattr(import_module(module), name)
+    return found
