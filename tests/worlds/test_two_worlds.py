@@ -54,29 +54,55 @@ def _possible(parts: dict[str, str]) -> bool:
     return parts["codec"] not in ("demo", "dgc") or parts["reducer"] in WAYS[:2]
 
 
-def _rows() -> list[tuple[str | int, ...]]:
-    """Each member once beside identities, then whatever it takes that every possible pair has met; and with a size."""
-    alone = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
+def _alone() -> list[tuple[str | int, ...]]:
+    """Each member once, beside identities."""
+    found = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
+    return [(*(parts[family] for family in FAMILIES), 4) for parts in found]
+
+
+def _pairs() -> list[tuple[str | int, ...]]:
+    """Whatever it takes that every possible pair of members has met, and each member 2 and 4 replicas."""
     possible = [
         (*members, size)
         for members in itertools.product(*FAMILIES.values())
         if _possible(dict(zip(FAMILIES, members, strict=True)))
         for size in (2, 4)
     ]
-    return covering(possible, first=[(*(parts[family] for family in FAMILIES), 4) for parts in alone])
+    return covering(possible, first=_alone())
 
 
-@pytest.mark.parametrize((*FAMILIES, "size"), _rows())
+def _late() -> list[tuple[str | int, ...]]:
+    """For each schedule one row of the pairs, with a codec, reducer and collective that is none of the identities."""
+    found: dict[str | int, tuple[str | int, ...]] = {}
+    for codec, reducer, collective, schedule, size in _pairs():
+        if schedule != IDENTITY["schedule"] and codec != IDENTITY["codec"]:
+            found.setdefault(schedule, (codec, reducer, collective, schedule, size))
+    return [*found.values()]
+
+
+@pytest.mark.parametrize((*FAMILIES, "size"), [*_alone(), *_late()])
 def test_real_equals_virtual(
     pool: Pool, codec: str, reducer: str, collective: str, schedule: str, size: int
 ) -> None:
     parts = {"codec": codec, "reducer": reducer, "collective": collective, "schedule": schedule}
     run = {"parts": parts, "steps": 6, "batch_size": 8}
     real = pool.run(size, "tests.worlds.jobs.wall", **run)
-    simulated = jobs.virtual(size, **run)
-    assert real == simulated
-    assert len({r["parameters"] for r in real}) == 1
-    for end in real:
+    assert real == jobs.virtual(size, **run)
+    assert_alike(real)
+
+
+@pytest.mark.parametrize((*FAMILIES, "size"), _pairs())
+def test_pairs_end_alike_in_virtual_time(
+    codec: str, reducer: str, collective: str, schedule: str, size: int
+) -> None:
+    parts = {"codec": codec, "reducer": reducer, "collective": collective, "schedule": schedule}
+    assert_alike(jobs.virtual(size, parts=parts, steps=6, batch_size=8))
+
+
+def assert_alike(ends: list[dict[str, Any]]) -> None:
+    """All replicas have the same parameters, and the bytes of steps add up."""
+    assert len({end["parameters"] for end in ends}) == 1
+    for end in ends:
         assert sum(sum(end["sent to"].get(kind, ())) for kind in OF_STEPS) == end["bytes"]
 
 
