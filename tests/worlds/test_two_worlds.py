@@ -72,7 +72,7 @@ def _pairs() -> list[tuple[str | int, ...]]:
 
 
 def _late() -> list[tuple[str | int, ...]]:
-    """For each schedule one row of the pairs, with a codec, reducer and collective that is none of the identities."""
+    """For each schedule one row of the pairs, with a codec that is not the identity."""
     found: dict[str | int, tuple[str | int, ...]] = {}
     for codec, reducer, collective, schedule, size in _pairs():
         if schedule != IDENTITY["schedule"] and codec != IDENTITY["codec"]:
