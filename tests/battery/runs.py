@@ -5,6 +5,7 @@ Everything that knows how a run is made stands in :func:`virtual_half` and :func
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 import warnings
@@ -54,21 +55,18 @@ def outcome(pool: Pool, name: str, path: Path) -> dict[str, Any]:
     return {"bits": {VERSION: bits[0]}, **worlds}
 
 
-def exact_roots() -> None:
-    """Makes torch round square roots as IEEE 754 has it, in this process.
+@functools.cache
+def exact_roots() -> torch.library.Library:
+    """Makes torch round square roots as IEEE 754 has it, in this process and for as long as the result is kept.
 
     MKL's are made of an approximation that each generation of processors rounds in its own way, whatever the
     environment says.
     """
-    if not _REPLACED:
-        library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it replaces one
-            library.impl("sqrt", _root, "CPU")
-        _REPLACED.append(library)
-
-
-_REPLACED: list[torch.library.Library] = []
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it replaces one
+        library.impl("sqrt", _root, "CPU")
+    return library
 
 
 def _root(x: Tensor) -> Tensor:

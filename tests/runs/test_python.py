@@ -18,6 +18,7 @@ from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import load_tree
 from farflung.runs import RunConfig, RunFolder, SimulatedConfig, prepared
+from farflung.schedules import Synchronous
 from tests.helpers import same_tree
 from tests.runs.own import Coarse, Late, OwnOrder, halves
 
@@ -198,6 +199,12 @@ def test_what_was_an_object_has_to_be_given_again(tmp_path: Path) -> None:
     assert farflung.simulate(task, resume=tmp_path / "run", steps=8).summary["steps"] == 8
 
 
+class Structural:
+    """Has the methods of a schedule that plan, and derives from nothing."""
+
+    plan = Synchronous.plan
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
@@ -206,6 +213,7 @@ def test_what_was_an_object_has_to_be_given_again(tmp_path: Path) -> None:
         ({"steps": True}, ConfigError, "steps: must be of type int, not True"),
         ({"codec": 16}, ConfigError, r"codec 16: it has no method encode\(\)"),
         ({"schedule": Coarse}, ConfigError, r"schedule Coarse\(unit=0.001\): it has no method plan\(\)"),
+        ({"schedule": Structural()}, ConfigError, "its class has to derive from farflung.types.Schedule"),
         ({"codec": "tests.runs.own:Course"}, ConfigError, "codec 'tests.runs.own:Course': cannot be imported"),
         ({"codec": "tests.runs.absent:X"}, ConfigError, "cannot be imported"),
         ({"codec": "tests.runs.own:Coarse(unite=1)"}, ConfigError, "unexpected keyword argument 'unite'"),

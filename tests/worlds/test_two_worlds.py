@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def _alone() -> list[tuple[str | int, ...]]:
     return [(*(parts[family] for family in FAMILIES), 4) for parts in found]
 
 
+@functools.cache
 def _pairs() -> list[tuple[str | int, ...]]:
     """Whatever it takes that every possible pair of members has met, and each member 2 and 4 replicas."""
     possible = [

@@ -270,8 +270,9 @@ class TcpTransport:
     def _flush(self) -> None:
         while self._busy:
             member = self._members.get(self._busy.pop())
-            for link in tuple(member.links.values()) if member is not None else ():
-                link.flush()
+            if member is not None:
+                for link in tuple(member.links.values()):
+                    link.flush()
 
     # --- hearing ----------------------------------------------------------------------------------------------------
 

@@ -76,11 +76,11 @@ def check_rounds(name: str, collective: str) -> None:
         )
 
 
-_WITH_MADE: Registry[Codec] = CODECS | Registry(
+_MADE: Registry[Codec] = Registry(
     "farflung.codecs",
     {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
 )
-"""With what those members make that are functions."""
+"""What the members of ``CODECS`` make that are functions."""
 
 _USUAL = "direct"
 """The collective where none is named."""
@@ -109,7 +109,7 @@ def method_of(codec: Codec) -> str:
     >>> method_of(error_feedback(QSGD(bits=4)))
     'error_feedback(codec=qsgd(bits=4))'
     """
-    return text_of(codec, _WITH_MADE)
+    return text_of(codec, CODECS | _MADE)
 
 
 def methods_of(codec: Codec) -> Methods:

@@ -70,7 +70,7 @@ class _Step:
       number: of the step.
       vote: this replica's metadata.
       planned: the transfers that start at it.
-      waiting: those of gradients whose buckets have not all filled.
+      waiting: those of gradients, until all of their buckets have filled.
       rate: the learning rate when it began.
       settled: what it has brought.
       filled: the buckets that have.

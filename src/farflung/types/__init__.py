@@ -2,7 +2,7 @@
 
 Every protocol has its identity member elsewhere in the package (identity codec, synchronous schedule, uniform
 sampler, in-memory stream, no sharing); together they equal plain data-parallel SGD. Schedules and reducers derive from
-a base, whose methods have defaults. The other protocols are structural: a member inherits from nothing.
+a base with defaults. The other protocols are structural: a member inherits from nothing.
 """
 
 from farflung.types.data import (
