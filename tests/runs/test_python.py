@@ -204,6 +204,9 @@ class Structural:
 
     plan = Synchronous.plan
 
+    def __repr__(self) -> str:
+        return "Structural()"
+
 
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
