@@ -47,7 +47,7 @@ ORDER: list[set[str]] = [
     {"network", "devices"},
     {"codecs", "faults"},
     {"comm", "lab"},
-    {"reducers", "schedules", "sampling", "data"},
+    {"reducers", "schedules", "sampling", "data", "membership"},
     {"workloads"},
     {"replica"},
     {"runtime"},

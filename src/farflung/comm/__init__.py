@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
-    from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose
+    from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose, Started, Values, start
     from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
     from farflung.comm.communicator import WallCommunicator
@@ -34,8 +34,10 @@ __all__ = [
     "Mailbox",
     "Peer",
     "Purpose",
+    "Started",
     "TcpTransport",
     "Transport",
+    "Values",
     "View",
     "VirtualCommunicator",
     "VirtualNetwork",
@@ -45,4 +47,5 @@ __all__ = [
     "collective_named",
     "cost_s",
     "resolve_collective",
+    "start",
 ]

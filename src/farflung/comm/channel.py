@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
-__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "describe", "kind_of"]
+__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "Started", "Values", "describe", "kind_of", "start"]
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ class Purpose(IntEnum):
     ENCODING = 14
     OPERANDS = 15
     ANSWERS = 16
+    VIEWS = 17
+    ADOPTION = 18
+    LEAVING = 19
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -64,6 +68,9 @@ _WORDS = {
     Purpose.ENCODING: "pieces of other devices' data",
     Purpose.OPERANDS: "what to multiply by",
     Purpose.ANSWERS: "products",
+    Purpose.VIEWS: "the agreement on the next view",
+    Purpose.ADOPTION: "the result of an exchange that another member holds",
+    Purpose.LEAVING: "the end of the run",
 }
 
 KINDS = {
@@ -84,6 +91,9 @@ KINDS = {
     Purpose.ENCODING: "encoding",
     Purpose.OPERANDS: "operands",
     Purpose.ANSWERS: "answers",
+    Purpose.VIEWS: "views",
+    Purpose.ADOPTION: "adoption",
+    Purpose.LEAVING: "leaving",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"
@@ -181,3 +191,61 @@ class ExchangeChannel:
         modelled[(self.rank + 1) % self.size] = 2 * (self.size - 1) * tensor.nbytes // self.size
         self.count(modelled)
         return self._comm.all_reduce(tensor, self.tag(self.hops(1)))
+
+
+class Values(NamedTuple, Generic[T]):
+    """How the result of an exchange travels to a member that lacks it.
+
+    Args:
+      pack: the result as tensors.
+      unpack: the result from such tensors, which it may keep.
+    """
+
+    pack: Callable[[T], tuple[Tensor, ...]]
+    unpack: Callable[[tuple[Tensor, ...]], T]
+
+
+@dataclass(eq=False, slots=True)
+class Started(Generic[T]):
+    """An exchange that has been started.
+
+    Args:
+      channel: counts its bytes.
+      result: what it brings.
+    """
+
+    channel: ExchangeChannel
+    result: Pending[T]
+
+    async def bring(self) -> T:
+        """Wait for the result, at the same place of the program on all replicas."""
+        return await self.result
+
+
+def start(
+    runtime: Runtime,
+    number: int,
+    part: int,
+    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
+    values: Values[T],
+    *,
+    rewind: Callable[[], None] | None = None,
+    ends_step: bool = False,
+) -> Started[T]:
+    """Start an exchange beside the replica, in the same order on all replicas.
+
+    Where the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be made several times.
+
+    Args:
+      runtime: the world.
+      number: of the exchange, from :meth:`Purpose.at`.
+      part: which of the parts that this exchange moves.
+      make: the exchange, on a channel; leaves what it needs untouched where the run is elastic.
+      values: how its result travels.
+      rewind: restores what :attr:`make` has changed, before it is made again.
+      ends_step: whether all exchanges of a training step have been started with it.
+    """
+    if runtime.elastic is not None:
+        return runtime.elastic.start(number, part, make, values, rewind=rewind, ends_step=ends_step)
+    channel = ExchangeChannel(runtime.comm, number, part)
+    return Started(channel, runtime.launch(make(channel)))

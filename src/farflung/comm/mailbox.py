@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import describe
+from farflung.comm.channel import Purpose, describe
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
@@ -24,6 +24,8 @@ KEPT_NBYTES = 1 << 28
 """The most bytes that are kept of each untrusted sender, see :class:`Mailbox`."""
 _ENTRY_NBYTES = 1 << 10
 """Bytes that a kept message takes beside its tensors."""
+_OF_VIEWS = Purpose.VIEWS.at(0)
+"""The exchange whose messages belong to no view."""
 
 
 class Full(Exception):
@@ -157,10 +159,10 @@ class Mailbox:
         Raises:
           Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
         """
-        if view < self.view:
+        if view < self.view and tag.exchange != _OF_VIEWS:
             self.dropped += 1
             return
-        if view > self.view:
+        if view > self.view and tag.exchange != _OF_VIEWS:
             if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
             self._ahead.append((view, src, tag, payload))
@@ -228,13 +230,19 @@ class Mailbox:
         for key in [key for key in self._places if key[1].exchange == exchange]:
             del self._places[key]
         for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
-            for src, kept in self._arrived.pop(tag).items():
-                self.dropped += len(kept)
-                for _, payload in kept:
-                    self._lets_go(src, payload)
+            self._drop(tag)
+
+    def _drop(self, tag: Tag) -> None:
+        """Drops the kept messages of a tag."""
+        for src, kept in self._arrived.pop(tag).items():
+            self.dropped += len(kept)
+            for _, payload in kept:
+                self._lets_go(src, payload)
 
     def advance(self, view: int) -> None:
         """Replaces the view by a newer one: ends all waits and drops the messages of older views.
+
+        Messages of the agreement on views belong to none, and stay.
 
         Raises:
           ValueError: ``view`` is not newer.
@@ -242,11 +250,11 @@ class Mailbox:
         if view <= self.view:
             raise ValueError(f"view {view} is not newer than {self.view}")
         for waiting in self._all():
-            self.fail(waiting, WaitEnded(waiting.src, waiting.what))
-        self.dropped += sum(len(kept) for senders in self._arrived.values() for kept in senders.values())
-        self._arrived.clear()
+            if waiting.tag.exchange != _OF_VIEWS:
+                self.fail(waiting, WaitEnded(waiting.src, waiting.what))
+        for tag in [tag for tag in self._arrived if tag.exchange != _OF_VIEWS]:
+            self._drop(tag)
         self._places.clear()
-        self._kept.clear()
         self.view, ahead, self._ahead = view, self._ahead, []
         for number, src, tag, payload in ahead:
             self.deliver(src, tag, payload, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.comm.channel import Purpose
 from farflung.comm.failure_detector import BlockedOn, FailureDetector
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.relay import Relay
+from farflung.comm.records import CONTROL
 from farflung.comm.transport import FIRST, LAST, Transport
 from farflung.comm.wire import (
     DIRECT,
@@ -58,6 +61,8 @@ class View(Meeting):
         more later.
       settings: values that must be equal on all members, by name; compared at the start.
       max_nbytes: the largest payload accepted, in bytes.
+      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; when not given, all in a view that
+        is whole, and :data:`farflung.comm.mailbox.KEPT_NBYTES` in another.
     """
 
     def __init__(
@@ -71,9 +76,10 @@ class View(Meeting):
         members: Iterable[int] | None = None,
         settings: Mapping[str, Json] | None = None,
         max_nbytes: int = 1 << 31,
+        kept_nbytes: float | None = None,
     ) -> None:
         super().__init__(transport, size, whole=whole, members=members, settings=settings)
-        self.mailbox = Mailbox() if whole else Mailbox(KEPT_NBYTES)
+        self.mailbox = Mailbox(kept_nbytes or (math.inf if whole else KEPT_NBYTES))
         self.mailbox.view = number
         self.lost: BaseException | None = None
         """The error that has ended the view."""
@@ -125,7 +131,8 @@ class View(Meeting):
         self._sent[dst] += 1
         frames = self._frames(Kind.DATA, tag, payload, dst, priority)
         hop = self._routes.next_hop(dst)
-        return self.transport.send(hop, frames, priority=priority, view=self.number)
+        view = CONTROL if tag.exchange == Purpose.VIEWS.at(0) else self.number
+        return self.transport.send(hop, frames, priority=priority, view=view)
 
     def now(self) -> float:
         """The view's clock, in seconds."""

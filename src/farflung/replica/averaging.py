@@ -8,30 +8,36 @@ from contextlib import asynccontextmanager
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm import ExchangeChannel, Purpose, Values, start
 from farflung.types import Payload, Runtime
 
 __all__ = ["average", "average_on", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
 
 _NOTHING = torch.empty(0)
+_SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
 
 
 async def sum_everywhere(
     runtime: Runtime, tensor: Tensor, side: Tensor, number: int, *, part: int = 0, purpose: Purpose
 ) -> tuple[Tensor, Tensor]:
     """One direct all-reduce of ``tensor``, which it overwrites, and ``side``."""
-    return await _sum_on(runtime, ExchangeChannel(runtime.comm, purpose.at(number), part), tensor, side)
+    summed, _ = await _sum_on(runtime, tensor, side, purpose.at(number), part)
+    return summed
 
 
 async def _sum_on(
-    runtime: Runtime, channel: ExchangeChannel, tensor: Tensor, side: Tensor
-) -> tuple[Tensor, Tensor]:
-    async def exchange() -> tuple[Tensor, Tensor]:
-        summed = await channel.collective("direct")(channel, tensor, side)
+    runtime: Runtime, tensor: Tensor, side: Tensor, number: int, part: int
+) -> tuple[tuple[Tensor, Tensor], int]:
+    """The sums, and the payload bytes that they took to send."""
+
+    async def exchange(channel: ExchangeChannel) -> tuple[Tensor, Tensor]:
+        own = tensor if runtime.elastic is None else tensor.clone()
+        summed = await channel.collective("direct")(channel, own, side)
         await channel.computed()
         return summed
 
-    return await runtime.launch(exchange())
+    started = start(runtime, number, part, exchange, _SUMS)
+    return await started.bring(), started.channel.sent_nbytes
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
@@ -121,17 +127,21 @@ async def average(
     for tensor in map(_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for part, alike in enumerate(by_dtype.values(), start=first_part):
-        await average_on(runtime, ExchangeChannel(runtime.comm, purpose.at(number), part), alike)
+        await average_on(runtime, alike, purpose.at(number), part)
 
 
-async def average_on(runtime: Runtime, channel: ExchangeChannel, tensors: Sequence[Tensor]) -> None:
-    """Overwrites tensors of one dtype with their means over the replicas, in one exchange on ``channel``.
+async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
+    """Overwrites tensors of one dtype with their means over the replicas, in one exchange.
 
     They may be on several devices, since ranks need not place a model alike.
+
+    Returns:
+      The payload bytes that were sent.
     """
     flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
-    total, _ = await _sum_on(runtime, channel, flat, torch.zeros(1, dtype=torch.float64))
-    _load(tensors, (total / channel.size).split([tensor.numel() for tensor in tensors]))
+    (total, count), nbytes = await _sum_on(runtime, flat, torch.ones(1, dtype=torch.float64), number, part)
+    _load(tensors, (total / int(count)).split([tensor.numel() for tensor in tensors]))
+    return nbytes
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ class Drawing:
 
     async def _draw(self, step: int) -> _Drawn:
         stream, sampler = self.parts.stream, self.parts.sampler
+        if self.runtime.elastic is not None:
+            self.runtime.elastic.give_back(step, sampler)
         self.sent_nbytes += await self.ownership.before_batch(step)
         arrivals = stream.poll(self.runtime.now(), step)
         while arrivals.ready is not None:
@@ -187,7 +189,10 @@ class Drawing:
         return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool, draw.shares)
 
     def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
-        comm = self.runtime.comm
+        comm, elastic = self.runtime.comm, self.runtime.elastic
+        if elastic is not None:
+            ranks = elastic.at(step).ranks
+            return PoolView(step, ranks.index(comm.rank), len(ranks), count, pool, 1.0)
         if self.share is None:
             return PoolView(step, comm.rank, comm.size, count, pool, 1.0)
         return PoolView(step, 0, 1, count, pool, self.share)

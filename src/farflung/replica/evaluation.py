@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from farflung.types import Cost, Dataset, Runtime, Workload
 __all__ = ["Score", "evaluate"]
 
 BATCH = 256
+_AGAIN = 16
+"""The first part of exchanges that sum the scores of lost replicas' shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,6 @@ async def evaluate(
       device: of the model.
     """
     comm = runtime.comm
-    share = torch.arange(len(data)).tensor_split(comm.size)[comm.rank]
     random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
 
     means, known, stood = differing(model, stands)
@@ -73,17 +75,39 @@ async def evaluate(
     if of_rank_0:
         await broadcast(runtime, values[len(means) :], step, purpose=Purpose.STANDING)
 
-    def score() -> Tensor:
+    def score(share: Tensor) -> Tensor:
         random.install()
         with _holding(kept, values):
             return _score(workload, model, data, share, device)
 
-    sums = await runtime.compute(Cost("evaluate", len(share)), score)
-    _, total = await sum_everywhere(runtime, torch.empty(0), sums, step, purpose=Purpose.EVALUATION)
+    total = await _shared_out(runtime, torch.arange(len(data)), score, step)
     loss, count, *_ = total.tolist()
     metric_of = getattr(workload, "metric_of", None)
     metric = total[2].item() / count if metric_of is None else metric_of(total[2:])
     return Score(float(metric), loss / count)
+
+
+async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    """Sums the scores of all ids, of which each replica takes a share; those that are left score the shares of lost ones."""
+    comm, part = runtime.comm, 0
+    ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.at(step).ranks
+    shares = dict(zip(ranks, ids.tensor_split(len(ranks)), strict=True))
+    total: Tensor | float = 0.0
+    while True:
+        share = shares[comm.rank]
+        sums = await runtime.compute(Cost("evaluate", len(share)), partial(score, share))
+        here = torch.zeros(0 if runtime.elastic is None else comm.size, dtype=sums.dtype)
+        here[comm.rank : comm.rank + 1] = 1
+        _, summed = await sum_everywhere(
+            runtime, torch.empty(0), torch.cat([sums, here]), step, part=part, purpose=Purpose.EVALUATION
+        )
+        total = total + summed[: len(sums)]
+        left = [] if runtime.elastic is None else summed[len(sums) :].nonzero().flatten().tolist()
+        missing = [shares[rank] for rank in shares if left and rank not in left]
+        if not sum(map(len, missing)):
+            return total
+        shares = dict(zip(left, torch.cat(missing).tensor_split(len(left)), strict=True))
+        part = part + 1 if part else _AGAIN
 
 
 def _others(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -582,7 +582,7 @@ class Exchanges:
         exchange = InFlight(number, self._step.number, transfer, kept, weight, rider, leads, absent)
         if self._learner is not None:
             exchange.square = _square(tensors)
-        self._launcher.launch(exchange, joined(tensors))
+        self._launcher.launch(exchange, joined(tensors), ends_step=not self._step.waiting)
         if leads and self._schedule.asks(self._state, self._step.number):
             exchange.times = self._runtime.decide("times", self._step.number, self._times.to_json)
 
@@ -637,10 +637,9 @@ class Exchanges:
             what = "gradient" if self._looks else "loss"
             raise NonFinite(exchange.step, tally.ranks, tally.nonfinite, what)
         if tally.asks:
-            channel = ExchangeChannel(self._runtime.comm, Purpose.UNUSED.at(exchange.step), exchange.number)
             with self._times.waiting():
-                await self._unused.tell(self._runtime, channel, exchange.number, exchange.absent)
-            self.sent_nbytes += channel.sent_nbytes
+                told = self._unused.tell(self._runtime, exchange.step, exchange.number, exchange.absent)
+                self.sent_nbytes += await told
         buckets = buckets_of(exchange.transfer.part)
         unused, never = self._unused.merged(exchange.number)
         exchange.unused, exchange.never = places_in(buckets, unused), places_in(buckets, never)
@@ -648,7 +647,7 @@ class Exchanges:
 
     async def _arrival(self, exchange: InFlight) -> Reduced:
         with self._times.waiting():
-            reduced = await exchange.result
+            reduced = await exchange.started.bring()
         self._launcher.in_flight.remove(exchange)
         self.sent_nbytes += exchange.channel.sent_nbytes
         self._times.exchanged(exchange)
@@ -696,10 +695,9 @@ class Exchanges:
         found = [t for bucket in buckets_of(exchange.transfer.part) for t in merger.averages(bucket.index)]
         if not found or self._runtime.comm.size == 1:
             return
-        channel = ExchangeChannel(self._runtime.comm, Purpose.MOMENTS.at(exchange.step), exchange.number)
+        number = Purpose.MOMENTS.at(exchange.step)
         with self._times.waiting():
-            await average_on(self._runtime, channel, found)
-        self.sent_nbytes += channel.sent_nbytes
+            self.sent_nbytes += await average_on(self._runtime, found, number, exchange.number)
 
     def _put(self, exchange: InFlight, mean: Tensor | None) -> None:
         merger = self._mergers[type(exchange.transfer.merge)]

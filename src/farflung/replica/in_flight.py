@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
 from farflung.replica.slots import Slots, buckets_of
 from farflung.replica.unused import Places
 from farflung.tasks import Pending, done
@@ -53,9 +53,8 @@ class InFlight:
       absent: which parameters of its part this replica had no gradient for.
       square: of the norm of what was given, where that is measured.
       again: whether it started before the run was resumed.
-      channel: counts its bytes.
+      started: what carries it; has its channel, which counts its bytes, and its result.
       began_s: when it started, in seconds on the run's clock.
-      result: what it brings.
       before: the reducer's state when it started.
       ended_s: when its result was there; noted a moment after.
       times: what the decider has measured, where the schedule asked.
@@ -73,9 +72,8 @@ class InFlight:
     absent: Places
     square: float = 0.0
     again: bool = False
-    channel: ExchangeChannel = field(init=False)
+    started: Started[Reduced] = field(init=False)
     began_s: float = field(init=False)
-    result: Pending[Reduced] = field(init=False)
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
@@ -83,17 +81,33 @@ class InFlight:
     never: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
+    def channel(self) -> ExchangeChannel:
+        """Counts its bytes."""
+        return self.started.channel
+
+    @property
+    def result(self) -> Pending[Reduced]:
+        """What it brings."""
+        return self.started.result
+
+    @property
     def nbytes(self) -> int:
         """Of what it keeps beside the reducer's own."""
         return sum(tensor.nbytes for kept in self.kept.values() for tensor in kept.values())
 
     async def carry(
-        self, carrier: Carrier, slot: StateSlot, tensor: Tensor, before: CodecState | None = None
+        self,
+        carrier: Carrier,
+        channel: ExchangeChannel,
+        slot: StateSlot,
+        tensor: Tensor,
+        before: CodecState | None = None,
     ) -> Reduced:
         """The exchange itself; notes the reducer's state at its start, which is ``before`` where that is given.
 
         Args:
           carrier: of it.
+          channel: of it.
           slot: the part's.
           tensor: given away to the reducer.
           before: for an exchange that is made again.
@@ -102,8 +116,8 @@ class InFlight:
             slot.state = before
         self.before = slot.state
         given = Contribution(tensor, self.weight, self.rider)
-        reduced = await carrier.reduce(self.channel, slot, given, step=self.step)
-        await self.channel.computed()
+        reduced = await carrier.reduce(channel, slot, given, step=self.step)
+        await channel.computed()
         return reduced
 
     async def state_dict(self) -> State:
@@ -169,22 +183,37 @@ class Launcher:
             and exchange.transfer.due_step <= step
         ]
 
-    def launch(self, exchange: InFlight, given: Tensor, before: CodecState | None = None) -> None:
+    def launch(
+        self, exchange: InFlight, given: Tensor, before: CodecState | None = None, *, ends_step: bool = False
+    ) -> None:
         """Starts an exchange.
 
         Args:
           exchange: to start.
           given: the contribution, which the reducer takes over.
           before: the reducer's state, of an exchange that is made again.
+          ends_step: whether it is the last to start at its step.
         """
         runtime, carrier = self._runtime, self._carriers[type(exchange.transfer.merge)]
-        exchange.channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(exchange.step), exchange.number)
+        slot, elastic = self._slots[exchange.number], runtime.elastic is not None
         exchange.began_s = runtime.now()
 
         def arrived(_: object) -> None:
             exchange.ended_s = runtime.now()
 
-        exchange.result = runtime.launch(exchange.carry(carrier, self._slots[exchange.number], given, before))
+        def carry(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
+            return exchange.carry(carrier, channel, slot, own.clone() if elastic else given, before)
+
+        def rewind() -> None:
+            if exchange.before is not None:
+                slot.state = exchange.before
+
+        # Other threads of the backend's may write in what was given once this returns.
+        own = given.clone() if elastic else given
+        number = Purpose.STEP.at(exchange.step)
+        exchange.started = start(
+            runtime, number, exchange.number, carry, _VALUES, rewind=rewind, ends_step=ends_step
+        )
         exchange.result.on_done(arrived)
         self.in_flight.append(exchange)
 
@@ -213,6 +242,14 @@ class Launcher:
             exchange.times = done(Decision("times", exchange.step, state["times"]))
         given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(part)])
         self.launch(exchange, given, CodecState(state["before"]["shared"], state["before"]["local"]))
+
+
+def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
+    """A result without what it teaches: for a codec that is a residual, which a member that lacks the result loses."""
+    return reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
+
+
+_VALUES = Values(_packed, lambda tensors: Reduced(tensors[0], float(tensors[1]), tensors[2]))
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

@@ -125,6 +125,8 @@ class Replica:
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _tellers: list[Tells] = field(init=False)
     _background: BackgroundTasks = field(init=False)
+    _views_told: int = field(init=False, default=1)
+    """The changes of the members that telemetry has told of."""
     _keeping: Keeping = field(init=False)
 
     def __post_init__(self) -> None:
@@ -358,7 +360,10 @@ class Replica:
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
             self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
-        if self.parts.even:
+        if self.runtime.elastic is not None:
+            self._samples += round(samples * (settled.stats.weight if settled.stats else 0.0))
+            self._tell_of_views()
+        elif self.parts.even:
             self._samples += samples * self.runtime.comm.size
         self._count(settled)
         split = TimeSplit(
@@ -581,6 +586,14 @@ class Replica:
             began_s=exchange.began_s,
             bytes_sent=exchange.channel.sent_nbytes,
         )
+
+    def _tell_of_views(self) -> None:
+        changes = self.runtime.elastic.changes
+        for change in changes[self._views_told :]:
+            self.telemetry.emit(
+                "view", t=change.t, step=change.step, view=change.view, members=list(change.ranks), lost=list(change.lost)
+            )
+        self._views_told = len(changes)
 
     def _record(
         self, vote: Vote, settled: Settled, split: TimeSplit, begin: float, arrived: Mapping[str, Json]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel
+from farflung.comm import ExchangeChannel, Purpose, Values, start
 from farflung.types import Bucket, Runtime, State
 
 __all__ = ["Places", "Unused", "joined_places", "places_in"]
@@ -54,24 +54,30 @@ class Unused:
         self._never[number] = tuple(place for place in never if place in unused)
         return unused, self._never[number]
 
-    async def tell(self, runtime: Runtime, channel: ExchangeChannel, number: int, absent: Places) -> None:
+    async def tell(self, runtime: Runtime, step: int, number: int, absent: Places) -> int:
         """All tell what they lacked in an exchange of a part, since a vote that came with it has asked.
 
         Args:
           runtime: the world.
-          channel: for this alone.
+          step: of the exchange.
           number: of the part.
           absent: what this replica lacked.
+
+        Returns:
+          The payload bytes that were sent.
         """
         lack = torch.zeros(self._counts[number], dtype=torch.float32)
         lack[list(absent)] = 1.0
+        side = _NO_SIDE if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
 
-        async def exchange() -> Tensor:
-            total, _ = await channel.collective("direct")(channel, lack, _NO_SIDE)
-            return total
+        async def exchange(channel: ExchangeChannel) -> tuple[Tensor, ...]:
+            return await channel.collective("direct")(channel, lack.clone(), side)
 
-        by_all = await runtime.launch(exchange()) == channel.size
+        started = start(runtime, Purpose.UNUSED.at(step), number, exchange, Values(tuple, tuple))
+        total, count = await started.bring()
+        by_all = total == (int(count) if len(count) else runtime.comm.size)
         self._by_all[number] = tuple(by_all.nonzero().flatten().tolist())
+        return started.channel.sent_nbytes
 
     def state_dict(self) -> tuple[State, State]:
         """What all have agreed about, and what is this replica's own."""

@@ -40,6 +40,8 @@ NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
 DEVICE = "cpu-core"
 """What they compute on."""
+_ELASTIC = ("reducer", "schedule", "sampler", "stream", "sharing", "scaling")
+"""Members that have to be those of a synchronous run for it to outlive the loss of replicas."""
 COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
 """The recipes that are compared when nothing is said."""
 
@@ -86,6 +88,8 @@ class RunConfig:
       partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
         labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid where a part of the recipe picks
         from each replica's own samples.
+      elastic: replicas with which the run at least goes on where others are lost; 0 when not given: the first loss ends
+        it.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
@@ -102,6 +106,7 @@ class RunConfig:
     workers: int
     data: str
     partition: str | Partition
+    elastic: int
     deadline: float
     encrypt: bool
     threads: int
@@ -113,6 +118,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        if not 0 <= self.elastic <= self.workers:
+            raise ConfigError(f"--elastic {self.elastic}: must be from 0 to --workers, {self.workers}")
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
         if not (self.deadline > 0 and math.isfinite(self.deadline)):
@@ -205,6 +212,7 @@ class RunConfig:
             "workers": int(said.get("workers", 2)),
             "data": data,
             "partition": said.get("partition", "iid" if holds_shares else "shared"),
+            "elastic": int(said.get("elastic", 0)),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "threads": int(said.get("threads", 0)),
@@ -286,7 +294,24 @@ class RunConfig:
             )
         shares = self.split()
         self.recipe.parts(self.seed, 0 if shares else None)
+        if self.elastic:
+            self._check_elastic()
         return shares
+
+    def _check_elastic(self) -> None:
+        """Refuses what does not outlive the loss of a replica."""
+        from farflung.recipes import Recipe
+
+        given, plain = self.recipe.members, Recipe().members
+        other = next((one for one in _ELASTIC if given[one] != plain[one]), None)
+        if other is None and self.recipe.collective != "native" and self.split_text == "shared":
+            return
+        what = "partition" if other is None and self.split_text != "shared" else other or "collective"
+        value = self.split_text if what == "partition" else given[what]
+        raise ConfigError(
+            f"--elastic {self.elastic}: --{what} {value} does not outlive the loss of a replica yet: leave out one of "
+            "the two"
+        )
 
     def check_carried(self) -> None:
         """Finds out whether other processes can make this run from its configuration alone.
@@ -417,7 +442,7 @@ class SimulatedConfig(RunConfig):
             return FaultPlan()
         plan = load_faults(Path(self.faults))
         with naming(self.faults):
-            check_plan(plan, self.workers)
+            check_plan(plan, self.workers, whole=not self.elastic)
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
@@ -436,7 +461,8 @@ class SimulatedConfig(RunConfig):
             faults=self.make_faults(),
             deadline_s=self.deadline,
             decisions=decisions,
-            count_evaluation=self.count_evaluation,
+            count_evaluation=self.count_evaluation or bool(self.elastic),
+            whole=not self.elastic,
         )
 
     @override

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import secrets
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from farflung.comm import collective_named
 from farflung.devices import device_profile
 from farflung.files import write_json
+from farflung.membership import Elastic, Supervised
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig
@@ -35,7 +38,7 @@ __all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
-_FOLDER = "farflung/folder"
+_FOLDER, _KEY = "farflung/folder", "farflung/key"
 _numbers = itertools.count()
 
 
@@ -58,13 +61,23 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
+def _key(store: dist.Store | None, rank: int) -> bytes:
+    """A secret of the run, by which its members certify what they say of each other."""
+    if store is None:
+        return b"alone"
+    if rank == 0:
+        store.set(_KEY, secrets.token_hex(16))
+    return told_by(0, store, _KEY, "the run's key", JOIN_S)
+
+
+def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervised | None = None) -> Run:
     """Trains as one replica.
 
     Args:
       run: what, where and on what; its folder has been made.
       show: gets this replica's events.
       seat: which one it is.
+      supervised: this process's end of its supervisor, in a run that outlives the loss of replicas.
     """
     config, options, files, rank, size = run.config, run.options, run.files, seat.rank, seat.size
     leader = seat.local_rank == 0
@@ -89,13 +102,16 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
+        store = run.store or meeting(seat)
         runtime = WallRuntime(
             rank,
             size,
-            run.store or meeting(seat),
+            store,
             endpoint=replace(options.endpoint.on(seat.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
+            members=range(size) if config.elastic else None,
+            kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
             decisions=decisions,
@@ -121,6 +137,15 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
             profile = network_profile(known) if known else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
+            if config.elastic:
+                runtime.elastic = Elastic(
+                    runtime,
+                    _key(store, rank),
+                    supervised=supervised,
+                    least=config.elastic,
+                    patience_s=config.deadline,
+                    first_step=start,
+                )
             collective = settled_collective(settle, config.recipe, replica, start)
             if files.resumed:
                 replica.resume(start)
@@ -142,8 +167,9 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
         runtime.close()
         if refused := files.refused(rank):
             summary["refused"] = dict(refused)
-    if leader:
+    first = rank == (0 if runtime.elastic is None else runtime.elastic.changes[-1].ranks[0])
+    if leader or first:
         save_tree(files.model, state)
-    if rank == 0:
+    if first:
         write_json(files.summary, summary)
     return run.ended(summary)

@@ -129,7 +129,7 @@ def parent_of(log: Path, *, workers: int) -> Parent:
 
 
 def launch(run: Prepared[RunConfig], show: Sink) -> Run:
-    """Trains on ``config.workers`` processes; the summary is rank 0's, with ``interrupted`` after Ctrl-C.
+    """Trains on ``config.workers`` processes; the summary is the lowest rank's, with ``interrupted`` after Ctrl-C.
 
     Args:
       run: configuration, options and folder, which exists.
@@ -147,7 +147,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
         device, pace = run.options.device, run.options.pace
-        job = Job(str(folder.path), folder.resumed, config.workers, scratch, device, pace)
+        job = Job(str(folder.path), folder.resumed, config.workers, scratch, device, pace, bool(config.elastic))
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
         summary = _Watch(parent, config.workers, events, shown, folder).run()
@@ -167,7 +167,8 @@ class _Watch:
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
-        self._summary: Event | None = None
+        self._ends: dict[int, Event] = {}
+        self._pace: dict[int, Event] = {}
         self._interrupts = 0
         self._end_by: float | None = None
 
@@ -195,10 +196,8 @@ class _Watch:
         elif kind == "error":
             self._errors.append(event)
             self._end_by = self._end_by or time.monotonic() + GRACE_S
-        elif kind == "end" and rank == 0:
-            self._summary = event
-        elif kind == "pace" and rank == 0 and self._summary is not None:
-            self._summary = {**self._summary, "pace": {k: event[k] for k in ("device", "steps", "overran")}}
+        elif kind in ("end", "pace"):
+            (self._ends if kind == "end" else self._pace)[int(str(rank))] = event
         self.show(event)
 
     def _interrupt(self) -> None:
@@ -215,8 +214,11 @@ class _Watch:
             told = next((e for e in self._errors if e["own"]), self._errors[0])
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(told["message"]))
-        if self._summary is not None:
-            told = {k: v for k, v in self._summary.items() if k not in {"event", "rank", "t"}}
+        if self._ends:
+            rank = min(self._ends)
+            told = {k: v for k, v in self._ends[rank].items() if k not in {"event", "rank", "t"}}
+            if rank in self._pace:
+                told["pace"] = {k: self._pace[rank][k] for k in ("device", "steps", "overran")}
             kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
             summary = {**kept, **told}
             if refused := self.folder.refused():

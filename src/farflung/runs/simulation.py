@@ -169,6 +169,13 @@ def _simulated(
             )
             replicas.append(replica)
         start = checkpoints.newest() if files.resumed else 0
+        if config.elastic:
+            from farflung.membership import Elastic
+
+            for runtime in world.runtimes:
+                runtime.elastic = Elastic(
+                    runtime, files.path.name.encode(), least=config.elastic, patience_s=config.deadline, first_step=start
+                )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
         if files.resumed:
             for replica in replicas:
@@ -202,7 +209,10 @@ def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
 
 async def whole(replica: Replica) -> tuple[Summary, State]:
     """All of a run, and the model that came of it."""
-    return await replica.run(), await replica.trained()
+    ended = await replica.run(), await replica.trained()
+    if replica.runtime.elastic is not None:
+        await replica.runtime.elastic.finish()
+    return ended
 
 
 def retime(

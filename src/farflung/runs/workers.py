@@ -29,6 +29,7 @@ import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
 from farflung.errors import FarflungError, RunLost
+from farflung.membership import Supervised, Supervisor
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
@@ -54,6 +55,7 @@ class Job:
       scratch: a folder for the socket of events and the file of the rendezvous; removed with the run.
       device: torch's device to train on.
       pace: device profile whose speed is kept; ``None`` for full speed.
+      elastic: whether the run may outlive the loss of workers.
     """
 
     folder: str
@@ -62,6 +64,7 @@ class Job:
     scratch: str
     device: str
     pace: str | None
+    elastic: bool
 
     @property
     def files(self) -> RunFolder:
@@ -99,7 +102,9 @@ def serve(pipe: int) -> int:
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_train, args=(job, rank)) for rank in range(job.workers)]
+    supervisor = Supervisor(os.urandom(32), job.workers) if job.elastic else None
+    ends = supervisor.processes if supervisor else [None] * job.workers
+    workers = [context.Process(target=_train, args=(job, rank, end)) for rank, end in enumerate(ends)]
     for worker in workers:
         worker.start()
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
@@ -115,9 +120,14 @@ def serve(pipe: int) -> int:
             rank = running.pop(cast(int, sentinel))
             workers[rank].join()
             code = workers[rank].exitcode or 0
+            if code and supervisor is not None:
+                supervisor.ended(rank, code, list(running.values()))
             if code < 0:
                 what = f"rank {rank} was ended by {signal.Signals(-code).name}"
                 print(what, file=sys.stderr)
+                if supervisor is not None and running:
+                    tell({"event": "lost", "rank": rank, "message": what})
+                    continue
                 lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
                 report_at = report_at or time.monotonic() + REPORT_S
     for event in lost[:1]:
@@ -136,7 +146,7 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
     raise AssertionError("this process is in the group")
 
 
-def _train(job: Job, rank: int) -> None:
+def _train(job: Job, rank: int, supervised: Supervised | None) -> None:
     """Trains as one replica; reports its events, and any error, to the process that started the run."""
     seat = Seat(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
@@ -144,7 +154,7 @@ def _train(job: Job, rank: int) -> None:
         try:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace)
-            join(Prepared(config, job.files, options=options), tell, seat)
+            join(Prepared(config, job.files, options=options), tell, seat, supervised)
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

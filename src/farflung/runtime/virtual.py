@@ -241,6 +241,7 @@ class VirtualRuntime:
 
     def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
         self.comm: Communicator = world.network.communicator(rank)
+        self.elastic: Any = None
         self.device = device
         self.off_clock: VirtualRuntime | None = None
         if world.off_clock is not None:
@@ -352,6 +353,7 @@ class _OffClock(VirtualRuntime):
 
     def __init__(self, world: VirtualWorld, comm: Communicator) -> None:
         self.comm = comm
+        self.elastic = None
         self.device = DeviceProfile(forward_s=0.0)
         self.off_clock = None
         self._world = world

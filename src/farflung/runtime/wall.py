@@ -74,6 +74,7 @@ class WallRuntime:
       pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
       members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
         is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
+      kept_nbytes: see :class:`farflung.comm.View`.
       transport: makes what carries messages, from rank, size and the options of
         :class:`farflung.comm.tcp.TcpTransport`.
 
@@ -98,6 +99,7 @@ class WallRuntime:
         decisions: DecisionLog | None = None,
         pace: Pace | None = None,
         members: Collection[int] | None = None,
+        kept_nbytes: float | None = None,
         transport: Callable[..., Transport] = TcpTransport,
     ) -> None:
         address, whole = endpoint.address, members is None
@@ -109,6 +111,8 @@ class WallRuntime:
         self._begin, self._local = time.monotonic(), endpoint.is_local
         self.off_clock: None = None
         """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
+        self.elastic: Any = None
+        """See :class:`farflung.types.Runtime`."""
         self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
@@ -130,7 +134,15 @@ class WallRuntime:
             later=not whole,
             connections=endpoint.connections,
         )
-        self.view = View(carrier, size, now=self.now, whole=whole, members=members, settings=settings)
+        self.view = View(
+            carrier,
+            size,
+            now=self.now,
+            whole=whole,
+            members=members,
+            settings=settings,
+            kept_nbytes=kept_nbytes,
+        )
         """The members, as this one sees them."""
         self.comm = WallCommunicator(
             self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
@@ -222,6 +234,10 @@ class WallRuntime:
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts an exchange on the communication thread."""
         return self._thread.launch(exchange)
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Calls ``readable`` on the communication thread, which calls this, while a descriptor has something to read."""
+        self.view.transport.watch(fd, readable)
 
     def aside(self, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn`` on a thread of its own, in the order of calls, while messages go on.

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["InShares", "Uniform"]
 
 
+_LATEST = 8
+"""Steps whose positions are remembered."""
+
+
 class Uniform:
     r"""Shuffled passes over the data with one global cursor.
 
@@ -26,7 +30,8 @@ class Uniform:
     takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
     sample comes exactly once per pass, whatever the number of replicas and also where it changes.
 
-    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first.
+    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first. Positions that are
+    returned, see :meth:`give_back`, come before those at the cursor.
 
     Args:
       seed: equal on all replicas.
@@ -35,20 +40,46 @@ class Uniform:
     def __init__(self, seed: int) -> None:
         self._passes = Passes(seed)
         self._cursor = 0
+        self._returned: list[range] = []
+        self._latest: dict[int, tuple[list[range], int]] = {}
+        """The positions that all ranks have taken at the latest steps, and how many each."""
 
     def next(self, view: PoolView) -> Draw:
         """This replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
             return Draw(view.pool[: view.batch_size])
-        first = self._cursor + view.rank * view.batch_size
-        self._cursor += view.size * view.batch_size
-        return Draw(self._at(first, view.batch_size, view.pool))
+        taken = self._take(view.size * view.batch_size)
+        self._latest[view.step] = taken, view.batch_size
+        self._latest.pop(view.step - _LATEST, None)
+        own = _part(taken, view.rank * view.batch_size, view.batch_size)
+        found = [self._at(positions.start, len(positions), view.pool) for positions in own]
+        return Draw(found[0] if len(found) == 1 else torch.cat(found))
+
+    def give_back(self, step: int, rank: int) -> None:
+        """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
+        taken, count = self._latest[step]
+        self._returned += _part(taken, rank * count, count)
 
     def state_dict(self) -> State:
-        return {"cursor": self._cursor}
+        returned = {"returned": [[one.start, one.stop] for one in self._returned]} if self._returned else {}
+        return {"cursor": self._cursor, **returned}
 
     def load_state_dict(self, state: State) -> None:
         self._cursor = int(state["cursor"])
+        self._returned = [range(*ends) for ends in state.get("returned", ())]
+
+    def _take(self, count: int) -> list[range]:
+        taken: list[range] = []
+        while count and self._returned:
+            first = self._returned.pop(0)
+            taken.append(first[:count])
+            if len(first) > count:
+                self._returned.insert(0, first[count:])
+            count -= len(taken[-1])
+        if count:
+            taken.append(range(self._cursor, self._cursor + count))
+            self._cursor += count
+        return taken
 
     def _at(self, first: int, count: int, n: int) -> Tensor:
         parts = []
@@ -59,6 +90,16 @@ class Uniform:
             first += len(part)
             count -= len(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _part(taken: list[range], first: int, count: int) -> list[range]:
+    """The positions from place ``first`` on."""
+    found = []
+    for positions in taken:
+        found.append(positions[first : first + count])
+        count -= len(found[-1])
+        first = max(0, first - len(positions))
+    return [positions for positions in found if len(positions)]
 
 
 class InShares:

@@ -344,6 +344,10 @@ class Channel(Protocol):
 class Runtime(Protocol):
     """The one seam between the code and the world: clock, compute, messages, decisions."""
 
+    elastic: Any
+    """What repeats exchanges where members are lost, a :class:`farflung.membership.Elastic`; ``None``: the first loss
+    ends the run."""
+
     @property
     def off_clock(self) -> Runtime | None:
         """The world with its clock at rest, for what is no part of training, such as evaluations and checkpoints.

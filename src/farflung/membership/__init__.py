@@ -1,0 +1,35 @@
+"""The protocol behind elastic training: members agree on the next view without a server.
+
+:class:`Member` is a state machine without sockets and clocks: a driver passes it events and carries out its effects,
+alike on real machines and in virtual time. See ``docs/membership.md``.
+"""
+
+from farflung.membership.elastic import Change, Elastic
+from farflung.membership.member import Certify, Driver, Member
+from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
+from farflung.membership.supervision import Page, Supervised, Supervisor
+from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected, reachable
+
+__all__ = [
+    "EXACT_MEMBERS",
+    "Certificate",
+    "Certify",
+    "Change",
+    "Codec",
+    "Driver",
+    "Elastic",
+    "Fact",
+    "Malformed",
+    "Member",
+    "Message",
+    "Page",
+    "Report",
+    "Supervised",
+    "Supervisor",
+    "Transfer",
+    "View",
+    "Vote",
+    "is_majority",
+    "largest_connected",
+    "reachable",
+]

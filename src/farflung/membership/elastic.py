@@ -1,0 +1,408 @@
+"""Exchanges that outlive the loss of members: a driver of :class:`Member` on a runtime, alike in both worlds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from socket import socket
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.comm import ExchangeChannel, Purpose, Started, Values
+from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, RunLost, Unsupported, WaitEnded
+from farflung.membership.member import Member
+from farflung.membership.messages import Codec, Malformed, Message, Report
+from farflung.membership.supervision import Supervised
+from farflung.membership.views import View
+from farflung.tasks import Pending, failed
+from farflung.types import AllReduce, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
+
+__all__ = ["Change", "Elastic"]
+
+T = TypeVar("T")
+
+_TAG = Tag(Purpose.VIEWS.at(0))
+_DONE = b"done"
+"""Says that its sender has every result of the run."""
+_STEP = (1 << 56) - 1
+"""The bits of an exchange's number that hold its step."""
+
+
+class Change(NamedTuple):
+    """A change of the members that take samples.
+
+    Args:
+      step: the first of the new members; no member has drawn its batch when the change is agreed.
+      ranks: the new members' ranks in the first view, by seniority.
+      lost: the ranks that are left out.
+      again: the steps before :attr:`step` whose batches of lost members are not in any update.
+      t: when it was agreed, in seconds on the run's clock.
+      view: the number of the view.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    again: range = range(0)
+    t: float = 0.0
+    view: int = 1
+
+
+@dataclass(eq=False, slots=True)
+class _Logged(Started[T], Generic[T]):
+    """An exchange that may be made again; ``number`` counts the exchanges of the run, alike on all members."""
+
+    elastic: Elastic
+    number: int
+    exchange: int
+    part: int
+    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]]
+    values: Values[T]
+    rewind: Callable[[], None] | None
+    ends_step: bool
+    drops: list[_Logged[Any]]
+    """Exchanges whose results all members have, once this one is whole."""
+    kept: tuple[Tensor, ...] | None = field(default=None)
+    """The result, for members that lack it; ``None``: the exchange is not whole here."""
+
+    @property
+    def step(self) -> int:
+        return self.exchange & _STEP
+
+    @override
+    async def bring(self) -> T:
+        value = await self.result
+        self.elastic.taken.append(self)
+        return value
+
+
+class Elastic:
+    """Makes exchanges again, or adopts their results, where members are lost.
+
+    Exchanges are started in one order on all members, which numbers them. Where a member is lost, the others agree on
+    the next view and on the exchanges that any of them holds whole; those that lack one of these adopt its result, and
+    all others are made again among the members of the view. Replicas wait meanwhile, and learn of the change alone.
+
+    It belongs to the thread that carries exchanges, but for :meth:`start`, :meth:`finish` and :meth:`at`.
+
+    Args:
+      runtime: the world; its view is not whole.
+      key: a secret of the run, which signs certificates.
+      supervised: this process's end of its supervisor; ``None``: its end is not certified.
+      least: the number of members with less of which the run ends.
+      quorum: ``"majority"`` or 1; see :class:`Member`.
+      patience_s: seconds for which to wait for an agreement.
+      first_step: of the run.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        key: bytes = b"",
+        *,
+        supervised: Supervised | None = None,
+        least: int = 1,
+        quorum: Any = "majority",
+        patience_s: float = 60.0,
+        first_step: int = 0,
+    ) -> None:
+        comm = runtime.comm
+        self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
+        self._supervised = supervised
+        self._codec = Codec(supervised.key if supervised else key)
+        names = tuple(map(str, range(comm.size)))
+        self._view = View(1, names, (0,), (names,))
+        self._member = Member(str(comm.rank), self, self._codec.certify, self._view, quorum=quorum)
+        self._member.connected.update(set(names) - {str(comm.rank)})
+        self._within = _Within(comm, range(comm.size))
+        self.changes = [Change(first_step, tuple(range(comm.size)))]
+        """The members that take samples, by the step from which on they do."""
+        self.taken: list[_Logged[Any]] = []
+        self._started = 0
+        self._log: dict[int, _Logged[Any]] = {}
+        self._base, self._complete = 0, {0: first_step - 1}
+        """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
+        self._frozen = self._settling = self._over = False
+        self._last: _Logged[Any] | None = None
+        self._ended: FarflungError | None = None
+        self.repeated = 0
+        """Exchanges that have been made again."""
+        if comm.size > 1:
+            runtime.launch(self._listen())
+            runtime.launch(self._watch())
+        if supervised is not None:
+            runtime.launch(self._supervise(supervised.certificates))
+
+    def at(self, step: int) -> Change:
+        """Return the change that is in force at a step."""
+        return next(change for change in reversed(self.changes) if change.step <= step)
+
+    def give_back(self, step: int, sampler: Any) -> None:
+        """Return the samples of lost members to a sampler, where a change takes effect at a step."""
+        for change in self.changes:
+            if change.step == step:
+                for before in change.again:
+                    ranks = self.at(before).ranks
+                    for rank in change.lost:
+                        sampler.give_back(before, ranks.index(rank))
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        number: int,
+        part: int,
+        make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
+        values: Values[T],
+        *,
+        rewind: Callable[[], None] | None = None,
+        ends_step: bool = False,
+    ) -> Started[T]:
+        """Start an exchange; see :func:`farflung.comm.start`."""
+        self._started += 1
+        drops, self.taken = self.taken, []
+        channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
+        logged = _Logged(
+            channel, result, self, self._started, number, part, make, values, rewind, ends_step, drops
+        )
+        self._runtime.launch(self._enter(logged))
+        return logged
+
+    async def finish(self) -> None:
+        """Wait until all members have every result, and tell that no member is waited for any more."""
+
+        async def meet(channel: ExchangeChannel) -> tuple[Tensor, ...]:
+            return await channel.collective("direct")(channel, torch.empty(0), torch.zeros(1, dtype=torch.float64))
+
+        if len(self._view.members) > 1:
+            self._last = last = self.start(Purpose.LEAVING.at(0), 0, meet, Values(tuple, tuple))  # type: ignore[assignment]
+            await last.result
+        await self._runtime.launch(self._end())
+
+    async def _end(self) -> None:
+        self._over = True
+        for name in self._member.connected:
+            self._comm.send(_payload(_DONE), int(name), _TAG, -1)
+
+    async def _enter(self, logged: _Logged[Any]) -> None:
+        if self._ended is not None:
+            logged.result.fail(self._ended)
+            return
+        self._log[logged.number] = logged
+        if logged.ends_step:
+            self._complete[logged.number] = logged.step
+        if not self._frozen:
+            await self._make(logged)
+
+    async def _make(self, logged: _Logged[Any]) -> None:
+        view = self._view
+        try:
+            value = await logged.make(_Channel(self._within, logged))
+        except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded) as error:
+            rank = getattr(error, "rank", None)
+            if view is self._view and isinstance(rank, int) and not isinstance(error, WaitEnded):
+                self._member.lost(str(rank))
+                self._settle_soon()
+        except Exception as error:
+            logged.result.fail(error)
+        else:
+            if view is self._view and not self._frozen:
+                self._has(logged, value)
+
+    async def _adopt(self, logged: _Logged[Any], giver: int) -> None:
+        view = self._view
+        try:
+            payload = await self._comm.recv(giver, Tag(Purpose.ADOPTION.at(logged.number)))
+        except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded):
+            return
+        if view is self._view and not self._frozen:
+            self._has(logged, logged.values.unpack(tuple(tensor.clone() for tensor in payload.tensors())))
+
+    def _has(self, logged: _Logged[Any], value: Any) -> None:
+        """Hold an exchange whole."""
+        logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
+        while (later := self._log.get(self._base + 1)) is not None and later.kept is not None:
+            self._base += 1
+        for dropped in logged.drops:
+            self._log.pop(dropped.number, None)
+        known = [number for number in self._complete if number <= self._base]
+        for number in sorted(known)[:-1]:
+            del self._complete[number]
+        logged.result.set(value)
+
+    # --- effects of the agreement -----------------------------------------------------------------------------------
+
+    def send(self, name: str, message: Message) -> None:
+        self._comm.send(_payload(self._codec.encode(message)), int(name), _TAG, -1)
+
+    def keep(self, report: Report) -> None:
+        if self._supervised is not None:
+            self._supervised.page.write(self._codec.encode(report))
+
+    def freeze(self) -> tuple[int, ...]:
+        self._frozen = True
+        self._runtime.launch(self._lose_patience(self._view))
+        return (self._base, *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None))
+
+    def install(self, view: View) -> None:
+        lost = set(self._view.members).difference(view.members)
+        self._view, self._frozen = view, False
+        self._comm.advance(view.number)
+        self._within = _Within(self._comm, tuple(map(int, view.members)))
+        if len(view.members) < self._least:
+            self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
+            return
+        self._change(view, tuple(sorted(map(int, lost))))
+        givers = {x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._member.name}
+        missing = [one for _, one in sorted(self._log.items()) if one.kept is None]
+        for logged in reversed(missing):
+            if logged.rewind is not None and logged.number not in givers:
+                logged.rewind()
+        for logged in missing:
+            giver = givers.get(logged.number)
+            self.repeated += giver is None
+            self._runtime.launch(self._make(logged) if giver is None else self._adopt(logged, giver))
+
+    def hand(self, view: View) -> None:
+        for giver, receiver, number in view.transfers():
+            if giver == self._member.name:
+                kept = self._log[number].kept
+                assert kept is not None
+                self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
+
+    def stop(self, reason: str) -> None:
+        self._ended = RunLost(reason)
+        for logged in self._log.values():
+            logged.result.fail(self._ended)
+
+    def _change(self, view: View, lost: tuple[int, ...]) -> None:
+        """Note from which step on the members of a view take samples."""
+        whole, newest = view.newest[0], set(view.newest)
+        while whole + 1 in newest:
+            whole += 1
+        done = max(step for number, step in self._complete.items() if number <= whole)
+        # Updates after step ``done`` need exchanges of the new view, so no member has drawn more than the next batch.
+        again = range(done + 1, done + 2)
+        ranks = tuple(map(int, view.members))
+        self.changes.append(Change(again.stop, ranks, lost, again, self._runtime.now(), view.number))
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        while True:
+            source, payload = await self._comm.recv_any(_TAG, deadline_s=math.inf)
+            (text,) = payload.tensors()
+            self._hear(str(source), bytes(text.numpy()))
+
+    def _hear(self, source: str, text: bytes) -> None:
+        if source not in self._member.connected:
+            self._member.back(source)  # it was silent
+        if text == _DONE:
+            self._over = True
+            if self._last is not None:
+                self._last.result.set(())
+            return
+        try:
+            message = self._codec.decode(text)
+        except Malformed:
+            self._member.lost(source)
+        else:
+            self._member.hear(source, message)
+        self._settle_soon()
+
+    async def _supervise(self, certificates: socket) -> None:
+        def came() -> None:
+            self._member.hear("", self._codec.decode(certificates.recv(1 << 20)))
+            self._settle_soon()
+
+        self._runtime.watch(certificates.fileno(), came)  # type: ignore[attr-defined]
+
+    async def _watch(self) -> None:
+        while True:
+            self._member.lost(str(await self._comm.departure()))
+            self._settle_soon()
+
+    def _settle_soon(self) -> None:
+        """Let the member act once all that has arrived is heard."""
+        if not self._settling:
+            self._settling = True
+            self._runtime.launch(self._settle())
+
+    async def _settle(self) -> None:
+        self._settling = False
+        if not self._over and self._ended is None:
+            self._member.settle()
+
+    async def _lose_patience(self, view: View) -> None:
+        await self._runtime.sleep_until(self._runtime.now() + self._patience_s)
+        if self._frozen and self._view is view and not self._over and self._ended is None:
+            self._member.give_up()
+
+
+def _payload(text: bytes) -> Payload:
+    return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+
+
+class _Channel(ExchangeChannel):
+    """A channel within a view, whose bytes are counted by rank in the first view."""
+
+    def __init__(self, within: _Within, logged: _Logged[Any]) -> None:
+        super().__init__(within, logged.exchange, logged.part)
+        self.sent = logged.channel.sent
+        self._ranks = within.ranks
+
+    @override
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        self.sent[self._ranks[dst]] += payload.nbytes
+        return self._comm.send(payload, dst, self.tag(hop))
+
+    @override
+    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+        raise Unsupported("exchanges that are computed as a whole, in a run that outlives the loss of members")
+
+
+class _Within:
+    """The communicator among the members of a view; see :class:`farflung.types.Communicator`.
+
+    Args:
+      comm: of the first view.
+      ranks: the members' ranks there, by their rank here.
+    """
+
+    lane: Any
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int]) -> None:
+        self._comm, self.ranks = comm, tuple(ranks)
+        self.rank, self.size = self.ranks.index(comm.rank), len(self.ranks)
+        self.lane, self.sent = comm.lane, comm.sent
+
+    @property
+    def auto(self) -> Mapping[int, str]:
+        return self._comm.auto
+
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+        return self._comm.send(payload, self.ranks[dst], tag, priority)
+
+    def recv(
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Pending[Payload]:
+        return self._comm.recv(self.ranks[src], tag, expect, deadline_s=deadline_s)
+
+    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+        self._comm.land(self.ranks[src], tag, into)
+
+    def collective(self, name: str) -> AllReduce:
+        return self._comm.collective(name)
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        del tensor, tag
+        return failed(Unsupported("native collectives in a run that outlives the loss of members"))

@@ -1,0 +1,377 @@
+"""The agreement on the next view, as a state machine without sockets and clocks.
+
+It is Paxos without a leader, one instance for each view. The ballot is the size of what a member knows, a
+:class:`Report` is a promise, a :class:`Vote` accepts. See ``docs/membership.md`` for the rules, which comments here
+number, and for why they are safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal, Protocol, TypeAlias
+
+from farflung.membership.messages import Certificate, Fact, Message, Report, Vote
+from farflung.membership.views import View, is_majority, largest_connected, reachable
+
+__all__ = ["Certify", "Driver", "Member"]
+
+Certify: TypeAlias = Callable[[str, int, Report | None], Certificate]
+"""Signs a certificate of a name, an exit code and a will."""
+
+
+class Driver(Protocol):
+    """Carries out the effects of a member, in the order in which they are called."""
+
+    def send(self, name: str, message: Message) -> None:
+        """Send a message to a connected process, behind all that was sent to it before."""
+        ...
+
+    def keep(self, report: Report) -> None:
+        """Store a report where the supervisor can read it after the process has ended, before returning."""
+        ...
+
+    def freeze(self) -> tuple[int, ...]:
+        """Stop all exchanges, and return which are whole.
+
+        From then on no exchange of the view becomes whole here, and no contribution is sent.
+
+        Returns:
+          The number up to which all exchanges are whole, then the numbers above it that are whole too, ascending;
+          empty while this process does not have the model.
+        """
+        ...
+
+    def install(self, view: View) -> None:
+        """Go on in a view.
+
+        Exchanges in ``view.newest`` are done; those that are lacking are adopted from their givers. All later ones
+        are made again, from the contributions that were sent before, under the new number. A process that does not
+        have the model yet forgets exchanges that it has adopted. Data of an older view is refused; data of a newer
+        one is kept until that view is installed.
+        """
+        ...
+
+    def hand(self, view: View) -> None:
+        """Give members of a view what they lack; see :meth:`View.transfers`. This process may have left."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """End the process's part in the run, once what it has to hand over is sent."""
+        ...
+
+
+class Member:
+    """One process's part in the agreement on views.
+
+    The driver calls a method for each event and, when it has passed on all that has arrived, :meth:`settle`, which
+    reports, votes and installs. Nothing is ever sent to a process that is not connected.
+
+    Args:
+      name: of this process; no other process ever has it.
+      driver: carries out effects.
+      certify: signs a certificate; see :meth:`Codec.certify`.
+      view: the first view of a run; ``None``: this process asks to join one.
+      quorum: ``"majority"``: a view is installed by more than half of the members that are not certified dead, or
+        by half with the most senior; 1: by any member, so that halves without a connection both go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        driver: Driver,
+        certify: Certify,
+        view: View | None = None,
+        *,
+        quorum: Literal["majority", 1] = "majority",
+    ) -> None:
+        self.name, self.view, self.stopped = name, view, False
+        self._driver, self._certify, self._quorum = driver, certify, quorum
+        self.connected, self._guests, self._down = set[str](), set[str](), set[str]()
+        self._certificates: dict[str, Certificate] = {}
+        self._leaving = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what belongs to the view before."""
+        self._know: dict[Fact, int] = {}
+        self._wills: dict[str, Certificate] = {}
+        self._reports: dict[str, Report] = {}
+        self._accepted: dict[Vote, set[str]] = {}
+        self._held: tuple[int, ...] | None = None
+        self._vote: Vote | None = None
+        self._due = set[str]()
+        """Processes to which a report is due."""
+        self._grown = False
+        """Whether knowledge has grown, so that a report is due to all that are connected."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether exchanges are stopped, because the view ends."""
+        return self._held is not None
+
+    # --- events (R1) ------------------------------------------------------------------------------------------------
+
+    def lost(self, name: str) -> None:
+        """Note that no connection or relay leads to a process, or that something sent to it may be lost."""
+        self.connected.discard(name)
+        self._guests.discard(name)
+        self._down.add(name)
+        self._observe(name)
+
+    def back(self, name: str) -> None:
+        """Note a new connection to a process that has a view."""
+        self.connected.add(name)
+        self._down.discard(name)
+        self._due.add(name)
+        self._observe(name)
+
+    def guest(self, name: str) -> None:
+        """Note a new connection to a process that has no view and asks to join; its settings have been checked."""
+        self._guests.add(name)
+        self.back(name)
+
+    def died(self, certificate: Certificate) -> None:
+        """Note that a process has ended or takes part no more; its will counts as if it reported now."""
+        name, will = certificate.name, certificate.will
+        if name == self.name or name in self._certificates:
+            return
+        self._certificates[name] = certificate
+        self.lost(name)
+        if will is not None:
+            self._hear_report(name, will)
+        if self.view is not None and name in self.view.members:
+            self._wills[name] = certificate
+            self._grown = True
+
+    def leave(self) -> None:
+        """Ask to be left out of the next view; a process that has no view stops at once."""
+        if self.view is None:
+            self.give_up()
+        elif not self._leaving:
+            self._leaving = True
+            self._wish("leave")
+
+    def redo(self) -> None:
+        """Ask for a new view of the same members, for example where the giver of a state has left too early."""
+        if self.view is not None and not self.frozen:
+            self._wish("redo")
+
+    def hear(self, source: str, message: Message) -> None:
+        """Take a message that has arrived, in the order in which its source has sent them."""
+        if isinstance(message, Report):
+            self._hear_report(source, message)
+        elif isinstance(message, Certificate):
+            self.died(message)
+        elif self.view is not None and message.value.number == self.view.number + 1:
+            if source in self.view.members:
+                self._count(source, message)
+
+    def settle(self) -> None:
+        """Report what has changed, and vote where all that take part know the same."""
+        view = None
+        while view != self.view and not self.stopped:  # again after each view that is installed here
+            view = self.view
+            if not self.frozen and self._ends():
+                self._held = self._driver.freeze()
+                self._grown = True
+            if self._grown:
+                self._due, self._grown = set(self.connected), False
+            if due := self._due & self.connected:
+                self._due = set()
+                self._tell(due, self._report())
+            if self.frozen:
+                self._cast()
+
+    def give_up(self) -> None:
+        """Stop without an agreement, and tell so (R9): for a driver whose patience is over while the view ends."""
+        if self.stopped or not (self.view is None or self.frozen):
+            return
+        will = None
+        reason = "no view has admitted this process"
+        if self.view is not None:
+            will = self._report()
+            self._driver.keep(will)
+            alive = [x for x in self.view.members if x not in self._wills]
+            reached = [x for x in alive if x in self.connected]
+            others = [x for x in alive if x not in (self.name, *reached)]
+            reason = (
+                f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
+                f"may be alive: {', '.join(others) or 'none'}; "
+                f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
+            )
+        for name in sorted(self.connected):
+            self._driver.send(name, self._certify(self.name, 0, will))
+        self._stop(reason)
+
+    # --- knowledge (R1, R7) -----------------------------------------------------------------------------------------
+
+    def _hear_report(self, source: str, report: Report) -> None:
+        for certificate in report.wills.values():
+            self.died(certificate)
+        if self.view is None or report.view.number > self.view.number:
+            if self.view is not None or self.name in report.view.members:
+                self._install(report.view)
+        if self.view is None:
+            return
+        self._guests.discard(source)  # it has a view
+        self._observe(source)
+        if report.view.number < self.view.number:
+            self._due.add(source)
+        elif report.view == self.view:  # with a quorum of 1 there may be several views of a number
+            self._reports[source] = report
+            self._learn(report.know)
+
+    def _learn(self, know: Mapping[Fact, int]) -> None:
+        for fact, count in know.items():
+            if count > self._know.get(fact, 0):
+                self._know[fact] = count
+                self._grown = True
+
+    def _observe(self, name: str) -> None:
+        """Count a change of the link to a process; a member's begins whole, a guest's cut."""
+        if self.view is None or name == self.name:
+            return
+        fact = Fact("link", self.name, name)
+        if name not in self.view.members:
+            count, whole = self._know.get(fact, 1), name in self._guests
+        elif name in self._certificates:
+            return
+        else:
+            count, whole = self._know.get(fact, 0), name not in self._down
+        if (count % 2 == 0) != whole:
+            self._learn({fact: count + 1})
+
+    def _wish(self, kind: Literal["leave", "redo"]) -> None:
+        fact = Fact(kind, self.name)
+        self._learn({fact: self._know.get(fact, 0) + 1})
+
+    def _report(self) -> Report:
+        assert self.view is not None
+        return Report(self.view, dict(self._know), dict(self._wills), self._held, self._vote)
+
+    def _tell(self, names: Collection[str], message: Report | Vote) -> None:
+        """Keep the report, then send a message (R8)."""
+        self._driver.keep(self._report())
+        for name in sorted(names):
+            self._driver.send(name, message)
+
+    # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
+
+    def _ends(self) -> bool:
+        """Return whether the view ends (R2): by a cut, even one that has healed, a death, a wish or an admission."""
+        assert self.view is not None
+        members = set(self.view.members)
+        return (
+            bool(self._wills)
+            or any(fact.kind != "link" or fact.other in members for fact in self._know)
+            or any(report.held is not None for report in self._reports.values())
+            or bool(self._admitted(self._part()))
+        )
+
+    def _part(self) -> list[str]:
+        """Return the members that take part in the agreement (R3), by seniority."""
+        assert self.view is not None
+        links = ((fact, count) for fact, count in self._know.items() if fact.kind == "link")
+        cut = {(fact.member, fact.other) for fact, count in links if count % 2}
+        alive = [x for x in self.view.members if x not in self._wills]
+        return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
+
+    def _admitted(self, part: Iterable[str]) -> list[str]:
+        """Return the guests that are connected to all members that take part."""
+        assert self.view is not None
+        guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
+        links = {guest: [self._know.get(Fact("link", x, guest), 1) for x in part] for guest in guests}
+        return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
+
+    def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
+        """Return whether names decide (R4): members cut off or silent are counted, certified ones are not."""
+        assert self.view is not None
+        return self._quorum == 1 or is_majority(set(names), self.view.members, dead)
+
+    def _cast(self) -> None:
+        """Vote, once at each ballot, where all that take part have reported the same knowledge (R5)."""
+        assert self.view is not None
+        part, dead, own = self._part(), tuple(sorted(self._wills)), self._report()
+        if self.name not in part or not self._is_quorum(part, dead):
+            return
+        if self._vote is not None and self._vote.ballot >= own.ballot:
+            return
+        reports = self._unanimous(part, own)
+        if reports is not None:
+            self._vote = Vote(own.ballot, dead, self._value(reports))
+            self._tell(self.connected.intersection(self.view.members), self._vote)
+            self._count(self.name, self._vote)
+
+    def _unanimous(self, part: Iterable[str], own: Report) -> dict[str, Report] | None:
+        """Return the reports of all that take part, if they are frozen and know what this member knows."""
+        reports = {}
+        for name in part:
+            report = own if name == self.name else self._reports.get(name)
+            if report is None or report.held is None or report.know != own.know:
+                return None
+            if report.wills.keys() != own.wills.keys():
+                return None
+            reports[name] = report
+        return reports
+
+    def _value(self, reports: Mapping[str, Report]) -> View:
+        """Return the value of the highest ballot that a report or will shows; otherwise the view that follows."""
+        wills = [x.will for x in self._wills.values() if x.will is not None and x.will.view == self.view]
+        earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
+        return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._successor(reports)
+
+    def _successor(self, reports: Mapping[str, Report]) -> View:
+        assert self.view is not None
+        leaving = {x for x in reports if Fact("leave", x) in self._know}
+        members = (*(x for x in reports if x not in leaving), *self._admitted(reports))
+        held = {x: report.held for x, report in reports.items() if report.held}
+        if not held:
+            return View(self.view.number + 1, members, (), ())
+        base = min(whole[0] for whole in held.values())
+        whole = {x: {*range(base, held[x][0]), *held[x]} for x in held}
+        givers = sorted(held, key=lambda x: (x in leaving, -len(whole[x])))  # then by seniority
+        newest = tuple(sorted(set().union(*whole.values())))
+        holders = tuple(tuple(x for x in givers if exchange in whole[x]) for exchange in newest)
+        return View(self.view.number + 1, members, newest, holders)
+
+    # --- decision (R6) ----------------------------------------------------------------------------------------------
+
+    def _count(self, name: str, vote: Vote) -> None:
+        """Count a vote, and install its value if a quorum has cast it, at whatever ballot."""
+        names = self._accepted.setdefault(vote, set())
+        names.add(name)
+        if self._is_quorum(names, vote.dead):
+            self._install(vote.value)
+
+    def _install(self, view: View) -> None:
+        """Enter a view with the facts that last, or stop where it has no place for this process."""
+        if self.stopped:
+            return
+        gone = set(self.view.members if self.view else ()).difference(view.members)
+        self.view = view
+        self._begin()
+        for name in gone:  # no other process gets its name
+            self._certificates.pop(name, None)
+            self._down.discard(name)
+        evicted = self.name not in view.members
+        if not evicted:
+            self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}
+            for name in (*view.members, *self._guests):
+                self._observe(name)
+            if self._leaving:
+                self._wish("leave")
+        self._grown = True
+        if evicted or not view.newest:
+            self._tell(self.connected, self._report())
+        else:
+            self._driver.install(view)
+        if any(transfer.giver == self.name for transfer in view.transfers()):
+            self._driver.hand(view)
+        if evicted:
+            self._stop(f"{'left with' if self._leaving else 'evicted by'} view {view.number}")
+        elif not view.newest:
+            self._stop(f"no member of view {view.number} holds the model")
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = True
+        self._driver.stop(reason)

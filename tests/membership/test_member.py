@@ -1,0 +1,153 @@
+"""What single members do: wishes, stops, answers, and views whose exchanges are whole on some members alone."""
+
+from __future__ import annotations
+
+from farflung.membership import Transfer, View
+from tests.membership.script import Script
+
+
+def test_redo_brings_the_same_members_a_new_number() -> None:
+    script = Script("abc")
+    script.members["b"].redo()
+    script.until_quiet()
+    view = View(2, tuple("abc"), (0,), (tuple("abc"),))
+    assert [member.view for member in script.members.values()] == [view] * 3
+    assert not any(member.frozen for member in script.members.values())
+
+
+def test_redo_is_no_wish_while_the_view_ends_anyway() -> None:
+    script = Script("abc")
+    script.lose("a", "c")
+    ballot = script.kept["a"].ballot
+    script.members["a"].redo()
+    script.members["a"].settle()
+    assert script.kept["a"].ballot == ballot
+
+
+def test_the_last_member_leaves_a_view_without_members() -> None:
+    script = Script("a")
+    script.members["a"].leave()
+    script.until_quiet()
+    assert script.members["a"].view == View(2, (), (0,), (("a",),))
+    assert script.reasons == {"a": "left with view 2"}
+
+
+def test_a_member_that_leaves_hands_over_what_it_alone_holds() -> None:
+    script = Script("abc")
+    script.held = {"a": (4,), "b": (4, 6), "c": (5,)}
+    script.members["b"].leave()
+    script.until_quiet()
+    view = View(2, ("a", "c"), (4, 5, 6), (("c", "a", "b"), ("c",), ("b",)))
+    assert script.members["a"].view == script.members["c"].view == view
+    assert script.handed == {"b": view, "c": view}
+    assert view.transfers() == [Transfer("c", "a", 5), Transfer("b", "a", 6), Transfer("b", "c", 6)]
+
+
+def test_exchanges_in_flight_are_the_union_of_what_members_hold() -> None:
+    script = Script("abc")
+    script.held = {"a": (7, 9), "b": (8,), "c": (7, 10)}
+    script.members["a"].redo()
+    script.until_quiet()
+    holders = (("a", "b", "c"), ("b",), ("a",), ("c",))
+    assert script.members["a"].view == View(2, tuple("abc"), (7, 8, 9, 10), holders)
+
+
+def test_a_joiner_receives_the_state_and_is_the_most_junior() -> None:
+    script = Script("ab")
+    script.held = {"a": (3,), "b": (4,)}
+    joiner = script.join("A")
+    script.until_quiet()
+    assert joiner.view == View(2, ("a", "b", "A"), (3, 4), (("b", "a"), ("b",)))
+    assert joiner.view is not None
+    assert joiner.view.transfers() == [Transfer("b", "A", 3), Transfer("b", "a", 4)]
+
+
+def test_a_guest_that_some_members_cannot_reach_is_not_let_in() -> None:
+    script = Script("abc")
+    joiner = script.join("d")
+    script.members["c"].lost("d")
+    script.until_quiet()
+    assert joiner.view is None
+    assert not any(script.members[x].frozen for x in "abc")
+    joiner.give_up()
+    assert script.reasons == {"d": "no view has admitted this process"}
+
+
+def test_a_process_without_a_view_leaves_at_once() -> None:
+    script = Script("ab")
+    script.join("c").leave()
+    assert script.reasons == {"c": "no view has admitted this process"}
+
+
+def test_a_view_whose_members_lack_the_model_stops_by_name() -> None:
+    script = Script("a")
+    joiner = script.join("b")
+    script.until_quiet()
+    assert joiner.view is not None
+    script.members["b"].lost("a")
+    script.certify("a", "b")  # before it could give the state
+    joiner.settle()
+    assert script.reasons == {"b": "no member of view 3 holds the model"}
+
+
+def test_with_a_quorum_of_one_both_halves_go_on() -> None:
+    script = Script("ab", quorum=1)
+    script.lose("a", "b")
+    script.lose("b", "a")
+    views = [script.members[x].view for x in "ab"]
+    assert views == [View(2, (x,), (0,), ((x,),)) for x in "ab"]
+    script.members["a"].back("b")
+    script.members["b"].back("a")
+    script.until_quiet()
+    assert [script.members[x].view for x in "ab"] == views
+    script.members["b"].redo()
+    script.until_quiet()
+    assert script.reasons == {"a": "evicted by view 3"}
+
+
+def test_give_up_does_nothing_while_the_view_goes_on() -> None:
+    script = Script("ab")
+    script.members["a"].give_up()
+    assert not script.members["a"].stopped
+
+
+def test_a_member_that_gives_up_counts_as_dead() -> None:
+    script = Script("abcd")
+    for name, other in ("ac", "ad", "bc", "bd", "ca", "cb", "da", "db"):
+        script.lose(name, other)
+    script.wires.clear()  # a and b could decide, but hear nothing of each other
+    script.members["a"].give_up()
+    assert script.reasons == {
+        "a": "no agreement on view 2; connected: b; may be alive: c, d; "
+        "needed: more than half of 4 members, or half with a"
+    }
+    script.pass_on("ab")
+    script.members["b"].back("c")
+    script.members["c"].back("b")
+    script.until_quiet()
+    assert script.members["b"].view == script.members["c"].view == View(2, ("b", "c"), (0,), (("b", "c"),))
+
+
+def test_a_report_of_an_older_view_is_answered_though_no_connection_was_lost_here() -> None:
+    script = Script("abc")
+    for name, other in ("ac", "bc"):
+        script.lose(name, other)
+    script.wires["a", "c"].clear()
+    script.wires["b", "c"].clear()
+    script.pass_on("ab", "ba")
+    script.pass_on("ab", "ba")
+    script.pass_on("ab", "ba")
+    assert script.members["b"].view == View(2, ("a", "b"), (0,), (("a", "b"),))
+    script.members["b"].connected.add("c")  # its transport has replaced a connection and told nothing
+    script.wires.clear()
+    script.lose("c", "a")
+    script.until_quiet()
+    assert script.reasons == {"c": "evicted by view 2"}
+
+
+def test_a_process_in_no_relation_is_no_concern() -> None:
+    script = Script("ab")
+    script.members["a"].lost("elsewhere")
+    script.certify("b", "b")
+    script.until_quiet()
+    assert not any(member.frozen for member in script.members.values())
