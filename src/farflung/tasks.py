@@ -159,6 +159,10 @@ class Task(Pending[T]):
         except BaseException as error:
             self.fail(error)
 
+    def drop(self) -> None:
+        """Closes the coroutine of a task that nothing waits for any more."""
+        self._coroutine.close()
+
     def _resume(self, _: Pending[Any]) -> None:
         self._schedule(self._step)
 

@@ -173,9 +173,11 @@ class Progress(Bar):
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
         self._rate = ""
         self._told: set[tuple[str, int]] = set()
+        self._followed = 0
+        """The rank whose events are shown: the most senior that is there."""
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event; those of other ranks than 0 only say that their replica has begun."""
+        """Takes in one event; those of junior ranks only say that their replica has begun, and who is left."""
         with suppress(Exception):
             if event["event"] == "hello":
                 self._up.add(int(number(event, "rank")))
@@ -183,8 +185,19 @@ class Progress(Bar):
                     self.state = f"starting: {len(self._up)} up, they meet"
             if event["event"] == "begin":
                 self._replicas.add(int(number(event, "rank")))
-            if event["rank"] == 0:
+            if event["event"] == "view":
+                self._view(event)
+            if event["rank"] == self._followed:
                 self._take(event)
+
+    def _view(self, event: Event) -> None:
+        members, lost = event["members"], event["lost"]
+        assert isinstance(members, list)
+        assert isinstance(lost, list)
+        self._followed = int(str(members[0]))
+        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        self._tell(event, f"lost {ranks}; {len(members)} go on as view {event['view']}")
+        self._replicas = {int(str(rank)) for rank in members}
 
     def _take(self, event: Event) -> None:
         kind = event["event"]

@@ -13,7 +13,17 @@ from torch import Tensor
 from farflung.tasks import Pending, done
 from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
-__all__ = ["KINDS", "RELAYED", "ExchangeChannel", "Purpose", "Started", "Values", "describe", "kind_of", "start"]
+__all__ = [
+    "KINDS",
+    "RELAYED",
+    "ExchangeChannel",
+    "Purpose",
+    "Started",
+    "Values",
+    "describe",
+    "kind_of",
+    "start",
+]
 
 T = TypeVar("T")
 
@@ -246,6 +256,9 @@ def start(
       ends_step: whether all exchanges of a training step have been started with it.
     """
     if runtime.elastic is not None:
-        return runtime.elastic.start(number, part, make, values, rewind=rewind, ends_step=ends_step)
+        started: Started[T] = runtime.elastic.start(
+            number, part, make, values, rewind=rewind, ends_step=ends_step
+        )
+        return started
     channel = ExchangeChannel(runtime.comm, number, part)
     return Started(channel, runtime.launch(make(channel)))

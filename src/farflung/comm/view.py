@@ -16,8 +16,8 @@ from farflung.comm.channel import Purpose
 from farflung.comm.failure_detector import BlockedOn, FailureDetector
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
-from farflung.comm.relay import Relay
 from farflung.comm.records import CONTROL
+from farflung.comm.relay import Relay
 from farflung.comm.transport import FIRST, LAST, Transport
 from farflung.comm.wire import (
     DIRECT,
@@ -61,8 +61,8 @@ class View(Meeting):
         more later.
       settings: values that must be equal on all members, by name; compared at the start.
       max_nbytes: the largest payload accepted, in bytes.
-      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; when not given, all in a view that
-        is whole, and :data:`farflung.comm.mailbox.KEPT_NBYTES` in another.
+      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; when not given, all in a view
+        that is whole, and :data:`farflung.comm.mailbox.KEPT_NBYTES` in another.
     """
 
     def __init__(

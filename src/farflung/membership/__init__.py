@@ -4,7 +4,7 @@
 alike on real machines and in virtual time. See ``docs/membership.md``.
 """
 
-from farflung.membership.elastic import Change, Elastic
+from farflung.membership.elastic import Elastic
 from farflung.membership.member import Certify, Driver, Member
 from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
 from farflung.membership.supervision import Page, Supervised, Supervisor
@@ -14,7 +14,6 @@ __all__ = [
     "EXACT_MEMBERS",
     "Certificate",
     "Certify",
-    "Change",
     "Codec",
     "Driver",
     "Elastic",

@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from socket import socket
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
-from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, RunLost, Unsupported, WaitEnded
+from farflung.errors import (
+    DeadlinePassed,
+    FarflungError,
+    PeerFailed,
+    PeerLost,
+    RunLost,
+    Unsupported,
+    WaitEnded,
+)
 from farflung.membership.member import Member
 from farflung.membership.messages import Codec, Malformed, Message, Report
-from farflung.membership.supervision import Supervised
+from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending, failed
-from farflung.types import AllReduce, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
+from farflung.types import AllReduce, Change, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
-__all__ = ["Change", "Elastic"]
+__all__ = ["Elastic"]
 
 T = TypeVar("T")
 
@@ -30,26 +37,6 @@ _DONE = b"done"
 """Says that its sender has every result of the run."""
 _STEP = (1 << 56) - 1
 """The bits of an exchange's number that hold its step."""
-
-
-class Change(NamedTuple):
-    """A change of the members that take samples.
-
-    Args:
-      step: the first of the new members; no member has drawn its batch when the change is agreed.
-      ranks: the new members' ranks in the first view, by seniority.
-      lost: the ranks that are left out.
-      again: the steps before :attr:`step` whose batches of lost members are not in any update.
-      t: when it was agreed, in seconds on the run's clock.
-      view: the number of the view.
-    """
-
-    step: int
-    ranks: tuple[int, ...]
-    lost: tuple[int, ...] = ()
-    again: range = range(0)
-    t: float = 0.0
-    view: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -92,28 +79,31 @@ class Elastic:
     Args:
       runtime: the world; its view is not whole.
       key: a secret of the run, which signs certificates.
-      supervised: this process's end of its supervisor; ``None``: its end is not certified.
+      page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
       least: the number of members with less of which the run ends.
       quorum: ``"majority"`` or 1; see :class:`Member`.
       patience_s: seconds for which to wait for an agreement.
       first_step: of the run.
+      reach: the most steps that a member begins after the last one whose exchanges are all there.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        key: bytes = b"",
+        key: bytes,
         *,
-        supervised: Supervised | None = None,
+        page: Page | None = None,
         least: int = 1,
         quorum: Any = "majority",
         patience_s: float = 60.0,
         first_step: int = 0,
+        reach: int = 1,
     ) -> None:
         comm = runtime.comm
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
-        self._supervised = supervised
-        self._codec = Codec(supervised.key if supervised else key)
+        self._reach = reach
+        self._page = page
+        self._codec = Codec(key)
         names = tuple(map(str, range(comm.size)))
         self._view = View(1, names, (0,), (names,))
         self._member = Member(str(comm.rank), self, self._codec.certify, self._view, quorum=quorum)
@@ -127,6 +117,8 @@ class Elastic:
         self._base, self._complete = 0, {0: first_step - 1}
         """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
         self._frozen = self._settling = self._over = False
+        self._closed = set[str]()
+        """The members whose connections are gone."""
         self._last: _Logged[Any] | None = None
         self._ended: FarflungError | None = None
         self.repeated = 0
@@ -134,12 +126,15 @@ class Elastic:
         if comm.size > 1:
             runtime.launch(self._listen())
             runtime.launch(self._watch())
-        if supervised is not None:
-            runtime.launch(self._supervise(supervised.certificates))
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
         return next(change for change in reversed(self.changes) if change.step <= step)
+
+    def counted(self, step: int) -> int:
+        """Return the number of batches that a step adds to those that all members have taken, less those given back."""
+        returned = sum(len(one.lost) * len(one.again) for one in self.changes if one.step == step)
+        return len(self.at(step).ranks) - returned
 
     def give_back(self, step: int, sampler: Any) -> None:
         """Return the samples of lost members to a sampler, where a change takes effect at a step."""
@@ -176,7 +171,9 @@ class Elastic:
         """Wait until all members have every result, and tell that no member is waited for any more."""
 
         async def meet(channel: ExchangeChannel) -> tuple[Tensor, ...]:
-            return await channel.collective("direct")(channel, torch.empty(0), torch.zeros(1, dtype=torch.float64))
+            return await channel.collective("direct")(
+                channel, torch.empty(0), torch.zeros(1, dtype=torch.float64)
+            )
 
         if len(self._view.members) > 1:
             self._last = last = self.start(Purpose.LEAVING.at(0), 0, meet, Values(tuple, tuple))  # type: ignore[assignment]
@@ -240,13 +237,16 @@ class Elastic:
         self._comm.send(_payload(self._codec.encode(message)), int(name), _TAG, -1)
 
     def keep(self, report: Report) -> None:
-        if self._supervised is not None:
-            self._supervised.page.write(self._codec.encode(report))
+        if self._page is not None:
+            self._page.write(self._codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
         self._frozen = True
         self._runtime.launch(self._lose_patience(self._view))
-        return (self._base, *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None))
+        return (
+            self._base,
+            *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None),
+        )
 
     def install(self, view: View) -> None:
         lost = set(self._view.members).difference(view.members)
@@ -285,8 +285,8 @@ class Elastic:
         while whole + 1 in newest:
             whole += 1
         done = max(step for number, step in self._complete.items() if number <= whole)
-        # Updates after step ``done`` need exchanges of the new view, so no member has drawn more than the next batch.
-        again = range(done + 1, done + 2)
+        # Further steps need exchanges of the new view, so no member has begun them.
+        again = range(done + 1, done + 1 + self._reach)
         ranks = tuple(map(int, view.members))
         self.changes.append(Change(again.stop, ranks, lost, again, self._runtime.now(), view.number))
 
@@ -299,7 +299,7 @@ class Elastic:
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
-        if source not in self._member.connected:
+        if source not in self._member.connected and source not in self._closed:
             self._member.back(source)  # it was silent
         if text == _DONE:
             self._over = True
@@ -314,16 +314,16 @@ class Elastic:
             self._member.hear(source, message)
         self._settle_soon()
 
-    async def _supervise(self, certificates: socket) -> None:
-        def came() -> None:
-            self._member.hear("", self._codec.decode(certificates.recv(1 << 20)))
-            self._settle_soon()
-
-        self._runtime.watch(certificates.fileno(), came)  # type: ignore[attr-defined]
+    def certified(self, text: bytes) -> None:
+        """Hear the supervisor's certificate of another process; on the thread that carries exchanges."""
+        self._member.hear("", self._codec.decode(text))
+        self._settle_soon()
 
     async def _watch(self) -> None:
         while True:
-            self._member.lost(str(await self._comm.departure()))
+            name = str(await self._comm.departure())
+            self._closed.add(name)
+            self._member.lost(name)
             self._settle_soon()
 
     def _settle_soon(self) -> None:
@@ -351,7 +351,7 @@ class _Channel(ExchangeChannel):
     """A channel within a view, whose bytes are counted by rank in the first view."""
 
     def __init__(self, within: _Within, logged: _Logged[Any]) -> None:
-        super().__init__(within, logged.exchange, logged.part)
+        super().__init__(cast("Communicator", within), logged.exchange, logged.part)
         self.sent = logged.channel.sent
         self._ranks = within.ranks
 
@@ -362,7 +362,9 @@ class _Channel(ExchangeChannel):
 
     @override
     def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
-        raise Unsupported("exchanges that are computed as a whole, in a run that outlives the loss of members")
+        raise Unsupported(
+            "exchanges that are computed as a whole, in a run that outlives the loss of members"
+        )
 
 
 class _Within:

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from farflung.comm import ExchangeChannel, Purpose, Values, start
 from farflung.types import Payload, Runtime
 
-__all__ = ["average", "average_on", "averaged", "barrier", "broadcast", "differing", "sum_everywhere"]
+__all__ = [
+    "average",
+    "average_on",
+    "averaged",
+    "barrier",
+    "broadcast",
+    "differing",
+    "present",
+    "sum_everywhere",
+]
 
 _NOTHING = torch.empty(0)
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
@@ -38,6 +47,14 @@ async def _sum_on(
 
     started = start(runtime, number, part, exchange, _SUMS)
     return await started.bring(), started.channel.sent_nbytes
+
+
+async def present(runtime: Runtime, number: int, purpose: Purpose) -> list[int]:
+    """Returns the ranks of all replicas that come here, alike on all; those that are lost are not among them."""
+    here = torch.zeros(runtime.comm.size, dtype=torch.float64)
+    here[runtime.comm.rank] = 1
+    _, summed = await sum_everywhere(runtime, _NOTHING, here, number, part=1, purpose=purpose)
+    return [int(rank) for rank in summed.nonzero()]
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:

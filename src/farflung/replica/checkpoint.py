@@ -203,11 +203,20 @@ class Checkpoints:
       size: number of replicas.
       leader: whether this replica writes the shared file on its machine and removes old checkpoints.
       keep: how many to keep.
+      any_size: whether to load checkpoints of another number of replicas too.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, *, leader: bool, keep: int = 2) -> None:
+    def __init__(
+        self, folder: Path, rank: int, size: int, *, leader: bool, keep: int = 2, any_size: bool = False
+    ) -> None:
         self.folder = folder
+        self._any_size = any_size
         self._rank, self._size, self._leader, self._keep = rank, size, leader, keep
+
+    def among(self, rank: int, size: int) -> Checkpoints:
+        """The same of one of ``size`` replicas that are left, whose first one writes the shared file too."""
+        leads = self._leader or rank == 0
+        return Checkpoints(self.folder, rank, size, leader=leads, keep=self._keep, any_size=self._any_size)
 
     def save(self, step: int, shared: State, own: State) -> Path:
         """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""
@@ -220,8 +229,10 @@ class Checkpoints:
     def prune(self) -> None:
         """Removes all but the newest ``keep`` checkpoints; to be called once all ranks have saved."""
         if self._leader:
-            for step in self.complete()[: -self._keep]:
-                shutil.rmtree(self.folder / f"step-{step:08d}", ignore_errors=True)
+            kept = self.complete()[-self._keep :]
+            for folder in self.folder.glob("step-*"):
+                if kept and folder.name < f"step-{kept[0]:08d}":
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self) -> list[int]:
         """The steps with every file in place, oldest first."""
@@ -257,11 +268,25 @@ class Checkpoints:
           CheckpointError: damaged, or saved by another number of replicas.
         """
         folder = self.folder / f"step-{step:08d}"
+        if self._any_size:
+            return load_tree(folder / "shared.safetensors"), self._own_of_any_size(folder)
         if not (folder / self._own_name()).exists():
             raise CheckpointError(
                 f"{folder}: saved by another number of replicas than {self._size}; resume with as many as before"
             )
         return load_tree(folder / "shared.safetensors"), load_tree(folder / self._own_name())
+
+    def _own_of_any_size(self, folder: Path) -> State:
+        """This replica's tree; without one, that of rank 0, less its random state and its residuals."""
+        own_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
+        other = next(iter(folder.glob("rank-0-of-*")))
+        own = load_tree(own_file or other)
+        if other.name != f"rank-0-of-{self._size}.safetensors":
+            own["sent"] = {}
+        if own_file is None:
+            del own["random"]
+            own["exchanges"] = {**own["exchanges"], "slots": {}}
+        return own
 
     def _own_name(self) -> str:
         return f"rank-{self._rank}-of-{self._size}.safetensors"

@@ -75,6 +75,7 @@ class _Step:
       settled: what it has brought.
       filled: the buckets that have.
       leads: whether the next exchange to start is the first of the step.
+      left: how many of those that are planned have not started.
     """
 
     number: int
@@ -85,6 +86,7 @@ class _Step:
     settled: Settled = field(default_factory=Settled)
     filled: set[int] = field(default_factory=set)
     leads: bool = True
+    left: int = 0
 
 
 class Exchanges:
@@ -305,7 +307,7 @@ class Exchanges:
         if self._behind and not gradients and not self.diverged:
             self._catch_up()
         rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-        self._step = _Step(step, vote, planned, gradients, rate)
+        self._step = _Step(step, vote, planned, gradients, rate, left=len(planned))
         for steps in self._metadata.values():
             steps.append(vote)
         numbers = vote.numbers if self._learner is None else {**vote.numbers, **self._learner.tell()}
@@ -582,7 +584,8 @@ class Exchanges:
         exchange = InFlight(number, self._step.number, transfer, kept, weight, rider, leads, absent)
         if self._learner is not None:
             exchange.square = _square(tensors)
-        self._launcher.launch(exchange, joined(tensors), ends_step=not self._step.waiting)
+        self._step.left -= 1
+        self._launcher.launch(exchange, joined(tensors), ends_step=not self._step.left)
         if leads and self._schedule.asks(self._state, self._step.number):
             exchange.times = self._runtime.decide("times", self._step.number, self._times.to_json)
 

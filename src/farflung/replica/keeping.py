@@ -202,7 +202,8 @@ class Keeping:
         drawing = self.drawing
         self.model.load_state_dict({**shared["model"], **own["buffers"], **own["parameters"]})
         load_optimizer_state(self.optimizer, own["optimizer"])
-        self.random.load_state_dict(own["random"])
+        if "random" in own:
+            self.random.load_state_dict(own["random"])
         drawing.parts.sampler.load_state_dict(own["sampler"])
         drawing.parts.stream.seek(own["stream"])
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])

@@ -15,7 +15,7 @@ from farflung.comm import KINDS, Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError
-from farflung.replica.averaging import averaged
+from farflung.replica.averaging import averaged, present
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints
 from farflung.replica.drawing import Drawing
@@ -361,7 +361,7 @@ class Replica:
             wait_s = self._exchanges.arrived_s - computed
             self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
         if self.runtime.elastic is not None:
-            self._samples += round(samples * (settled.stats.weight if settled.stats else 0.0))
+            self._samples += samples * self.runtime.elastic.counted(self.step_done)
             self._tell_of_views()
         elif self.parts.even:
             self._samples += samples * self.runtime.comm.size
@@ -557,8 +557,12 @@ class Replica:
         exchanges, sent = await self.runtime.launch(snapshot())
         time = self._leg().after(self._before).to_json()
         counted: State = {"samples": self._samples, "sent": sent, "time": time}
+        checkpoints = self.checkpoints
+        if self.runtime.elastic is not None:
+            ranks = await present(self.runtime, self.step_done, Purpose.CHECKPOINT)
+            checkpoints = checkpoints.among(ranks.index(self.runtime.comm.rank), len(ranks))
         await self._keeping.save(
-            self.checkpoints, self.step_done, exchanges, counted, self._background, self.telemetry
+            checkpoints, self.step_done, exchanges, counted, self._background, self.telemetry
         )
 
     def resume(self, step: int) -> None:
@@ -588,10 +592,16 @@ class Replica:
         )
 
     def _tell_of_views(self) -> None:
+        assert self.runtime.elastic is not None
         changes = self.runtime.elastic.changes
         for change in changes[self._views_told :]:
             self.telemetry.emit(
-                "view", t=change.t, step=change.step, view=change.view, members=list(change.ranks), lost=list(change.lost)
+                "view",
+                t=change.t,
+                step=change.step,
+                view=change.view,
+                members=list(change.ranks),
+                lost=list(change.lost),
             )
         self._views_told = len(changes)
 

@@ -131,4 +131,4 @@ class Slots:
 
     def load_state_dict(self, shared: State, own: State) -> None:
         for number, slot in self._slots.items():
-            slot.state = CodecState(shared[str(number)], own[str(number)])
+            slot.state = CodecState(shared[str(number)], own.get(str(number), slot.state.local))

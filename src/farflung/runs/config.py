@@ -40,7 +40,7 @@ NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
 DEVICE = "cpu-core"
 """What they compute on."""
-_ELASTIC = ("reducer", "schedule", "sampler", "stream", "sharing", "scaling")
+_ELASTIC = ("reducer", "sampler", "stream", "sharing", "scaling")
 """Members that have to be those of a synchronous run for it to outlive the loss of replicas."""
 COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
 """The recipes that are compared when nothing is said."""
@@ -303,6 +303,11 @@ class RunConfig:
         from farflung.recipes import Recipe
 
         given, plain = self.recipe.members, Recipe().members
+        if not self.recipe.parts(self.seed).schedule.reach:
+            raise ConfigError(
+                f"--elastic {self.elastic}: schedule {given['schedule']} needs all replicas: choose synchronous, "
+                "pipelined, delayed, local_sgd, post_local_sgd, diloco or streaming_diloco"
+            )
         other = next((one for one in _ELASTIC if given[one] != plain[one]), None)
         if other is None and self.recipe.collective != "native" and self.split_text == "shared":
             return
@@ -337,7 +342,7 @@ class RunConfig:
 
         shares = self.make_shares()
         for rank in range(self.workers):
-            checkpoints = folder.checkpoints(rank, self.workers, leader=False)
+            checkpoints = folder.checkpoints(rank, self.workers, leader=False, any_size=bool(self.elastic))
             step = checkpoints.newest()
             shared, own = checkpoints.load(step)
             where = f"{checkpoints.folder}, step {step}"

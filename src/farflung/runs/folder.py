@@ -147,9 +147,9 @@ class RunFolder:
                         found.update({what: event[what] for what in ("messages", "connections")})
         return found
 
-    def checkpoints(self, rank: int, size: int, *, leader: bool) -> Checkpoints:
+    def checkpoints(self, rank: int, size: int, *, leader: bool, any_size: bool = False) -> Checkpoints:
         """The run's checkpoints as one replica sees them."""
-        return Checkpoints(self.path / "checkpoints", rank, size, leader=leader)
+        return Checkpoints(self.path / "checkpoints", rank, size, leader=leader, any_size=any_size)
 
 
 class Scratch:

@@ -119,7 +119,7 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervise
         )
         met = True
         try:
-            checkpoints = files.checkpoints(rank, size, leader=leader)
+            checkpoints = files.checkpoints(rank, size, leader=leader, any_size=bool(config.elastic))
             replica = make_replica(
                 runtime,
                 config.task,
@@ -138,14 +138,18 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervise
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
             if config.elastic:
-                runtime.elastic = Elastic(
+                runtime.elastic = elastic = Elastic(
                     runtime,
-                    _key(store, rank),
-                    supervised=supervised,
+                    supervised.key if supervised else _key(store, rank),
+                    page=supervised.page if supervised else None,
                     least=config.elastic,
                     patience_s=config.deadline,
                     first_step=start,
+                    reach=replica.parts.schedule.reach,
                 )
+                if supervised is not None:
+                    end = supervised.certificates
+                    runtime.watch(end.fileno(), lambda: elastic.certified(end.recv(1 << 20)))
             collective = settled_collective(settle, config.recipe, replica, start)
             if files.resumed:
                 replica.resume(start)

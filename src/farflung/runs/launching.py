@@ -147,7 +147,9 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
         device, pace = run.options.device, run.options.pace
-        job = Job(str(folder.path), folder.resumed, config.workers, scratch, device, pace, bool(config.elastic))
+        job = Job(
+            str(folder.path), folder.resumed, config.workers, scratch, device, pace, bool(config.elastic)
+        )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
         summary = _Watch(parent, config.workers, events, shown, folder).run()

@@ -154,7 +154,9 @@ def _simulated(
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
-            checkpoints = files.checkpoints(rank, config.workers, leader=rank == 0)
+            checkpoints = files.checkpoints(
+                rank, config.workers, leader=rank == 0, any_size=bool(config.elastic)
+            )
             replica = make_replica(
                 runtime,
                 config.task,
@@ -174,7 +176,12 @@ def _simulated(
 
             for runtime in world.runtimes:
                 runtime.elastic = Elastic(
-                    runtime, files.path.name.encode(), least=config.elastic, patience_s=config.deadline, first_step=start
+                    runtime,
+                    files.path.name.encode(),
+                    least=config.elastic,
+                    patience_s=config.deadline,
+                    first_step=start,
+                    reach=replica.parts.schedule.reach,
                 )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
         if files.resumed:

@@ -11,9 +11,9 @@ from farflung.comm import VirtualNetwork
 from farflung.comm.virtual import VirtualClock
 from farflung.comm.virtual.membership import Membership
 from farflung.comm.virtual.pauses import Pauses, pair
-from farflung.errors import DeadlinePassed, PeerLost, Unsupported
+from farflung.errors import DeadlinePassed, PeerLost, RunLost, Unsupported
 from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
-from farflung.tasks import Pending
+from farflung.tasks import Pending, Task
 
 __all__ = ["CARRIED", "VirtualStage", "check_plan"]
 
@@ -91,6 +91,8 @@ class VirtualStage:
         self.running: dict[int, Pending[Any]] = {}
         """The tasks of the ranks that have begun and not left."""
         self._watching = False
+        self.errors: dict[int, RunLost] = {}
+        """The errors of ranks that ended in a view that is not whole, and went on for others."""
         self.error: BaseException | None = None
         """The error of the first replica that failed."""
 
@@ -225,6 +227,8 @@ class VirtualStage:
     def _in_stay(self, rank: int, stay: int, fn: Callable[[], None]) -> None:
         if self._stays[rank] == stay and rank not in self.crashed:
             fn()
+        elif isinstance(task := getattr(fn, "__self__", None), Task):
+            task.drop()
 
     # --- how it ends --------------------------------------------------------------------------------------------
 
@@ -250,6 +254,10 @@ class VirtualStage:
             if self._members is not None:
                 self._members.leaves(rank)
             return
+        if self._members is not None and isinstance(task.error, RunLost):
+            self.errors[rank] = task.error
+            self._crash(rank)
+            return
         if self.error is None:
             self.error = task.error
             if self._pauses is not None:
@@ -267,7 +275,8 @@ class VirtualStage:
             if self._members is not None and self._clock.due() < math.inf:
                 self._look_at(now + self._deadline_s)  # others may come in
             elif self._members is None or len(self.crashed) == len(self.running):
-                self.error = PeerLost(alive[0], "its connection was closed from its end")
+                closed = PeerLost(alive[0], "its connection was closed from its end")
+                self.error = next(iter(self.errors.values()), closed)
             return
         for rank in alive:
             waiting = self._network.mailboxes[rank].oldest()

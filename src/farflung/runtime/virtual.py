@@ -27,7 +27,7 @@ from farflung.runtime.decisions import (
 from farflung.runtime.stage import VirtualStage
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, Task
-from farflung.types import Communicator, Cost, Decision, Json
+from farflung.types import Communicator, Cost, Decision, Elastic, Json
 
 __all__ = ["VirtualClock", "VirtualRuntime", "VirtualWorld"]
 
@@ -152,7 +152,9 @@ class VirtualWorld:
                 coroutine.close()
         if self.stage.error is not None:
             raise self.stage.error
-        running = self.stage.running
+        running, errors = self.stage.running, self.stage.errors
+        if errors and len(errors) == len(self.stage.crashed) == len(running):
+            raise next(iter(errors.values()))
         left = [rank for rank in sorted(running) if rank not in self.stage.crashed]
         stuck = [rank for rank in left if not running[rank].done]
         if stuck:
@@ -241,7 +243,7 @@ class VirtualRuntime:
 
     def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
         self.comm: Communicator = world.network.communicator(rank)
-        self.elastic: Any = None
+        self.elastic: Elastic | None = None
         self.device = device
         self.off_clock: VirtualRuntime | None = None
         if world.off_clock is not None:

@@ -40,7 +40,7 @@ from farflung.runtime.decisions import (
 from farflung.runtime.stores import told_by
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
-from farflung.types import Cost, Decision, Json, Payload
+from farflung.types import Cost, Decision, Elastic, Json, Payload
 
 if TYPE_CHECKING:
     from farflung.network import NetworkProfile
@@ -111,7 +111,7 @@ class WallRuntime:
         self._begin, self._local = time.monotonic(), endpoint.is_local
         self.off_clock: None = None
         """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
-        self.elastic: Any = None
+        self.elastic: Elastic | None = None
         """See :class:`farflung.types.Runtime`."""
         self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
@@ -236,8 +236,8 @@ class WallRuntime:
         return self._thread.launch(exchange)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Calls ``readable`` on the communication thread, which calls this, while a descriptor has something to read."""
-        self.view.transport.watch(fd, readable)
+        """Calls ``readable`` on the communication thread while a descriptor has something to read."""
+        self._thread.soon(lambda: self.view.transport.watch(fd, readable))
 
     def aside(self, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn`` on a thread of its own, in the order of calls, while messages go on.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["InShares", "Uniform"]
 
 
-_LATEST = 8
+_LATEST = 1 << 12
 """Steps whose positions are remembered."""
 
 
@@ -30,8 +30,8 @@ class Uniform:
     takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
     sample comes exactly once per pass, whatever the number of replicas and also where it changes.
 
-    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first. Positions that are
-    returned, see :meth:`give_back`, come before those at the cursor.
+    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first. Positions that
+    are returned, see :meth:`give_back`, come before those at the cursor.
 
     Args:
       seed: equal on all replicas.

@@ -157,6 +157,11 @@ class Delayed(Schedule):
         """The delay at the beginning, and the earliest step that a result may be due at."""
         return {"delay": 0 if isinstance(self.delay, str) else self.delay, "not_before": 0}
 
+    @property
+    @override
+    def reach(self) -> int:
+        return 0 if isinstance(self.delay, str) else self.delay + self.period
+
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket; in the warm-up at every step, due at once."""

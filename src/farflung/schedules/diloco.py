@@ -65,6 +65,11 @@ class DiLoCo(Schedule):
     def merges(self) -> tuple[Merge, ...]:
         return (Outer(self.outer_rate, self.outer_momentum, self.nesterov, state=self.optimizer_state),)
 
+    @property
+    @override
+    def reach(self) -> int:
+        return self.sync_every
+
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
@@ -177,6 +182,11 @@ class StreamingDiLoCo(Schedule):
             Fragment(dtypes.index(dtype) * self.fragments + turn, tuple(of_turn))
             for (dtype, turn), of_turn in found.items()
         ]
+
+    @property
+    @override
+    def reach(self) -> int:
+        return self.sync_every + self.delay  # a turn may have no fragment
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

@@ -22,6 +22,11 @@ class Synchronous(Schedule):
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
+    @property
+    @override
+    def reach(self) -> int:
+        return 1
+
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""
@@ -71,6 +76,11 @@ class LocalSGD(Schedule):
     def merges(self) -> tuple[Merge, ...]:
         return (Outer(state=self.optimizer_state),)
 
+    @property
+    @override
+    def reach(self) -> int:
+        return self.sync_every
+
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
@@ -113,6 +123,11 @@ class PostLocalSGD(Schedule):
     def merges(self) -> tuple[Merge, ...]:
         """Gradients replaced by their mean, and later parameters by theirs."""
         return (Replace(), Outer(state=self.optimizer_state))
+
+    @property
+    @override
+    def reach(self) -> int:
+        return self.sync_every
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:

@@ -106,6 +106,11 @@ class Pipelined(Schedule):
     def late(self) -> bool:
         return self.width > 1
 
+    @property
+    @override
+    def reach(self) -> int:
+        return self.width
+
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """One transfer for each bucket."""

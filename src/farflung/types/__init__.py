@@ -63,6 +63,7 @@ from farflung.types.schedule import (
 from farflung.types.tensors import Counts, Json, Payload, Placed, SampleIds, Segment, Sent, State, TensorSpec
 from farflung.types.world import (
     AllReduce,
+    Change,
     Channel,
     CodingCost,
     CodingLane,
@@ -70,6 +71,7 @@ from farflung.types.world import (
     Cost,
     Decision,
     Decisions,
+    Elastic,
     Runtime,
     SegmentCoding,
     Tag,
@@ -82,6 +84,7 @@ __all__ = [
     "Batch",
     "Bucket",
     "Carries",
+    "Change",
     "Channel",
     "Codec",
     "CodecState",
@@ -98,6 +101,7 @@ __all__ = [
     "Draw",
     "DrawsFewer",
     "Due",
+    "Elastic",
     "Feed",
     "Fetch",
     "Fragment",

@@ -232,6 +232,14 @@ class Schedule:
         """Whether any result may be due at a later step than the one at which its exchange starts."""
         return False
 
+    @property
+    def reach(self) -> int:
+        """The most steps that a replica begins after the last one whose exchanges are all there.
+
+        0: where replicas are lost, the schedule does not go on without them.
+        """
+        return 0
+
     def check(self, size: int) -> None:
         """Refuses a number of replicas before a run begins.
 

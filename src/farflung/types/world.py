@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllReduce",
+    "Change",
     "Channel",
     "CodingCost",
     "CodingLane",
@@ -21,6 +22,7 @@ __all__ = [
     "Cost",
     "Decision",
     "Decisions",
+    "Elastic",
     "Runtime",
     "SegmentCoding",
     "Tag",
@@ -341,12 +343,67 @@ class Channel(Protocol):
         ...
 
 
+class Change(NamedTuple):
+    """A change of the members of a run that take samples.
+
+    Args:
+      step: the first step of the new members; no member has begun it when the change is agreed.
+      ranks: the new members, by seniority; a replica keeps its rank.
+      lost: the ranks that are left out.
+      again: the steps before :attr:`step` whose batches of lost members are in no update, or in a part of one.
+      t: when it was agreed, in seconds on the run's clock.
+      view: the number of the view.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    again: range = range(0)
+    t: float = 0.0
+    view: int = 1
+
+
+class Elastic(Protocol):
+    """What a run is asked that goes on where replicas are lost; see :class:`farflung.membership.Elastic`."""
+
+    changes: list[Change]
+    """The members that take samples, by the step from which on they do."""
+
+    def at(self, step: int) -> Change:
+        """The change that is in force at a step."""
+        ...
+
+    def counted(self, step: int) -> int:
+        """The number of batches that a step adds to those that are taken, less those given back at it."""
+        ...
+
+    def give_back(self, step: int, sampler: Any) -> None:
+        """Returns the batches of lost members to a sampler, where a change takes effect at a step."""
+        ...
+
+    def start(
+        self,
+        number: int,
+        part: int,
+        make: Callable[..., Coroutine[Pending[Any], None, Any]],
+        values: Any,
+        *,
+        rewind: Callable[[], None] | None,
+        ends_step: bool,
+    ) -> Any:
+        """Starts an exchange; see :func:`farflung.comm.start`."""
+        ...
+
+    async def finish(self) -> None:
+        """Waits until all members have every result of the run."""
+        ...
+
+
 class Runtime(Protocol):
     """The one seam between the code and the world: clock, compute, messages, decisions."""
 
-    elastic: Any
-    """What repeats exchanges where members are lost, a :class:`farflung.membership.Elastic`; ``None``: the first loss
-    ends the run."""
+    elastic: Elastic | None
+    """Makes exchanges again where replicas are lost; ``None``: the first loss ends the run."""
 
     @property
     def off_clock(self) -> Runtime | None:

@@ -1,0 +1,180 @@
+"""Replicas in virtual time whose members are lost: who goes on, with what parameters and on which samples."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.errors import RunLost
+from farflung.faults import Fault, FaultPlan
+from farflung.membership import Elastic
+from farflung.network import network_profile
+from farflung.replica import Replica
+from farflung.runs.config import SimulatedConfig
+from farflung.runs.replicas import make_replica
+from farflung.runs.simulation import whole
+from farflung.runtime import VirtualWorld
+from farflung.sampling import Uniform
+from farflung.telemetry import Event, Telemetry
+from farflung.types import Draw, PoolView, State
+
+STEPS, DEADLINE_S = 12, 2.0
+SCHEDULES = (
+    "synchronous",
+    "pipelined(width=2)",
+    "pipelined(width=3)",
+    "delayed(delay=2,period=2)",
+    "delayed(delay=3)",
+    "local_sgd(sync_every=3)",
+    "post_local_sgd(until=4,sync_every=3)",
+    "diloco(sync_every=4)",
+    "streaming_diloco(sync_every=4,fragments=2)",
+)
+CODECS = ("identity", "int8", "error_feedback(topk(density=0.25))")
+
+
+class Noted(Uniform):
+    """Notes which positions are drawn, by step and rank."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.drawn: dict[int, list[int]] = {}
+
+    def next(self, view: PoolView) -> Draw:
+        draw = super().next(view)
+        taken, count = self._latest[view.step]
+        self.drawn[view.step] = _part(taken, view.rank * count, count)
+        return draw
+
+
+def _part(taken: list[range], first: int, count: int) -> list[int]:
+    return [position for one in taken for position in one][first : first + count]
+
+
+@dataclass
+class Ended:
+    """A run: the models and losses of those that came to its end, and all replicas."""
+
+    replicas: list[Replica]
+    models: list[State] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    samples: set[int] = field(default_factory=set)
+    error: RunLost | None = None
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def survivors(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.step_done == STEPS]
+
+
+def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int = 0, least: int = 1) -> Ended:
+    config = SimulatedConfig.resolve(
+        {"workload": "synthetic/quadratic", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
+        | {"evaluate_every": 5, "batch_size": 4}
+    )
+    world = VirtualWorld(
+        size,
+        network=network_profile("wifi-10mbps"),
+        seconds_per_sample=0.001,
+        faults=faults,
+        whole=False,
+        count_evaluation=True,
+        deadline_s=DEADLINE_S,
+    )
+    ended = Ended([])
+    for runtime in world.runtimes:
+        telemetry = Telemetry(runtime.comm.rank, ended.events.append, world.injector)
+        replica = make_replica(runtime, config.task, config.recipe, config.training, telemetry)
+        replica.parts.sampler.__class__ = Noted
+        replica.parts.sampler.drawn = {}  # type: ignore[attr-defined]
+        reach = replica.parts.schedule.reach
+        runtime.elastic = Elastic(runtime, b"key", least=least, patience_s=DEADLINE_S, reach=reach)
+        ended.replicas.append(replica)
+    try:
+        for summary, model in world.run([whole(replica) for replica in ended.replicas]):
+            ended.models.append(model)
+            ended.losses.append(summary.final_loss or 0.0)
+            ended.samples.add(summary.samples)
+    except RunLost as error:
+        ended.error = error
+    return ended
+
+
+def check(ended: Ended) -> None:
+    """The laws: one model among those that came to the end, each position trained once, or twice where one was lost."""
+    if ended.error is not None:
+        assert "no agreement" in str(ended.error) or "view" in str(ended.error), ended.error
+        return
+    first = ended.models[0]
+    for model in ended.models[1:]:
+        assert all(torch.equal(model[name], tensor) for name, tensor in first.items())
+    assert len(ended.samples) == len(set(ended.losses)) == 1
+    survivors = ended.survivors
+    elastic: Any = survivors[0].runtime.elastic
+    sampler: Any = survivors[0].parts.sampler
+    counts = Counter(position for one in sampler._returned for position in one)
+    for step in range(STEPS):
+        taken, count = sampler._latest[step]
+        for place, rank in enumerate(elastic.at(step).ranks):
+            positions = _part(taken, place * count, count)
+            returned = any(
+                rank in change.lost and step in change.again and change.step < STEPS for change in elastic.changes
+            )
+            counts.update([] if returned else positions)
+            drawn: Any = ended.replicas[rank].parts.sampler
+            assert ended.replicas[rank].step_done < STEPS or drawn.drawn[step] == positions
+    assert counts == Counter(range(sampler._cursor))
+
+
+def plan_of(draw: random.Random) -> tuple[int, FaultPlan]:
+    """Crashes, replicas that hang and links that are cut, of up to all but one of two to six replicas."""
+    size = draw.choice([2, 3, 3, 4, 4, 5, 6])
+    faults = []
+    for rank in draw.sample(range(size), draw.randint(1, size - 1)):
+        kind = draw.choice(["crash", "crash", "crash", "hang", "cut"])
+        at: dict[str, Any] = (
+            {"at_step": draw.randrange(1, STEPS)} if draw.random() < 0.3 else {"at_s": draw.uniform(0.0, 0.5)}
+        )
+        lasts = {} if kind == "crash" else {"for_s": draw.choice([0.3, 5.0, 30.0])}
+        faults.append(Fault(kind, rank=rank, **at, **lasts))
+    return size, FaultPlan(tuple(faults))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
+    draw = random.Random(seed)
+    size, plan = plan_of(draw)
+    recipe = f"synchronous(schedule='{SCHEDULES[seed % len(SCHEDULES)]}', codec='{draw.choice(CODECS)}')"
+    check(run(size, plan, recipe, seed=seed))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
+    recipe = f"synchronous(schedule='{schedule}', codec='int8')"
+    config = {"workload": "synthetic/quadratic", "workers": 3, "steps": STEPS, "recipe": recipe, "batch_size": 4}
+    import farflung
+
+    plain = farflung.simulate(**config, evaluate_every=5).state_dict()  # type: ignore[arg-type]
+    elastic = run(3, FaultPlan(), recipe)
+    assert all(torch.equal(elastic.models[0][name], tensor) for name, tensor in plain.items())
+
+
+def test_a_run_ends_where_too_few_are_left() -> None:
+    ended = run(3, FaultPlan((Fault("crash", rank=1, at_step=3), Fault("crash", rank=2, at_step=6))), least=2)
+    assert str(ended.error) == "view 3 has 1 members, and the run needs 2"
+
+
+def test_the_junior_of_two_stops_where_the_death_of_the_senior_is_not_certified() -> None:
+    ended = run(2, FaultPlan((Fault("crash", rank=0, at_step=3),)))
+    assert "may be alive: 0; needed: more than half of 2 members, or half with 0" in str(ended.error)
+
+
+def test_one_that_was_silent_hears_that_it_is_out() -> None:
+    ended = run(3, FaultPlan((Fault("hang", rank=1, at_step=3, for_s=10.0),)))
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
+    check(ended)
