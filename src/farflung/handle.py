@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -122,6 +123,7 @@ def attach(
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
     sampler: ImportanceSampler | None = None,
+    elastic: int = 0,
     show: Sink | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
@@ -157,6 +159,8 @@ def attach(
         ``GradScaler``.
       sampler: this rank's, which draws the loop's batches: with rule ``auto`` it learns from gradients and scores of
         all ranks whether to draw by scores.
+      elastic: replicas with which the run at least goes on where others are lost, see :attr:`Handle.members`; 0: the
+        first loss ends it.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
 
@@ -179,6 +183,10 @@ def attach(
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
+    if elastic and (
+        why := parts.needs_all or (sampler is not None and "an importance sampler needs all replicas")
+    ):
+        raise ConfigError(f"attach: elastic: {why}")
     check_sole(model)
     check_whole(model)
     accumulating = partial(accumulates, optimizer)
@@ -206,6 +214,7 @@ def attach(
             "seed": seed,
             "network": None if profile is None else profile.name,
             "nonfinite": nonfinite,
+            "elastic": elastic,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
             "model": fingerprint(model),
             **optimizer_settings(optimizer),
@@ -213,6 +222,8 @@ def attach(
         deadline_s=deadline_s,
         native=collective_named(chosen.collective).by_backend,
         join_s=_JOIN_S,
+        members=range(size) if elastic else None,
+        kept_nbytes=math.inf if elastic else None,
     )
     try:
         runtime.view.left += _UNEVEN
@@ -233,6 +244,17 @@ def attach(
                 f"{chosen.schedule} cannot follow: use a synchronous recipe"
             )
         exchanges.goes_with(optimizer)
+        if elastic and store is not None:
+            from farflung.membership import Elastic
+            from farflung.runtime.stores import shared_key
+
+            runtime.elastic = Elastic(
+                runtime,
+                shared_key(store, rank, _JOIN_S),
+                least=elastic,
+                patience_s=deadline_s,
+                reach=parts.schedule.reach,
+            )
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
@@ -291,8 +313,18 @@ class Handle:
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
-        return self._runtime.comm.size
+        """Number of replicas; where some are lost, of those that take the next step's batches."""
+        return len(self.members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take the next step's batches, alike on all at a step.
+
+        Where a rank is lost it leaves this list some steps later, and the means of exchanges at once. So a loop that
+        draws the batch of place ``members.index(rank)`` of ``size`` at each step draws as all others do.
+        """
+        elastic = self._runtime.elastic
+        return tuple(range(self._runtime.comm.size)) if elastic is None else elastic.at(self.step).ranks
 
     @property
     def communication_cpu_s(self) -> float:
@@ -363,6 +395,8 @@ class Handle:
         Raises:
           Unsupported: a schedule whose results come late, or an optimizer that needs a closure.
         """
+        if self._runtime.elastic is not None:
+            raise Unsupported("join() needs all replicas: leave out elastic")
         if not self._exchanges.at_once or needs_closure(self._optimizer):
             raise Unsupported(
                 "join() follows other replicas step by step, which neither a late schedule nor an optimizer with a "
@@ -408,7 +442,7 @@ class Handle:
         return {
             "step": self.step,
             "rank": self.rank,
-            "size": self.size,
+            "size": self._runtime.comm.size,
             "buckets": [bucket.spec.numel for bucket in self._buckets.buckets],
             "model": {name: tensor.detach().clone() for name, tensor in own.items()},
             "exchanges": exchanges,
@@ -422,10 +456,10 @@ class Handle:
         """
         if lacking := {"step", "rank", "size", "buckets", "model", "exchanges"} - state.keys():
             raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
-        if (state["rank"], state["size"]) != (self.rank, self.size):
+        if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
             raise CheckpointError(
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "
-                f"{self.size}: each rank keeps and loads its own"
+                f"{self._runtime.comm.size}: each rank keeps and loads its own"
             )
         tensors: dict[str, Tensor] = {
             **dict(self._model.named_buffers()),
@@ -621,6 +655,8 @@ class Handle:
 
         self._updated(done=False)
         self._runtime.drive(self._exchanges.flush(self.step, update))
+        if self._runtime.elastic is not None:
+            self._runtime.drive(self._runtime.elastic.finish())
 
     # --- the end ----------------------------------------------------------------------------------------------
 

@@ -123,7 +123,8 @@ def check(ended: Ended) -> None:
         for place, rank in enumerate(elastic.at(step).ranks):
             positions = _part(taken, place * count, count)
             returned = any(
-                rank in change.lost and step in change.again and change.step < STEPS for change in elastic.changes
+                rank in change.lost and step in change.again and change.step < STEPS
+                for change in elastic.changes
             )
             counts.update([] if returned else positions)
             drawn: Any = ended.replicas[rank].parts.sampler
@@ -140,7 +141,7 @@ def plan_of(draw: random.Random) -> tuple[int, FaultPlan]:
         at: dict[str, Any] = (
             {"at_step": draw.randrange(1, STEPS)} if draw.random() < 0.3 else {"at_s": draw.uniform(0.0, 0.5)}
         )
-        lasts = {} if kind == "crash" else {"for_s": draw.choice([0.3, 5.0, 30.0])}
+        lasts: dict[str, Any] = {} if kind == "crash" else {"for_s": draw.choice([0.3, 5.0, 30.0])}
         faults.append(Fault(kind, rank=rank, **at, **lasts))
     return size, FaultPlan(tuple(faults))
 
@@ -156,7 +157,13 @@ def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
     recipe = f"synchronous(schedule='{schedule}', codec='int8')"
-    config = {"workload": "synthetic/quadratic", "workers": 3, "steps": STEPS, "recipe": recipe, "batch_size": 4}
+    config = {
+        "workload": "synthetic/quadratic",
+        "workers": 3,
+        "steps": STEPS,
+        "recipe": recipe,
+        "batch_size": 4,
+    }
     import farflung
 
     plain = farflung.simulate(**config, evaluate_every=5).state_dict()  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -81,6 +81,8 @@ class CodecReducer(Reducer):
       ConfigError: no such phases.
       Unsupported: the collective cannot carry the codec.
     """
+
+    repeatable: ClassVar[bool] = True
 
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"

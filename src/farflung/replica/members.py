@@ -50,6 +50,20 @@ class Parts:
         return self.stream.everything and not self.lending.data_leaves_device
 
     @property
+    def needs_all(self) -> str:
+        """Why a run with these members ends with the first replica that is lost; empty: it may go on."""
+        if not self.schedule.reach:
+            return (
+                f"schedule {self.schedule!r} needs all replicas: choose synchronous, pipelined, delayed, local_sgd, "
+                "post_local_sgd, diloco or streaming_diloco"
+            )
+        if not self.reducer.repeatable:
+            return f"reducer {self.reducer!r} needs all replicas: choose a codec"
+        if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
+            return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
+        return "--scaling needs all replicas: leave it out" if self.scales else ""
+
+    @property
     def scales(self) -> bool:
         """Whether the learning rate follows what gradients weigh."""
         return self.scaling != NoScaling()

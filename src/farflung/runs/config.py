@@ -40,8 +40,6 @@ NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
 DEVICE = "cpu-core"
 """What they compute on."""
-_ELASTIC = ("reducer", "sampler", "stream", "sharing", "scaling")
-"""Members that have to be those of a synchronous run for it to outlive the loss of replicas."""
 COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
 """The recipes that are compared when nothing is said."""
 
@@ -300,23 +298,15 @@ class RunConfig:
 
     def _check_elastic(self) -> None:
         """Refuses what does not outlive the loss of a replica."""
-        from farflung.recipes import Recipe
-
-        given, plain = self.recipe.members, Recipe().members
-        if not self.recipe.parts(self.seed).schedule.reach:
-            raise ConfigError(
-                f"--elastic {self.elastic}: schedule {given['schedule']} needs all replicas: choose synchronous, "
-                "pipelined, delayed, local_sgd, post_local_sgd, diloco or streaming_diloco"
+        why = self.recipe.parts(self.seed).needs_all
+        if not why and self.recipe.collective == "native":
+            why = "the backend's own collectives need all replicas: choose another --collective"
+        if not why and self.split_text != "shared":
+            why = (
+                f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
             )
-        other = next((one for one in _ELASTIC if given[one] != plain[one]), None)
-        if other is None and self.recipe.collective != "native" and self.split_text == "shared":
-            return
-        what = "partition" if other is None and self.split_text != "shared" else other or "collective"
-        value = self.split_text if what == "partition" else given[what]
-        raise ConfigError(
-            f"--elastic {self.elastic}: --{what} {value} does not outlive the loss of a replica yet: leave out one of "
-            "the two"
-        )
+        if why:
+            raise ConfigError(f"--elastic {self.elastic}: {why}")
 
     def check_carried(self) -> None:
         """Finds out whether other processes can make this run from its configuration alone.

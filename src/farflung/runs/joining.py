@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import secrets
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,7 +28,7 @@ from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.runtime import Pace, Seat, WallRuntime
-from farflung.runtime.stores import told_by
+from farflung.runtime.stores import shared_key, told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.timing import forward_flops
 
@@ -38,7 +37,7 @@ __all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
-_FOLDER, _KEY = "farflung/folder", "farflung/key"
+_FOLDER = "farflung/folder"
 _numbers = itertools.count()
 
 
@@ -59,15 +58,6 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     if rank == 0:
         store.set(_FOLDER, str(run_folder(title)))
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
-
-
-def _key(store: dist.Store | None, rank: int) -> bytes:
-    """A secret of the run, by which its members certify what they say of each other."""
-    if store is None:
-        return b"alone"
-    if rank == 0:
-        store.set(_KEY, secrets.token_hex(16))
-    return told_by(0, store, _KEY, "the run's key", JOIN_S)
 
 
 def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervised | None = None) -> Run:
@@ -140,7 +130,7 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervise
             if config.elastic:
                 runtime.elastic = elastic = Elastic(
                     runtime,
-                    supervised.key if supervised else _key(store, rank),
+                    supervised.key if supervised else shared_key(store, rank, JOIN_S),
                     page=supervised.page if supervised else None,
                     least=config.elastic,
                     patience_s=config.deadline,

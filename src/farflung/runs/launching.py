@@ -152,7 +152,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        summary = _Watch(parent, config.workers, events, shown, folder).run()
+        summary = _Watch(parent, config.workers, events, shown, folder, job.elastic).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
@@ -165,6 +165,7 @@ class _Watch:
     events: socket.socket
     show: Sink
     folder: RunFolder
+    elastic: bool
 
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
@@ -197,7 +198,8 @@ class _Watch:
             self._pids[int(str(rank))] = int(str(event["pid"]))
         elif kind == "error":
             self._errors.append(event)
-            self._end_by = self._end_by or time.monotonic() + GRACE_S
+            if not self.elastic or event["exit_code"] == BadInput.exit_code:
+                self._end_by = self._end_by or time.monotonic() + GRACE_S
         elif kind in ("end", "pace"):
             (self._ends if kind == "end" else self._pace)[int(str(rank))] = event
         self.show(event)
@@ -211,7 +213,7 @@ class _Watch:
                 os.kill(pid, signal.SIGINT)
 
     def _outcome(self) -> Mapping[str, Json]:
-        if self._errors:
+        if self._errors and not (self.elastic and self._ends):
             # A worker's own error explains more than what the others saw of it.
             told = next((e for e in self._errors if e["own"]), self._errors[0])
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost

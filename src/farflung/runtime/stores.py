@@ -6,6 +6,7 @@ cannot be reached prints its stack to stderr.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -17,10 +18,11 @@ import torch.distributed as dist
 
 from farflung.errors import DeadlinePassed
 
-__all__ = ["published", "reached", "serving", "told_by"]
+__all__ = ["published", "reached", "serving", "shared_key", "told_by"]
 
 S = TypeVar("S", bound=dist.Store)
 
+_KEY = "farflung/key"
 _LOOK_S = 0.02
 """How often it is looked whether a key has been published."""
 _TRY_S = 5.0
@@ -117,6 +119,15 @@ def told_by(
     except RuntimeError as error:  # the store has ended
         why = f" ({type(error).__name__})"
     raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
+
+
+def shared_key(store: dist.Store | None, rank: int, patience_s: float) -> bytes:
+    """A secret of the run that rank 0 makes, by which members certify that they leave it."""
+    if store is None:
+        return b"alone"
+    if rank == 0:
+        store.set(_KEY, secrets.token_hex(16))
+    return told_by(0, store, _KEY, "the run's key", patience_s)
 
 
 def _on_a_thread(connect: Callable[[], S], patience_s: float) -> S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from farflung.types.tensors import Json, Payload, State, TensorSpec
 from farflung.types.world import Channel
@@ -139,6 +139,8 @@ class Reducer:
     """
 
     __slots__ = ()
+    repeatable: ClassVar[bool] = False
+    """Whether an exchange may be made again among fewer replicas, from the state before it."""
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """State for one flat tensor."""
