@@ -834,3 +834,27 @@ def stops(rank: int, size: int, store: dist.Store) -> list[str]:
         sys.setprofile(None)
         thread.soon(lambda: sys.setprofile(None))
     return [*found]
+
+
+def loses(rank: int, size: int, store: dist.Store, lost: int, how: str) -> dict[str, Any]:
+    """One of three leaves with an error; the others share out the batches of each step among those that are left."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seat = Seat(rank, size, rank, size)
+    chosen = farflung.recipes.recipe("ring").but(schedule=how)
+    handle = farflung.attach(model, optimizer, chosen, elastic=2, seat=seat, store=store)
+    data = list(batches(0, 60))
+    members, cursor = [], 0
+    for step in range(16):
+        if rank == lost and step == 5:
+            handle._end(RuntimeError("its battery is empty"))
+            return {}
+        members.append(handle.members)
+        x, y = data[(cursor + handle.members.index(rank)) % len(data)]
+        cursor += handle.size
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    handle.finish()
+    return {"members": members, "digest": digest(dict(model.named_parameters()))}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import farflung
+from farflung.errors import ConfigError
 from farflung.replica import load_tree
 from farflung.telemetry import Event
 from farflung.types import State
@@ -67,6 +68,24 @@ def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
     said = pool.run(2, "tests.attach_jobs.breaks_off")
     assert "broke off on rank 1" in said[0]
     assert "broke off on rank 1" in said[1]
+
+
+@pytest.mark.parametrize("how", ["synchronous", "pipelined(width=3)", "local_sgd"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, how: str) -> None:
+    ends = [end for end in pool.run(3, "tests.attach_jobs.loses", lost=lost, how=how) if end]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert ends[0]["members"][0] == (0, 1, 2)
+    assert ends[0]["members"][-1] == tuple({0, 1, 2} - {lost})
+
+
+def test_a_loop_that_needs_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model = attach_jobs.Net()
+    with pytest.raises(ConfigError, match="needs all replicas"):
+        farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "powersgd", elastic=1)
 
 
 def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

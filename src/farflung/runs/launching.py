@@ -165,7 +165,7 @@ class _Watch:
     events: socket.socket
     show: Sink
     folder: RunFolder
-    elastic: bool
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}

@@ -148,6 +148,8 @@ class WallRuntime:
             self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
         )
         self._thread, self._deadline_s = CommunicationThread(self.view, self.now, deadline_s), deadline_s
+        self.launch = self._thread.launch
+        """Starts an exchange on the communication thread."""
         try:
             if store is not None and size > 1:
                 self.view.connect(self._meet(store, join_s, range(size) if members is None else members))
@@ -230,10 +232,6 @@ class WallRuntime:
             on_ready(bucket)
         self.pace.end(ends)
         return done(None)
-
-    def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Starts an exchange on the communication thread."""
-        return self._thread.launch(exchange)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` on the communication thread while a descriptor has something to read."""
