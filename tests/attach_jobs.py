@@ -29,9 +29,9 @@ from typing_extensions import override
 import farflung
 import farflung.recipes
 from farflung.handle import Handle
-from farflung.runtime import Seat
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
+from farflung.wall import LaunchEnv
 from tests.pool import digest, leave_group
 
 STEPS = 6
@@ -723,7 +723,7 @@ def alone(rank: int, size: int, store: dist.Store) -> str:
 
 def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -> dict[str, Any]:
     """Rank 1's inner layer has a gradient that is no number at one step, when other buckets have left."""
-    seat = Seat(rank, size, rank, size)
+    seat = LaunchEnv(rank, size, rank, size)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

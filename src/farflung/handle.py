@@ -37,11 +37,11 @@ from farflung.replica.fitness import (
     plain_optimizer,
 )
 from farflung.replica.merges import needs_the_loop
-from farflung.runtime import Seat, WallRuntime, interface_to_master
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
+from farflung.wall import LaunchEnv, WallRuntime, interface_to_master
 
 if TYPE_CHECKING:
     from farflung.importance import ImportanceSampler
@@ -116,7 +116,7 @@ def attach(
     *,
     seed: int = 0,
     deadline_s: float = 60.0,
-    seat: Seat | None = None,
+    seat: LaunchEnv | None = None,
     store: dist.Store | None = None,
     endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
@@ -150,7 +150,7 @@ def attach(
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       endpoint: how this replica connects to the others.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
-        fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
+        fastest one. It is measured when not given: see :meth:`farflung.wall.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
         waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
@@ -186,7 +186,7 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already: finish() its handle first")
-    seat = seat or Seat.taken() or Seat(0, 1, 0, 1)
+    seat = seat or LaunchEnv.taken() or LaunchEnv(0, 1, 0, 1)
     rank, size = seat.rank, seat.size
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(

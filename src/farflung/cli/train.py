@@ -48,11 +48,11 @@ class Train(RunCommand):
             )
         from farflung.cli.progress import Progress
         from farflung.runs import prepare_training, ready_to_train
-        from farflung.runtime import Seat
+        from farflung.wall import LaunchEnv
 
         options = RunOptions(**given(self, OPTIONS), endpoint=endpoint_of(self))
         run = prepare_training(filed, self.given(), options=options)
-        seat = Seat.taken()
+        seat = LaunchEnv.taken()
         leads = seat is None or seat.rank == 0
         with ready_to_train(run) as begin:
             self.show(run)

@@ -1,4 +1,4 @@
-"""Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
+"""Messages between replicas: the wire format, matching by tag, collectives, and the communicator of the wall clock."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from farflung.comm.tcp import TcpTransport
     from farflung.comm.transport import Listener, Transport
     from farflung.comm.view import View
-    from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -29,7 +28,6 @@ __all__ = [
     "Collective",
     "Endpoint",
     "ExchangeChannel",
-    "LinkModel",
     "Listener",
     "Mailbox",
     "Peer",
@@ -37,8 +35,6 @@ __all__ = [
     "TcpTransport",
     "Transport",
     "View",
-    "VirtualCommunicator",
-    "VirtualNetwork",
     "Waiting",
     "WallCommunicator",
     "choose",

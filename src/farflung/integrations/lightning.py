@@ -17,7 +17,7 @@ from farflung.handle import Handle, attach
 from farflung.integrations.own_files import restore_own
 from farflung.recipes import Recipe
 from farflung.replica import save_tree
-from farflung.runtime import Seat
+from farflung.wall import LaunchEnv
 
 need("farflung.integrations.lightning", "lightning", extra="lightning")
 
@@ -78,7 +78,7 @@ class FarflungStrategy(DDPStrategy):
         self._fits += 1
         if store is not None:
             store = dist.PrefixStore(f"farflung-lightning-{self._fits}", store)
-        seat = Seat(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        seat = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._handle = attach(
             self.model, self.optimizers[0], self._how, seat=seat, store=store, **self._attached
         )

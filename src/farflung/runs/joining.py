@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.devices import device_profile
 from farflung.files import write_json
@@ -25,10 +26,9 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
-from farflung.runtime import Pace, Seat, WallRuntime
-from farflung.runtime.stores import told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
-from farflung.timing import forward_flops
+from farflung.wall import LaunchEnv, Pace, WallRuntime
+from farflung.wall.stores import told_by
 
 __all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 
@@ -39,7 +39,7 @@ _FOLDER = "farflung/folder"
 _numbers = itertools.count()
 
 
-def meeting(seat: Seat) -> dist.Store | None:
+def meeting(seat: LaunchEnv) -> dist.Store | None:
     """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
     store = seat.store(JOIN_S)
     if store is None or seat.meeting is not None:  # a file is of one run alone
@@ -58,7 +58,7 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(run: Prepared[RunConfig], show: Sink, seat: Seat) -> Run:
+def join(run: Prepared[RunConfig], show: Sink, seat: LaunchEnv) -> Run:
     """Trains as one replica.
 
     Args:

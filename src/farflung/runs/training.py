@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.calibration import forward_flops
 from farflung.comm import Endpoint
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
@@ -24,11 +25,10 @@ from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
-from farflung.runtime import Seat
 from farflung.sampling import InShares
 from farflung.telemetry import Event, Sink
-from farflung.timing import forward_flops
 from farflung.types import Workload
+from farflung.wall import LaunchEnv
 
 __all__ = ["prepare_training", "ready_to_train", "train"]
 
@@ -80,7 +80,7 @@ def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> P
     Raises:
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
-    seat = Seat.taken()
+    seat = LaunchEnv.taken()
     ready = partial(prepared, RunConfig, options=options)
     encrypted: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
     if seat is None:
@@ -120,7 +120,7 @@ def ready_to_train(
             f"--data-stays: under --schedule {named['schedule']} replicas compute samples of others too: leave out "
             "--data-stays, or choose another --schedule"
         )
-    seat = Seat.taken()
+    seat = LaunchEnv.taken()
     if seat is not None:
         endpoint.read_keys()
         if ":" in (endpoint.advertise or "").rpartition("]")[2] and seat.local_size > 1:

@@ -34,8 +34,8 @@ from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
 from farflung.runs.joining import join
 from farflung.runs.preparing import Prepared
-from farflung.runtime import Seat
 from farflung.telemetry import Event
+from farflung.wall import LaunchEnv
 
 __all__ = ["Job", "serve"]
 
@@ -138,7 +138,7 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
 
 def _train(job: Job, rank: int) -> None:
     """Trains as one replica; reports its events, and any error, to the process that started the run."""
-    seat = Seat(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
+    seat = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
     with Buffered(teller(job.events)) as tell:
         try:
