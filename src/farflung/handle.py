@@ -21,6 +21,7 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.lazy import renamed
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
@@ -116,13 +117,14 @@ def attach(
     *,
     seed: int = 0,
     deadline_s: float = 60.0,
-    seat: LaunchEnv | None = None,
+    launch_env: LaunchEnv | None = None,
     store: dist.Store | None = None,
     endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
     sampler: ImportanceSampler | None = None,
     show: Sink | None = None,
+    seat: LaunchEnv | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
@@ -146,7 +148,7 @@ def attach(
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
-      seat: which replica this is; what started the process has said so when not given.
+      launch_env: rank and size of this replica; read from the environment when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       endpoint: how this replica connects to the others.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
@@ -159,6 +161,7 @@ def attach(
         all ranks whether to draw by scores.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
+      seat: the earlier name of ``launch_env``, until 0.3.
 
     Raises:
       UnknownName: no such recipe or network.
@@ -186,14 +189,16 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already: finish() its handle first")
-    seat = seat or LaunchEnv.taken() or LaunchEnv(0, 1, 0, 1)
-    rank, size = seat.rank, seat.size
+    if seat is not None:
+        renamed("attach(seat=)", "attach(launch_env=)")
+    env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+    rank, size = env.rank, env.size
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _profile(network)
-    if store is None and (meeting := seat.store(_JOIN_S)) is not None:
+    if store is None and (meeting := env.store(_JOIN_S)) is not None:
         store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(

@@ -214,8 +214,8 @@ class ImportanceSampler(Sampler[list[int]]):
             raise ConfigError(f"{_NAME}: rank {rank} of size {size}: give both or none")
         if rank is None or size is None:
             together = dist.is_available() and dist.is_initialized()
-            seat = LaunchEnv.taken() or LaunchEnv(0, 1, 0, 1)
-            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (seat.rank, seat.size)
+            env = LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (env.rank, env.size)
         whole_option(_NAME, "size", size, 1)
         whole_option(_NAME, "rank", rank, 0, size - 1)
         whole_option(_NAME, "batch_size", batch_size, 1)

@@ -150,13 +150,13 @@ def wall_half(
     """One replica's half."""
     del store  # they meet in a file, as the workers of a command do
     exact_roots()
-    seat = LaunchEnv(rank, size, rank, size, Path(path, f"meeting-{steps}"))
+    env = LaunchEnv(rank, size, rank, size, Path(path, f"meeting-{steps}"))
     with known():
         case = CASES[name]
         assert case is not None
         config = RunConfig.resolve({**case.whole, "steps": steps})
         run = Prepared(config, RunFolder(Path(path), resumed=resumed))
-        joining.join(run, _nobody, seat)
+        joining.join(run, _nobody, env)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 PLACE = {"MASTER_ADDR": "head", "MASTER_PORT": "29501"}
 
 
-def seat(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
-    found = LaunchEnv.taken(environment)
+def read(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
+    found = LaunchEnv.read(environment)
     return (
         None if found is None else (found.rank, found.size, found.local_rank, found.local_size, *found.master)
     )
@@ -83,7 +83,7 @@ def seat(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
     ],
 )  # fmt: skip
 def test_who_a_process_is(environment: dict[str, str], found: tuple[Any, ...] | None) -> None:
-    assert seat(environment) == found
+    assert read(environment) == found
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_who_a_process_is(environment: dict[str, str], found: tuple[Any, ...] | 
 )
 def test_what_cannot_be_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        LaunchEnv.taken(environment)
+        LaunchEnv.read(environment)
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ def test_whoever_started_the_workers_has_the_say_over_their_number(monkeypatch: 
 def test_the_store_of_one_machine_is_on_loopback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    seats = [LaunchEnv(rank, 2, rank, 2, master=("127.0.0.1", str(port))) for rank in range(2)]
+    ranks = [LaunchEnv(rank, 2, rank, 2, master=("127.0.0.1", str(port))) for rank in range(2)]
     before = listening()
-    stores = in_threads(*(lambda one=one: one.store(30.0) for one in seats))
+    stores = in_threads(*(lambda one=one: one.store(30.0) for one in ranks))
     one, other = stores
     assert isinstance(one, dist.Store)
     assert isinstance(other, dist.Store)
     one.set("said", "here")
     assert other.get("said") == b"here"
     assert listening() - before == {("127.0.0.1", port)}
-    again = seats[0].store(30.0)  # as a second model's, or the process group's
+    again = ranks[0].store(30.0)  # as a second model's, or the process group's
     assert again is not None
     assert again.get("said") == b"here"
 

@@ -90,7 +90,7 @@ def _workers_ahead() -> AbstractContextManager[None]:
     from farflung.runs import forked_ahead, workers  # noqa: F401
     from farflung.wall import LaunchEnv
 
-    return forked_ahead() if LaunchEnv.taken() is None else contextlib.nullcontext()
+    return forked_ahead() if LaunchEnv.read() is None else contextlib.nullcontext()
 
 
 def _commands(words: list[str]) -> dict[str, Callable[..., Command]]:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from farflung.comm.transport import Listener, Transport
     from farflung.comm.view import View
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        moved={
+            "LinkModel": "farflung.sim.LinkModel",
+            "VirtualCommunicator": "farflung.sim.VirtualCommunicator",
+            "VirtualNetwork": "farflung.sim.VirtualNetwork",
+        },
+    )
 
 __all__ = [
     "AUTO",

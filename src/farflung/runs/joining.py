@@ -39,10 +39,10 @@ _FOLDER = "farflung/folder"
 _numbers = itertools.count()
 
 
-def meeting(seat: LaunchEnv) -> dist.Store | None:
+def meeting(env: LaunchEnv) -> dist.Store | None:
     """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
-    store = seat.store(JOIN_S)
-    if store is None or seat.meeting is not None:  # a file is of one run alone
+    store = env.store(JOIN_S)
+    if store is None or env.meeting is not None:  # a file is of one run alone
         return store
     return dist.PrefixStore(f"run-{next(_numbers)}", store)
 
@@ -58,28 +58,28 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(run: Prepared[RunConfig], show: Sink, seat: LaunchEnv) -> Run:
+def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv) -> Run:
     """Trains as one replica.
 
     Args:
       run: what, where and on what; its folder has been made.
       show: gets this replica's events.
-      seat: which one it is.
+      env: its rank and size.
     """
-    config, options, files, rank, size = run.config, run.options, run.files, seat.rank, seat.size
-    leader = seat.local_rank == 0
-    placed = place(options.device, local_rank=seat.local_rank, local_size=seat.local_size)
+    config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
+    leader = env.local_rank == 0
+    placed = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    met = seat.meeting is not None  # a wait in a file is short, and the command ends its workers
+    met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
         asked.set()
         if not met:
             raise KeyboardInterrupt
 
-    threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
+    threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
     slower = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
     with ExitStack() as stack:
@@ -92,8 +92,8 @@ def join(run: Prepared[RunConfig], show: Sink, seat: LaunchEnv) -> Run:
         runtime = WallRuntime(
             rank,
             size,
-            run.store or meeting(seat),
-            endpoint=replace(options.endpoint.on(seat.interface), encrypt=config.encrypt),
+            run.store or meeting(env),
+            endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             native=collective_named(config.recipe.collective).by_backend,

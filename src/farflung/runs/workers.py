@@ -138,13 +138,13 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
 
 def _train(job: Job, rank: int) -> None:
     """Trains as one replica; reports its events, and any error, to the process that started the run."""
-    seat = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
+    env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
     with Buffered(teller(job.events)) as tell:
         try:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace)
-            join(Prepared(config, job.files, options=options), tell, seat)
+            join(Prepared(config, job.files, options=options), tell, env)
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

@@ -1,4 +1,4 @@
-"""Which replica this process is, by what started it: torchrun, Slurm's srun, or mpirun."""
+"""The environment that torchrun, Slurm's srun or mpirun gives a process: its rank, and where its peers meet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm.interface import LOOPBACK, check_host, route_to
 from farflung.errors import ConfigError
+from farflung.lazy import renamed
 from farflung.wall.stores import reached, serving
 
 __all__ = ["LaunchEnv", "interface_to_master"]
@@ -44,7 +45,7 @@ _SLURM_PORTS = 15_000, 10_000
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """This process's rank, and where it meets its peers.
+    """The rank of this process, and where it meets its peers.
 
     Args:
       rank: its number.
@@ -68,7 +69,7 @@ class LaunchEnv:
     how_to_meet: str = "set them, or start with torchrun"
 
     @staticmethod
-    def taken(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
+    def read(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
         """Reads the variables of torchrun, else of Slurm, else of MPI.
 
         Returns:
@@ -185,6 +186,12 @@ class LaunchEnv:
             f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.how_to_meet}"
         )
 
+    @staticmethod
+    def taken(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
+        """Does what :meth:`read` does, under its name of 0.1; until 0.3."""
+        renamed("Seat.taken()", "LaunchEnv.read()")
+        return LaunchEnv.read(environment)
+
     def _checked(self) -> LaunchEnv:
         if self.rank < self.size and self.local_rank < self.local_size <= self.size:
             return self
@@ -201,8 +208,8 @@ def interface_to_master(size: int) -> str:
     if size == 1:
         return LOOPBACK
     address = os.environ.get("MASTER_ADDR")
-    if not address and (seat := LaunchEnv.taken()) is not None:
-        address = seat.master[0]
+    if not address and (env := LaunchEnv.read()) is not None:
+        address = env.master[0]
     return route_to(address or LOOPBACK)
 
 
