@@ -18,8 +18,7 @@ from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, RunLost
 from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, costs
 from farflung.seeding import generator
-from farflung.sim import VirtualWorld
-from farflung.sim import ring as ring_in_one
+from farflung.sim import VirtualWorld, closed_form
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 from tests.covering import covering
@@ -220,9 +219,9 @@ def test_whoever_is_late_and_whatever_else_goes_on(data: st.DataObject) -> None:
 def test_a_stack_adds_as_one_by_one(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(numel, generator=generator(1, rank)).to(dtype) for rank in range(9)]
     segments = cut(numel, 9)
-    one_by_one = ring_in_one.ring_sum(tensors, segments)
-    monkeypatch.setattr(ring_in_one, "FEW", 1)
-    assert same_bits(ring_in_one.ring_sum(tensors, segments), one_by_one)
+    one_by_one = closed_form._ring_sum(tensors, segments)
+    monkeypatch.setattr(closed_form, "FEW", 1)
+    assert same_bits(closed_form._ring_sum(tensors, segments), one_by_one)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

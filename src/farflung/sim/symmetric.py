@@ -20,9 +20,9 @@ from farflung.comm.collectives import COLLECTIVES, Collective
 from farflung.network import NetworkProfile
 from farflung.network.wiring import Bundles, groups_of
 from farflung.sim.clock import Clock, VirtualClock
+from farflung.sim.closed_form import InOne, Members
 from farflung.sim.flows import AFTER_ALL_ELSE, Flows
 from farflung.sim.groups import GroupedReduce, ReduceShape
-from farflung.sim.members import InOne, Members
 from farflung.tasks import Pending, Task
 from farflung.types import Communicator, Tag
 
