@@ -1,4 +1,4 @@
-"""Decisions, which depend on time or arrival: rank 0 makes, broadcasts and logs them."""
+"""Decisions, which depend on time or arrival: a rank makes and logs them; those of rank 0 are broadcast."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 
 
 COLLECTIVE = "collective"
-"""The name of the decision what ``auto`` stands for; its step is the first of the run."""
+"""The name of the decision that resolves ``auto``; its step is the first of the run."""
 
 
 def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
-    """What ``auto`` stands for in a run, as a decision's value: a name for each size of tensor in bytes.
+    """Resolves ``auto`` for a run, as a decision's value: the name of a collective for each size of tensor in bytes.
 
     Args:
       nbytes: of the tensors that a step sums.
@@ -48,7 +48,7 @@ def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | N
 
 
 def adopt_collectives(comm: Communicator, decision: Decision) -> str:
-    """Has a communicator do as was decided; the names, that for the largest tensor first.
+    """Sets the decided collectives in a communicator; returns their names, that for the largest tensor first.
 
     Raises:
       ConfigError: the decision comes from a log, and is not of such a run.
@@ -82,7 +82,7 @@ class DecisionLog:
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
-        """Adds one; callable from any thread, since it touches no file."""
+        """Adds a decision; callable from any thread, since it touches no file."""
         if self._path is not None:
             self._unwritten.append(decision)
         elif self._keep:
@@ -112,7 +112,7 @@ class DecisionLog:
         return self._path if rank is None else self._path.with_suffix("") / f"rank-{rank}.jsonl"
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
-        """What is to be decided again; ``None`` where nothing was."""
+        """Finds a decision of the run that is replayed; ``None`` where it made none."""
         return None if self._replay is None else self._replay.get((name, step, rank))
 
     def decide(
@@ -145,7 +145,7 @@ class DecisionLog:
 
 
 def decision_json(decision: Decision) -> str:
-    """One line of a log."""
+    """Formats a decision as one line of a log."""
     return json.dumps(_content(decision), separators=(",", ":"))
 
 
@@ -154,7 +154,7 @@ def _content(decision: Decision) -> dict[str, Json]:
 
 
 def read_decisions(path: Path) -> list[Decision]:
-    """The decisions of a run: those in a file for all replicas, and beside it those of each; see :class:`DecisionLog`.
+    """Reads the decisions of a run: a file for all replicas, and those of each beside it; see :class:`DecisionLog`.
 
     A last line that was cut short is left out.
 

@@ -58,7 +58,7 @@ class VirtualClock:
         self._soon.append(fn)
 
     def run(self, until: float = math.inf) -> None:
-        """Until nothing is left to happen, or nothing up to ``until``."""
+        """Runs callbacks until none is left, or none up to ``until``."""
         while True:
             while self._soon:
                 self._soon.popleft()()
@@ -68,11 +68,11 @@ class VirtualClock:
             fn()
 
     def due(self) -> float:
-        """When something happens next; infinity where nothing will."""
+        """Returns the time of the next callback; infinity where there is none."""
         return self._now if self._soon else self._heap[0][0] if self._heap else math.inf
 
     def hand_over(self, other: Clock) -> None:
-        """What has not happened yet happens on another clock, in the same order."""
+        """Moves the callbacks that are left to another clock, in the same order."""
         while self._soon:
             other.soon(self._soon.popleft())
         while self._heap:

@@ -55,8 +55,8 @@ class LaunchEnv:
       meeting: a file through which all of them, on one machine, find each other; ``None``: the store at the master
         address.
       master: that address and its port, as far as they are known.
-      started_by: what started it, for messages.
-      how_to_meet: how the master address is told to what started it, for messages.
+      started_by: the launcher, for messages.
+      how_to_meet: how the launcher is given a master address, for messages.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class LaunchEnv:
         return None
 
     def store(self, join_s: float) -> dist.Store | None:
-        """Where the replicas find each other; nowhere for a single one.
+        """Opens the store through which the replicas find each other; ``None`` for a single replica.
 
         Args:
           join_s: how long the others may take to come, in seconds.
@@ -141,7 +141,7 @@ class LaunchEnv:
         return reached(address, int(port), connect, f"its store at {address}:{port}", join_s)
 
     def _kept(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        """The store of rank 0: on loopback at that address alone, else as torch makes it.
+        """Serves the store of rank 0: on loopback at that address alone, else as torch makes it.
 
         The process keeps it for its later runs, since another rank may begin the next run while this one ends.
         """
@@ -165,7 +165,7 @@ class LaunchEnv:
             ) from None
 
     def interface(self) -> str:
-        """The address of this machine on the way to the others.
+        """Finds the address of this machine on the way to the other replicas.
 
         Raises:
           ConfigError: it is not known where they are, or there is no way to them.
@@ -202,8 +202,10 @@ class LaunchEnv:
 
 
 def interface_to_master(size: int) -> str:
-    """The address of this machine on the way to the master address; loopback for a single replica, or where no
-    address was given.
+    """Finds the address of this machine on the way to the master address.
+
+    Returns:
+      The address; loopback for a single replica, or where no master address is given.
     """
     if size == 1:
         return LOOPBACK

@@ -1,4 +1,4 @@
-"""What lies between the replicas of a run, found out by a few small messages over the run's own connections."""
+"""Measures the network between the replicas of a run, by a few small messages over the run's own connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BYTE = torch.zeros(1, dtype=torch.uint8)
 
 
 async def measured_network(runtime: Runtime) -> NetworkProfile | None:
-    """Latency and bandwidth from every replica to every other, all at the same time.
+    """Measures latency and bandwidth from every replica to every other, all at the same time.
 
     All replicas measure at once, so what they share shows in the bandwidth that each pair gets, as it does when they
     exchange gradients. A latency is half the shortest of some round trips; a bandwidth is what a message took longer
