@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from farflung.calibration import calibrate, coding_points, coding_tasks, forward_flops, ladder, message_costs
 from farflung.config import Training
 from farflung.devices import CodingRates, DeviceProfile, device_toml
-from farflung.timing import calibrate, coding_points, coding_tasks, forward_flops, ladder, message_costs
 from farflung.workloads import workload
 
 WORKLOAD, BATCH_SIZE = "cifar10/resnet20", 16

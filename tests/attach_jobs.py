@@ -29,9 +29,9 @@ from typing_extensions import override
 import farflung
 import farflung.recipes
 from farflung.handle import Handle
-from farflung.runtime import Seat
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
+from farflung.wall import LaunchEnv
 from tests.pool import digest, leave_group
 
 STEPS = 6
@@ -723,14 +723,14 @@ def alone(rank: int, size: int, store: dist.Store) -> str:
 
 def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -> dict[str, Any]:
     """Rank 1's inner layer has a gradient that is no number at one step, when other buckets have left."""
-    seat = Seat(rank, size, rank, size)
+    env = LaunchEnv(rank, size, rank, size)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chosen = recipe_of(how).but(bucket_nbytes=100)
     trail = []
     try:
-        with farflung.attach(model, optimizer, chosen, seat=seat, store=store, nonfinite=what) as handle:
+        with farflung.attach(model, optimizer, chosen, launch_env=env, store=store, nonfinite=what) as handle:
             for number, (x, y) in enumerate(batches(rank)):
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
@@ -841,9 +841,9 @@ def loses(rank: int, size: int, store: dist.Store, lost: int, how: str) -> dict[
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    seat = Seat(rank, size, rank, size)
+    env = LaunchEnv(rank, size, rank, size)
     chosen = farflung.recipes.recipe("ring").but(schedule=how)
-    handle = farflung.attach(model, optimizer, chosen, elastic=2, seat=seat, store=store)
+    handle = farflung.attach(model, optimizer, chosen, elastic=2, launch_env=env, store=store)
     data = list(batches(0, 60))
     members, cursor = [], 0
     for step in range(16):

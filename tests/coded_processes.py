@@ -28,9 +28,9 @@ from farflung.coded.problem import HeldProducts
 from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
 from farflung.comm.channel import describe
-from farflung.runtime import WallRuntime
 from farflung.tasks import Task
 from farflung.types import Json
+from farflung.wall import WallRuntime
 from tests.coded_runs import Notes, part
 from tests.forks import Fork
 from tests.helpers import PATIENCE_S, Driver

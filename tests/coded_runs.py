@@ -15,10 +15,10 @@ from farflung.coded.coordinator import Coordinator, PartitionsChanged
 from farflung.coded.device import Device
 from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
+from farflung.decisions import DecisionLog
 from farflung.faults import FaultPlan
 from farflung.network import Link
-from farflung.runtime import VirtualRuntime, VirtualWorld
-from farflung.runtime.decisions import DecisionLog
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Json
 

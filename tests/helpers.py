@@ -30,12 +30,13 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.comm import LinkModel, Peer, TcpTransport, View, WallCommunicator
+from farflung.comm import Peer, TcpTransport, View, WallCommunicator
 from farflung.comm.endpoint import NO_WAY_IN
 from farflung.comm.wire import Frame, Message, WireError, read_head
-from farflung.runtime import VirtualWorld, WallRuntime
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
+from farflung.wall import WallRuntime
 
 T = TypeVar("T")
 

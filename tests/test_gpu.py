@@ -10,7 +10,7 @@ import torch
 
 from farflung.codecs import TopK, error_feedback
 from farflung.reducers import CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.types import Reducer, Seeds
 from tests.codecs.test_contract import gradient as gradient_of
 from tests.codecs.test_contract import spec_of

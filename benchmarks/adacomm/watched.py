@@ -15,8 +15,8 @@ from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import Subset, cifar
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Dataset, Workload
 from farflung.workloads import Classification, vgg, workload

@@ -28,7 +28,7 @@ from farflung.coded.registry import Registry
 from farflung.coded.settings import Settings
 from farflung.faults import FaultPlan
 from farflung.network import Link
-from farflung.runtime import VirtualRuntime, VirtualWorld
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 
 __all__ = ["joined", "main", "measure"]

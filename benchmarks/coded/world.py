@@ -17,7 +17,7 @@ from farflung.coded.parts import partitioned
 from farflung.coded.settings import Settings
 from farflung.devices import DeviceProfile
 from farflung.network import Link
-from farflung.runtime import VirtualRuntime, VirtualWorld
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Runtime
 

@@ -12,7 +12,7 @@ from farflung.config import Training
 from farflung.devices import CodingRates, DeviceProfile, device_profile
 from farflung.network import NetworkProfile
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.workloads import Quadratic
 
 __all__ = ["Simulated", "coding_of"]

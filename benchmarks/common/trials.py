@@ -15,7 +15,7 @@ from farflung.config import Training
 from farflung.data import PARTITIONS, Partition
 from farflung.devices import DeviceProfile
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Workload

@@ -8,7 +8,7 @@ from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runs import make_replica, settled_collective
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import SampleIds, Workload
 

@@ -11,14 +11,14 @@ from benchmarks.common import Measured, Simulated, coding_of
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.worlds import replicas_in
 from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchronous_s
+from farflung.calibration import forward_flops
 from farflung.comm import cost_s
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.timing import forward_flops
+from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 
 __all__ = [

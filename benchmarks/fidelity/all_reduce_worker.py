@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm import Endpoint, ExchangeChannel
 from farflung.comm.interface import route_to
-from farflung.runtime import WallRuntime
+from farflung.wall import WallRuntime
 
 WARM_UPS = 2
 BETWEEN_S = 0.15

@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common.shaped import in_lab  # noqa: E402
-from farflung.comm.virtual.clock import VirtualClock  # noqa: E402
-from farflung.comm.virtual.flows import Flows  # noqa: E402
 from farflung.errors import LabError  # noqa: E402
 from farflung.lab.tun import address_of  # noqa: E402
 from farflung.network import Link, NetworkProfile, Wiring  # noqa: E402
 from farflung.network.tcp import CongestionControl  # noqa: E402
+from farflung.sim.clock import VirtualClock  # noqa: E402
+from farflung.sim.flows import Flows  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "one_flow.jsonl"
 FITTED = (1, 2)

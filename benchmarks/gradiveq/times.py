@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from farflung.calibration import CodingTask, coding_points
 from farflung.codecs import QSGD
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.network import NetworkProfile
 from farflung.reducers import CodecReducer, GradiVeQ
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
-from farflung.timing import CodingTask, coding_points
+from farflung.sim import VirtualWorld
 from farflung.types import Contribution, Placed, Reducer, Seeds, StateSlot, TensorSpec
 from farflung.workloads import workload
 

@@ -227,6 +227,6 @@ APPLICATIONS = {
         moved=2,
     ),
 }
-"""The paper's, two to look around, and one for quick runs. Operations are those of a forward pass as
-:func:`farflung.timing.forward_flops` counts them: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
+"""The paper's, two to look around, and one for quick runs. Operations are those of a forward pass, as
+:func:`farflung.calibration.forward_flops` counts: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
 CIFAR-100 and SVHN have CIFAR-10's settings; their data were not at hand, so nothing was tried there."""

@@ -24,9 +24,9 @@ from farflung.config import Training
 from farflung.replica import Replica
 from farflung.replica.scoring import scores_of
 from farflung.runs.simulation import one_thread
-from farflung.runtime import VirtualWorld
 from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.seeding import generator
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Batch
 

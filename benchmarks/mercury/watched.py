@@ -28,8 +28,8 @@ from farflung.replica import Replica
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.scoring import scores_of
 from farflung.runs.simulation import one_thread
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Dataset, SampleIds, Workload

@@ -26,9 +26,9 @@ from farflung.comm import Endpoint, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
 from farflung.runs import make_replica, settled_collective
-from farflung.runtime import WallRuntime
 from farflung.seeding import generator
 from farflung.telemetry import JsonLines, Telemetry
+from farflung.wall import WallRuntime
 from farflung.workloads import workload
 
 BATCH = 32

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias, TypeVar
 from benchmarks.common import Trainings
 from benchmarks.common.worlds import replicas_in
 from benchmarks.presets.methods import METHODS, parts_of
+from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
 from farflung.network import network_profile
 from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
-from farflung.timing import forward_flops
 from farflung.types import Workload
 from farflung.workloads import workload
 

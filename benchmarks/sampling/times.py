@@ -9,14 +9,14 @@ from benchmarks.common.worlds import replicas_in
 from benchmarks.sampling.gains import Gains
 from benchmarks.sampling.regimes import Regime
 from benchmarks.sampling.training import BATCH, REPLICAS, Sampled
+from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.data import PARTITIONS
 from farflung.devices import device_profile
 from farflung.network import Link, NetworkProfile
 from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
-from farflung.runtime import VirtualWorld
-from farflung.timing import forward_flops
+from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 
 __all__ = ["MBPS", "TIME_ROW", "sooner", "step_s"]

@@ -20,7 +20,7 @@ from farflung.config import Training
 from farflung.data import PARTITIONS
 from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Event
 from farflung.types import Dataset
 from farflung.workloads import workload

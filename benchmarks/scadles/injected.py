@@ -13,8 +13,8 @@ from farflung.config import Training
 from farflung.data import Injection
 from farflung.data.streams.rates import courses
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
 from farflung.seeding import derive
+from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 
 __all__ = ["bytes_sent"]

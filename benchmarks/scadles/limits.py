@@ -10,7 +10,7 @@ from benchmarks.common.worlds import replicas_in
 from benchmarks.scadles.streamed import NETS, device, network
 from farflung.config import Training
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 
 __all__ = ["BASE", "LEAST", "MOST", "baseline", "held", "kept", "limit", "per_second", "seconds", "weighted"]

@@ -17,7 +17,7 @@ from farflung.data import PARTITIONS, Partition, cifar, fashion_mnist
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Batch, Dataset

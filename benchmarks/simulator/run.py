@@ -19,7 +19,7 @@ from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import ROOT, environment
 from farflung.comm import ExchangeChannel
 from farflung.network import Link, NetworkProfile, network_profile
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Runtime
 

@@ -24,7 +24,7 @@ from farflung.network import Link, NetworkProfile, Site
 from farflung.recipes import Recipe
 from farflung.replica import Replica, keep_once
 from farflung.runs import make_replica
-from farflung.runtime import VirtualWorld, time_fleet
+from farflung.sim import VirtualWorld, time_fleet
 from farflung.types import Workload
 from farflung.workloads import workload
 

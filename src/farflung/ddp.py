@@ -22,10 +22,10 @@ from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
 from farflung.replica.buckets import Filling, fillings
 from farflung.replica.slots import Slots
-from farflung.runtime import WallRuntime, interface_to_master
 from farflung.spec import build, text_of
 from farflung.tasks import Pending
 from farflung.types import Codec, Contribution, Reducer, State
+from farflung.wall import WallRuntime, interface_to_master
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
 

@@ -22,6 +22,7 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.lazy import renamed
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
@@ -38,11 +39,11 @@ from farflung.replica.fitness import (
     plain_optimizer,
 )
 from farflung.replica.merges import needs_the_loop
-from farflung.runtime import Seat, WallRuntime, interface_to_master
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
+from farflung.wall import LaunchEnv, WallRuntime, interface_to_master
 
 if TYPE_CHECKING:
     from farflung.importance import ImportanceSampler
@@ -117,7 +118,7 @@ def attach(
     *,
     seed: int = 0,
     deadline_s: float = 60.0,
-    seat: Seat | None = None,
+    launch_env: LaunchEnv | None = None,
     store: dist.Store | None = None,
     endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
@@ -125,6 +126,7 @@ def attach(
     sampler: ImportanceSampler | None = None,
     elastic: int = 0,
     show: Sink | None = None,
+    seat: LaunchEnv | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
@@ -148,11 +150,11 @@ def attach(
       how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
-      seat: which replica this is; what started the process has said so when not given.
+      launch_env: rank and size of this replica; read from the environment when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       endpoint: how this replica connects to the others.
       network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
-        fastest one. It is measured when not given: see :meth:`farflung.runtime.WallRuntime.settle_collective`.
+        fastest one. It is measured when not given: see :meth:`farflung.wall.WallRuntime.settle_collective`.
       nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets that have left before. Each bucket is then looked through, which
         waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
@@ -163,6 +165,7 @@ def attach(
         first loss ends it.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
+      seat: the earlier name of ``launch_env``, until 0.3.
 
     Raises:
       UnknownName: no such recipe or network.
@@ -194,14 +197,16 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already: finish() its handle first")
-    seat = seat or Seat.taken() or Seat(0, 1, 0, 1)
-    rank, size = seat.rank, seat.size
+    if seat is not None:
+        renamed("attach(seat=)", "attach(launch_env=)")
+    env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+    rank, size = env.rank, env.size
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _profile(network)
-    if store is None and (meeting := seat.store(_JOIN_S)) is not None:
+    if store is None and (meeting := env.store(_JOIN_S)) is not None:
         store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
@@ -246,7 +251,7 @@ def attach(
         exchanges.goes_with(optimizer)
         if elastic and store is not None:
             from farflung.membership import Elastic
-            from farflung.runtime.stores import shared_key
+            from farflung.wall.stores import shared_key
 
             runtime.elastic = Elastic(
                 runtime,

@@ -15,13 +15,13 @@ from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError
 from farflung.options import choice_option, whole_option
-from farflung.runtime import Seat
 from farflung.sampling import Gain, Uniform
 from farflung.sampling.gain import LOOK
 from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule
 from farflung.sampling.scores import check_scores, scores_by
 from farflung.seeding import derive, generator
 from farflung.types import PoolView, SampleIds, ScoredBy, State
+from farflung.wall import LaunchEnv
 
 __all__ = ["Batches", "Drawn", "ImportanceSampler"]
 
@@ -214,8 +214,8 @@ class ImportanceSampler(Sampler[list[int]]):
             raise ConfigError(f"{_NAME}: rank {rank} of size {size}: give both or none")
         if rank is None or size is None:
             together = dist.is_available() and dist.is_initialized()
-            seat = Seat.taken() or Seat(0, 1, 0, 1)
-            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (seat.rank, seat.size)
+            env = LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (env.rank, env.size)
         whole_option(_NAME, "size", size, 1)
         whole_option(_NAME, "rank", rank, 0, size - 1)
         whole_option(_NAME, "batch_size", batch_size, 1)

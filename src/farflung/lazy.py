@@ -1,18 +1,24 @@
-"""Packages whose names are imported when they are first used, so that what needs no torch does not import it."""
+"""Packages whose names are imported when they are first used, so that what needs no torch does not import it.
+
+Names of an earlier version are given from where they are now, with a warning.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["docstring_of", "lazy"]
+__all__ = ["docstring_of", "lazy", "renamed"]
 
 
-def lazy(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def lazy(
+    package: str, moved: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Makes ``__getattr__`` and ``__dir__`` of a package from the imports under its ``if TYPE_CHECKING:``.
 
     Type checkers read these imports as they stand, so each name and its home are written once. No name may be that of a
@@ -20,6 +26,7 @@ def lazy(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]
 
     Args:
       package: its ``__name__``.
+      moved: names of 0.1 that are elsewhere now, each with its module and name there; until 0.3.
     """
     module = sys.modules[package]
     homes = {
@@ -32,6 +39,10 @@ def lazy(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]
     }
 
     def get(name: str) -> object:
+        if moved is not None and name in moved:
+            renamed(f"{package}.{name}", moved[name])
+            home, _, there = moved[name].rpartition(".")
+            return getattr(import_module(home), there)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
@@ -39,6 +50,13 @@ def lazy(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]
         return value
 
     return get, lambda: sorted({*vars(module), *homes})
+
+
+def renamed(before: str, now: str) -> None:
+    """Warns the caller's caller of a name of 0.1, which works until 0.3."""
+    warnings.warn(
+        f"{before} is now {now}; the earlier name is removed in 0.3", DeprecationWarning, stacklevel=3
+    )
 
 
 def docstring_of(module: str, name: str) -> str:

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farflung.calibration import forward_flops
 from farflung.devices import device_profile
 from farflung.replica import load_tree
 from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
-from farflung.runtime import Seat
 from farflung.telemetry import Event
-from farflung.timing import forward_flops
+from farflung.wall import LaunchEnv
 from tests.battery import coded
 from tests.battery.cases import CASES, DENSE, Case, known
 from tests.pool import Pool, digest
@@ -150,13 +150,13 @@ def wall_half(
     """One replica's half."""
     del store  # they meet in a file, as the workers of a command do
     exact_roots()
-    seat = Seat(rank, size, rank, size, Path(path, f"meeting-{steps}"))
+    env = LaunchEnv(rank, size, rank, size, Path(path, f"meeting-{steps}"))
     with known():
         case = CASES[name]
         assert case is not None
         config = RunConfig.resolve({**case.whole, "steps": steps})
         run = Prepared(config, RunFolder(Path(path), resumed=resumed))
-        joining.join(run, _nobody, seat)
+        joining.join(run, _nobody, env)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

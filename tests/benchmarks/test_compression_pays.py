@@ -10,7 +10,7 @@ from benchmarks.common.meter import MAIN, Meter
 from benchmarks.compression_pays.accuracy import RATES, SEEDS, TIGHTER, Equality, Hooked
 from benchmarks.compression_pays.methods import SYNCHRONOUS
 from farflung.comm import ExchangeChannel
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.types import CodingCost
 
 

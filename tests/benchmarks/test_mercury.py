@@ -31,9 +31,9 @@ from benchmarks.mercury.rows import JOBS, mercury_row, pictured
 from benchmarks.mercury.run import NotTrained, stored
 from benchmarks.mercury.variance import worth
 from benchmarks.mercury.watched import Found, Point, Watched
+from farflung.calibration import forward_flops
 from farflung.data import TensorDataset
 from farflung.seeding import generator
-from farflung.timing import forward_flops
 from farflung.workloads import workload
 
 pytestmark = pytest.mark.usefixtures("unframed")

@@ -29,8 +29,8 @@ from farflung.data import TensorDataset
 from farflung.data.source import File, Location
 from farflung.errors import DataError
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import VirtualWorld
 from farflung.types import Batch
 from farflung.workloads import registry, workload
 from tests.data.test_source import pack

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from farflung.decisions import read_decisions
 from farflung.runs import joining
-from farflung.runtime import read_decisions
 from tests.forks import ran
 
 NETWORK = "wifi-shared-100mbps"

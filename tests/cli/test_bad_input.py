@@ -10,7 +10,7 @@ import torch
 
 from farflung.cli.main import COMMANDS, main
 from farflung.runs import RunConfig, RunFolder, make_replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from farflung.cli.main import main
+from farflung.decisions import read_decisions
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile
 from farflung.replica import load_tree
 from farflung.runs import Run, RunFolder, simulate
-from farflung.runtime import read_decisions
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
 from tests.forks import farflung, ran

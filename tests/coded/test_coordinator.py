@@ -16,10 +16,10 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.messages import Fetch, Malformed
 from farflung.coded.record import Record
+from farflung.decisions import DecisionLog
 from farflung.errors import RunLost
 from farflung.faults import FaultPlan
 from farflung.replica import save_tree
-from farflung.runtime.decisions import DecisionLog
 from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
 
 EXACT = 1e-9

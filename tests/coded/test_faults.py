@@ -23,9 +23,9 @@ from farflung.coded.record import Record
 from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
-from farflung.runtime import WallRuntime
-from farflung.runtime.stores import published
 from farflung.types import Json
+from farflung.wall import WallRuntime
+from farflung.wall.stores import published
 from tests.coded_plans import DEVICES, PARTITIONS, Plan
 from tests.coded_processes import (
     Crowd,

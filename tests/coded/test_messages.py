@@ -46,7 +46,7 @@ from farflung.coded.settings import Settings
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
 from farflung.network import Link
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending, Task
 from farflung.types import Payload, Runtime
 from tests.coded_mutations import (

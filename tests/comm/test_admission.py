@@ -17,8 +17,8 @@ from farflung.comm import Endpoint
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Route
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
-from farflung.runtime import WallRuntime
 from farflung.types import Payload
+from farflung.wall import WallRuntime
 from tests.helpers import PATIENCE_S, Group, in_threads, number_in, numbered, parted, tag
 from tests.late import Late
 from tests.strangers import forged

@@ -12,9 +12,10 @@ from torch import Tensor
 from farflung.codecs import Truncate16
 from farflung.comm import AUTO, COLLECTIVES, Coding, Collective, ExchangeChannel, choose, resolve_collective
 from farflung.comm.collectives import direct
+from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, UnknownName
 from farflung.network import NetworkProfile, network_profile
-from farflung.runtime import DecisionLog, VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Decision, Runtime, Seeds
 from tests.helpers import same_bits

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.comm import COLLECTIVES, Coding, ExchangeChannel, LinkModel
+from farflung.comm import COLLECTIVES, Coding, ExchangeChannel
 from farflung.comm.collectives.segments import cut
 from farflung.errors import ProtocolError, Unsupported
 from farflung.network import costs
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending, done
 from farflung.types import Codec, Payload, Runtime, Seeds, Tag, TensorSpec
 from tests.covering import covered, covering

@@ -21,7 +21,7 @@ from farflung.comm import keys as keys_module
 from farflung.comm.keys import Keys, certificate_of
 from farflung.comm.wire import VERSION
 from farflung.errors import ConfigError, ProtocolError
-from farflung.runtime import WallRuntime
+from farflung.wall import WallRuntime
 from tests.helpers import Group
 from tests.proxy import Proxy
 from tests.strangers import (

@@ -7,7 +7,7 @@ import torch
 
 from farflung.comm import ExchangeChannel, TcpTransport, Transport
 from farflung.errors import PeerLost
-from farflung.runtime import WallRuntime
+from farflung.wall import WallRuntime
 from tests.helpers import joined, parted, same_bits, tag
 from tests.in_memory import InMemoryTransport
 

@@ -25,9 +25,9 @@ from farflung.errors import (
     ProtocolError,
     RunLost,
 )
-from farflung.runtime import WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
+from farflung.wall import WallRuntime
 from tests.forks import Fork
 from tests.helpers import PATIENCE_S, Group, in_threads, joined, number_in, numbered, parted, tag
 

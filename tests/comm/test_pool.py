@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, LinkModel, pool
+from farflung.comm import ExchangeChannel, pool
 from farflung.comm.pool import WORTH_NBYTES, Pool, scratch_like
 from farflung.comm.wire import Kind, encode
-from farflung.runtime import VirtualWorld
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import Payload, Tag
 from tests.helpers import same_bits
 

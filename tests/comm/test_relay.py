@@ -20,8 +20,8 @@ from farflung.comm.routes import Routes
 from farflung.comm.transport import FIRST
 from farflung.comm.wire import Frame, Kind, Message, Route, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
-from farflung.runtime import WallRuntime
 from farflung.types import Payload, Runtime, Tag
+from farflung.wall import WallRuntime
 from tests.helpers import (
     PATIENCE_S,
     Group,

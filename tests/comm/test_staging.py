@@ -14,7 +14,6 @@ from farflung.gradient_coding import gradient_code
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.replica.decoder import ByDecoder
 from farflung.replica.votes import OF_VOTES
-from farflung.runtime import wall
 from farflung.types import CodecState, Contribution, Payload, Reducer, Runtime, StateSlot
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
 from tests.reducers.replicas import Replica, run
@@ -30,7 +29,7 @@ class Elsewhere:
         self.wait: Callable[[], object] = lambda: None
         self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
         monkeypatch.setattr(communicator, "on_host", lambda payload: id(payload) in self._here)
-        monkeypatch.setattr(wall, "to_host", self.to_host)
+        monkeypatch.setattr("farflung.wall.runtime.to_host", self.to_host)
 
     def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], object]]:
         self.copies += 1

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from farflung.comm.virtual.clock import VirtualClock
-from farflung.comm.virtual.flows import Flows
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, Site, Wiring, network_profile
 from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, repaired_s
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
+from farflung.sim.clock import VirtualClock
+from farflung.sim.flows import Flows
 
 pytestmark = pytest.mark.usefixtures("unframed")
 

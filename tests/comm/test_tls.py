@@ -15,8 +15,8 @@ import torch.distributed as dist
 from farflung.comm import Endpoint, ExchangeChannel, Peer
 from farflung.comm.keys import Keys, fingerprint, load_keys, make_keys
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
-from farflung.runtime import WallRuntime
 from farflung.types import Payload
+from farflung.wall import WallRuntime
 from tests.helpers import PATIENCE_S, in_threads, joined, parted, tag
 from tests.proxy import Detour
 

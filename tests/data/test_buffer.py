@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.data.streams.buffer import Buffer, Buffering, buffered
+from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError
-from farflung.runtime import DecisionLog
 from farflung.types import Decision, Feed, Json
 from tests.data.test_streams import numbers
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from farflung.data import LiveStream, TensorDataset, as_messages
 from farflung.data.streams.live import STRIDE, MessageSource, Reach, Records
+from farflung.decisions import DecisionLog
 from farflung.errors import CheckpointError, ConfigError, DataError
-from farflung.runtime import DecisionLog
 from farflung.types import Arrivals, Samples
 from tests.data.test_streams import feed
 from tests.helpers import PATIENCE_S

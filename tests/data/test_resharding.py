@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import ExchangeChannel, LinkModel
+from farflung.comm import ExchangeChannel
 from farflung.data import SHARINGS, Resharding, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
 from farflung.replica.in_flight import LinkGate
-from farflung.runtime import VirtualWorld
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import Moved, Payload, Reshards, Runtime
 from tests.carrying import Carrying
 from tests.helpers import same_bits

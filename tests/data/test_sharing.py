@@ -11,7 +11,7 @@ import torch
 from farflung.comm import ExchangeChannel
 from farflung.data import SHARINGS, Injection, NoSharing, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.types import Batch, Payload, Sharing
 
 SAMPLE_NBYTES = 8 + 1

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
+from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, DataError
-from farflung.runtime import DecisionLog
 from farflung.spec import build
 from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from farflung.comm import Endpoint
 from farflung.lab.tun import INTERFACE
-from farflung.runtime import WallRuntime
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag
+from farflung.wall import WallRuntime
 
 BULK_NBYTES = 4_000_000
 BULK, URGENT, HEARD = Tag(1), Tag(2), Tag(3)

@@ -18,8 +18,8 @@ from farflung.replica import Replica
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
-from farflung.runtime import VirtualWorld
 from farflung.sampling import Uniform
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Draw, PoolView, State
 

@@ -17,7 +17,7 @@ from farflung.network import (
     costs,
     network_profile,
 )
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.types import Runtime
 
 pytestmark = pytest.mark.usefixtures("unframed")

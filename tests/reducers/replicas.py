@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.routed import join
-from farflung.comm import ExchangeChannel, LinkModel
+from farflung.comm import ExchangeChannel
 from farflung.reducers import GradiVeQ, PowerSGD
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Contribution, Placed, Reduced, Reducer, Runtime, Seeds, StateSlot, TensorSpec
 from tests.helpers import NUMEL, same_bits, same_tree

@@ -23,10 +23,9 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.comm import LinkModel
 from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import (
     Codec,
     CodecState,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farflung.codecs import DGC, DeMo, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
-from farflung.comm import COLLECTIVES, ExchangeChannel, LinkModel
+from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
 from farflung.reducers import (
     REDUCERS,
@@ -24,7 +24,7 @@ from farflung.reducers import (
     SharedScaleQSGD,
 )
 from farflung.replica import load_tree, save_tree
-from farflung.runtime import VirtualWorld
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import (
     CodecState,
     Contribution,

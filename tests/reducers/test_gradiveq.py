@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import farflung
-from farflung.comm import ExchangeChannel, LinkModel
+from farflung.comm import ExchangeChannel
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
@@ -20,8 +20,8 @@ from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Coder, Layout
 from farflung.reducers.gradiveq.window import alike, dimensions, fingerprint, principal
 from farflung.replica.slots import Slots
-from farflung.runtime import VirtualWorld
 from farflung.seeding import generator
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import CodecState, Contribution, Placed, Reducer, Runtime, Seeds, StateSlot, TensorSpec
 from tests.helpers import Cluster, same_bits, same_tree

@@ -18,7 +18,7 @@ from farflung.errors import CheckpointError, StorageError
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, checkpoint, load_tree, save_tree
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Telemetry
 from farflung.types import Batch, State
 from farflung.workloads import Quadratic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farflung.replica.in_flight import LinkGate
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 
 
 def gates(*, under_way: bool, overlaps: bool) -> tuple[VirtualWorld, LinkGate]:

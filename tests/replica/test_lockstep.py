@@ -17,8 +17,8 @@ from farflung.devices import DeviceProfile, Varying
 from farflung.network import network_profile
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, keep_once
-from farflung.runtime import VirtualWorld
 from farflung.sampling import Uniform
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Communicator, Json
 from farflung.workloads import workload

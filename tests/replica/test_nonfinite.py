@@ -12,7 +12,7 @@ from farflung.config import Training
 from farflung.errors import NonFinite
 from farflung.recipes import recipe
 from farflung.replica import Replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch
 from farflung.workloads import Quadratic

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from farflung.comm import LinkModel
 from farflung.comm.channel import Purpose
 from farflung.config import Training
 from farflung.data import IID, Holding, InMemory, RateLimited
@@ -25,8 +24,8 @@ from farflung.faults import FaultPlan
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
 from farflung.replica.ownership import Ownership
-from farflung.runtime import VirtualWorld
 from farflung.sampling import Uniform
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Moved, Payload, SampleIds, Tag
 from farflung.workloads import Quadratic

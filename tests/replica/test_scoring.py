@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
@@ -19,8 +18,8 @@ from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.replica.scoring import Filled, scores_of, still
 from farflung.runs import make_replica
-from farflung.runtime import VirtualWorld
 from farflung.sampling import GroupedImportance, Uniform
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare
 from farflung.workloads import Quadratic

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data import InMemory, RateLimited, iterator
+from farflung.decisions import DecisionLog, read_decisions
 from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
-from farflung.runtime import DecisionLog, VirtualWorld, read_decisions
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import (
     Arrivals,

@@ -14,7 +14,7 @@ from farflung.cli.main import main
 from farflung.errors import BadInput, CheckpointError, ConfigError
 from farflung.replica import Replica
 from farflung.runs import RunConfig, RunFolder, make_replica
-from farflung.runtime import VirtualWorld
+from farflung.sim import VirtualWorld
 from farflung.types import Json, SampleIds
 from tests.forks import farflung
 from tests.helpers import same_tree

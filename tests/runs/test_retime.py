@@ -13,11 +13,11 @@ import pytest
 from typing_extensions import override
 
 from farflung.cli.main import main
+from farflung.decisions import DecisionLog
 from farflung.devices import CodingRates, DeviceProfile, Points, Varying
 from farflung.errors import DataError
 from farflung.replica import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
-from farflung.runtime import DecisionLog
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision
 
@@ -179,7 +179,7 @@ def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
     monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
-    monkeypatch.setattr("farflung.timing.forward_flops", lambda task: 128.0)
+    monkeypatch.setattr("farflung.calibration.forward_flops", lambda task: 128.0)
     for name in ("forward", "backward", "update"):
         monkeypatch.setattr(Replica, name, never)
     monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)

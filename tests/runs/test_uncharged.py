@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import farflung
-from farflung.comm import COLLECTIVES, VirtualNetwork
+from farflung.comm import COLLECTIVES
 from farflung.devices import CodingRates, DeviceProfile, Points
+from farflung.sim import VirtualNetwork
 from farflung.tasks import Pending
 
 SMALL: dict[str, Any] = {"steps": 4, "batch_size": 4, "workers": 2, "evaluate_every": 2}
@@ -82,7 +83,7 @@ def test_exchanges_that_take_long_to_simulate_are_said_before(
 ) -> None:
     carried: list[Any] = []
     monkeypatch.setattr("farflung.runs.simulation.MESSAGE_S", 10.0)
-    monkeypatch.setattr("farflung.comm.VirtualNetwork.carry", counted(VirtualNetwork.carry, carried))
+    monkeypatch.setattr("farflung.sim.VirtualNetwork.carry", counted(VirtualNetwork.carry, carried))
     settings: dict[str, Any] = {"collective": collective, "workers": 5, "steps": 1, "evaluate_every": 0}
     farflung.simulate("synthetic/quadratic", device=DeviceProfile(), **settings)
     assert len(caplog.records) == bool(carried)

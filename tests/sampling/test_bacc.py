@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError
-from farflung.runtime.decisions import DecisionLog
 from farflung.sampling import Bacc
 from farflung.types import Decision, Json, Spare
 

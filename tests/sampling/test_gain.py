@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
 from farflung.recipes import recipe
 from farflung.replica import Replica
 from farflung.runs import make_replica
-from farflung.runtime import VirtualWorld
 from farflung.sampling import Gain
 from farflung.sampling.gain import NOISE, STEPS
 from farflung.sampling.importance import included, second_moments, smoothed, systematic
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Telemetry
 from farflung.types import Dataset, Decision
 from farflung.workloads import Quadratic

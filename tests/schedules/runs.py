@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
-from farflung.runtime import VirtualWorld
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Dataset, SampleIds, Schedule
 from farflung.workloads import Quadratic

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import LinkModel
 from farflung.data import TensorDataset
+from farflung.decisions import DecisionLog
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, NonFinite, PeerLost
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, Site
-from farflung.runtime import DecisionLog
+from farflung.sim import LinkModel
 from farflung.types import Batch, Dataset, Decision, Decode
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import LinkModel
 from farflung.errors import ConfigError
 from farflung.replica import Replica
 from farflung.replica.merges import pull, share_of_a_step
 from farflung.replica.optimizers import momentum_of
+from farflung.sim import LinkModel
 from farflung.types import Batch
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits

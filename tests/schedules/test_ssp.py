@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import LinkModel
+from farflung.decisions import DecisionLog
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost
 from farflung.faults import FaultPlan
-from farflung.runtime import DecisionLog
+from farflung.sim import LinkModel
 from farflung.types import Batch, Decision
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farflung.comm import LinkModel, cost_s
+from farflung.comm import cost_s
 from farflung.network import NetworkProfile
+from farflung.sim import LinkModel
 from farflung.types import Decision
 from farflung.workloads import Quadratic
 from tests.schedules.runs import Run

@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.comm import LinkModel
 from farflung.config import Training
 from farflung.data import IID, Holding, RateLimited
+from farflung.decisions import DecisionLog
 from farflung.devices import DeviceProfile
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
-from farflung.runtime import DecisionLog, VirtualWorld, WallRuntime
 from farflung.seeding import RandomState, derive, generator
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
+from farflung.wall import WallRuntime
 from farflung.workloads import Quadratic, workload
 from tests.carrying import Carrying
 from tests.fed import Fed

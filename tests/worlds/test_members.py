@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import Endpoint, LinkModel
+from farflung.comm import Endpoint
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost, RunLost, WaitEnded
 from farflung.faults import FaultPlan
-from farflung.runtime import VirtualWorld, WallRuntime
+from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
+from farflung.wall import WallRuntime
 from tests.forks import Fork
 from tests.helpers import PATIENCE_S, in_threads, number_in, numbered, tag
 

@@ -13,13 +13,13 @@ from typing import Annotated
 import torch
 import tyro
 
+from farflung.calibration import Calibration, Sharing, Spread, calibrate, coding_tasks
 from farflung.cli.output import stderr_console
 from farflung.cli.progress import Bar
 from farflung.config import Training
 from farflung.devices import CodingRates, device_toml
 from farflung.errors import ConfigError
 from farflung.files import write_text
-from farflung.timing import Calibration, Sharing, Spread, calibrate, coding_tasks
 from farflung.types import Json
 from farflung.workloads import workload
 

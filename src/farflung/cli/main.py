@@ -88,9 +88,9 @@ def _workers_ahead() -> AbstractContextManager[None]:
     What all of them need is imported before, so that it is imported once.
     """
     from farflung.runs import forked_ahead, workers  # noqa: F401
-    from farflung.runtime import Seat
+    from farflung.wall import LaunchEnv
 
-    return forked_ahead() if Seat.taken() is None else contextlib.nullcontext()
+    return forked_ahead() if LaunchEnv.read() is None else contextlib.nullcontext()
 
 
 def _commands(words: list[str]) -> dict[str, Callable[..., Command]]:

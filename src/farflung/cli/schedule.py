@@ -19,8 +19,8 @@ from farflung.network import Link, NetworkProfile
 from farflung.recipes import Recipe, recipe
 from farflung.report import gantt_picture
 from farflung.runs import SimulatedConfig, prepared, simulate_prepared
+from farflung.sim import Costs, Timeline, timeline
 from farflung.telemetry import Event
-from farflung.timing import Costs, Timeline, timeline
 from farflung.types import Bucket, TensorSpec
 from farflung.workloads import Quadratic
 

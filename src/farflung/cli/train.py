@@ -48,12 +48,12 @@ class Train(RunCommand):
             )
         from farflung.cli.progress import Progress
         from farflung.runs import prepare_training, ready_to_train
-        from farflung.runtime import Seat
+        from farflung.wall import LaunchEnv
 
         options = RunOptions(**given(self, OPTIONS), endpoint=endpoint_of(self))
         run = prepare_training(filed, self.given(), options=options)
-        seat = Seat.taken()
-        leads = seat is None or seat.rank == 0
+        env = LaunchEnv.read()
+        leads = env is None or env.rank == 0
         with ready_to_train(run) as begin:
             self.show(run)
             with self.shown(run, Progress(quiet=bool(self.quiet or self.json) or not leads)) as events:

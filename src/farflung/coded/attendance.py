@@ -13,7 +13,7 @@ from farflung.comm import Endpoint
 from farflung.comm.interface import check_host
 from farflung.devices import DeviceProfile
 from farflung.errors import DeadlinePassed, PeerFailed, PeerLost
-from farflung.runtime import WallRuntime
+from farflung.wall import WallRuntime
 
 __all__ = ["take_part"]
 

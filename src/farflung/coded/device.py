@@ -61,7 +61,7 @@ class Device:
     Args:
       runtime: the world; its rank is above 0.
       holding: its own data, and the blocks that it makes.
-      admit: admits another device, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
+      admit: admits another device, where that has to be asked for; see :meth:`farflung.wall.WallRuntime.admit`.
       opened: done when all devices that were admitted so far may connect.
       patience_s: the time for which the coordinator may be silent, in seconds.
       fetch_s: the time in which another device gives a few rows, in seconds.

@@ -25,9 +25,9 @@ from farflung.comm import Endpoint
 from farflung.comm.interface import check_host, route_to
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, RunLost
-from farflung.runtime import Pace, WallRuntime
-from farflung.runtime.stores import published, reached, serving
 from farflung.tasks import Pending
+from farflung.wall import Pace, WallRuntime
+from farflung.wall.stores import published, reached, serving
 
 __all__ = ["Address", "admitted", "attending", "coordinating", "opened"]
 

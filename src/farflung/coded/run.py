@@ -21,10 +21,10 @@ from farflung.coded.training import Trained, train
 from farflung.comm import Endpoint
 from farflung.errors import BadInput, DataError
 from farflung.files import write_json
-from farflung.runtime import WallRuntime
 from farflung.spec import build
 from farflung.telemetry import Event, Sink
 from farflung.types import Json
+from farflung.wall import WallRuntime
 
 __all__ = ["CodedRun", "Outcome"]
 

@@ -19,7 +19,7 @@ from farflung.coded.record import Record
 from farflung.coded.settings import Settings
 from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import CheckpointError
-from farflung.runtime import VirtualRuntime, VirtualWorld
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import State
 

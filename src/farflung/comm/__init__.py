@@ -1,4 +1,4 @@
-"""Messages between replicas: the wire format, matching by tag, collectives, and the two communicators."""
+"""Messages between replicas: the wire format, matching by tag, collectives, and the communicator of the wall clock."""
 
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,15 @@ if TYPE_CHECKING:
     from farflung.comm.tcp import TcpTransport
     from farflung.comm.transport import Listener, Transport
     from farflung.comm.view import View
-    from farflung.comm.virtual import LinkModel, VirtualCommunicator, VirtualNetwork
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        moved={
+            "LinkModel": "farflung.sim.LinkModel",
+            "VirtualCommunicator": "farflung.sim.VirtualCommunicator",
+            "VirtualNetwork": "farflung.sim.VirtualNetwork",
+        },
+    )
 
 __all__ = [
     "AUTO",
@@ -29,7 +35,6 @@ __all__ = [
     "Collective",
     "Endpoint",
     "ExchangeChannel",
-    "LinkModel",
     "Listener",
     "Mailbox",
     "Peer",
@@ -39,8 +44,6 @@ __all__ = [
     "Transport",
     "Values",
     "View",
-    "VirtualCommunicator",
-    "VirtualNetwork",
     "Waiting",
     "WallCommunicator",
     "choose",

@@ -17,7 +17,7 @@ from farflung.handle import Handle, attach
 from farflung.integrations.own_files import restore_own
 from farflung.recipes import Recipe
 from farflung.replica import save_tree
-from farflung.runtime import Seat
+from farflung.wall import LaunchEnv
 
 need("farflung.integrations.lightning", "lightning", extra="lightning")
 
@@ -39,7 +39,7 @@ class FarflungStrategy(DDPStrategy):
 
     Args:
       how: a recipe or the name of one.
-      attached: further options of :func:`farflung.attach`, other than ``seat`` and ``store``.
+      attached: further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
       strategy: options of Lightning's ``DDPStrategy`` that are not for its wrapper.
 
     Raises:
@@ -78,9 +78,9 @@ class FarflungStrategy(DDPStrategy):
         self._fits += 1
         if store is not None:
             store = dist.PrefixStore(f"farflung-lightning-{self._fits}", store)
-        seat = Seat(self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        env = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._handle = attach(
-            self.model, self.optimizers[0], self._how, seat=seat, store=store, **self._attached
+            self.model, self.optimizers[0], self._how, launch_env=env, store=store, **self._attached
         )
 
     @contextmanager

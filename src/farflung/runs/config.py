@@ -28,8 +28,9 @@ from farflung.types.data import Partition
 # The options of commands are read from these classes, so what imports torch is imported where it is used.
 if TYPE_CHECKING:
     from farflung.data import Share
+    from farflung.decisions import DecisionLog
     from farflung.runs.folder import RunFolder
-    from farflung.runtime import DecisionLog, VirtualWorld
+    from farflung.sim import VirtualWorld
 
 __all__ = ["COMPARED", "DEVICE", "NETWORK", "RunConfig", "RunOptions", "Settings", "SimulatedConfig"]
 
@@ -429,7 +430,7 @@ class SimulatedConfig(RunConfig):
 
     def make_faults(self) -> FaultPlan:
         """What goes wrong."""
-        from farflung.runtime.stage import check_plan
+        from farflung.sim.stage import check_plan
 
         if isinstance(self.faults, FaultPlan):
             return self.faults
@@ -442,8 +443,8 @@ class SimulatedConfig(RunConfig):
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """The clock, the network and the devices."""
-        from farflung.runtime import VirtualWorld
-        from farflung.timing import forward_flops
+        from farflung.calibration import forward_flops
+        from farflung.sim import VirtualWorld
 
         device = self.device
         if isinstance(device, str):

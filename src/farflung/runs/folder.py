@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from farflung.decisions import DecisionLog, decision_json, read_decisions
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import held, json_of, read_text, reading, write_json, write_text, writing
 from farflung.replica import Checkpoints
-from farflung.runtime import DecisionLog, decision_json, read_decisions
 from farflung.telemetry import Event, read_events
 from farflung.types import Decision, Json
 

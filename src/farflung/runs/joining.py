@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.devices import device_profile
 from farflung.files import write_json
@@ -27,10 +28,9 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
-from farflung.runtime import Pace, Seat, WallRuntime
-from farflung.runtime.stores import shared_key, told_by
 from farflung.telemetry import JsonLines, Sink, Telemetry
-from farflung.timing import forward_flops
+from farflung.wall import LaunchEnv, Pace, WallRuntime
+from farflung.wall.stores import shared_key, told_by
 
 __all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
 
@@ -41,10 +41,10 @@ _FOLDER = "farflung/folder"
 _numbers = itertools.count()
 
 
-def meeting(seat: Seat) -> dist.Store | None:
+def meeting(env: LaunchEnv) -> dist.Store | None:
     """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
-    store = seat.store(JOIN_S)
-    if store is None or seat.meeting is not None:  # a file is of one run alone
+    store = env.store(JOIN_S)
+    if store is None or env.meeting is not None:  # a file is of one run alone
         return store
     return dist.PrefixStore(f"run-{next(_numbers)}", store)
 
@@ -60,29 +60,29 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervised | None = None) -> Run:
+def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Supervised | None = None) -> Run:
     """Trains as one replica.
 
     Args:
       run: what, where and on what; its folder has been made.
       show: gets this replica's events.
-      seat: which one it is.
+      env: its rank and size.
       supervised: this process's end of its supervisor, in a run that outlives the loss of replicas.
     """
-    config, options, files, rank, size = run.config, run.options, run.files, seat.rank, seat.size
-    leader = seat.local_rank == 0
-    placed = place(options.device, local_rank=seat.local_rank, local_size=seat.local_size)
+    config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
+    leader = env.local_rank == 0
+    placed = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked = threading.Event()
-    met = seat.meeting is not None  # a wait in a file is short, and the command ends its workers
+    met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
         asked.set()
         if not met:
             raise KeyboardInterrupt
 
-    threads = config.threads or (1 if seat.local_size > 1 else torch.get_num_threads())
+    threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
     slower = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
     with ExitStack() as stack:
@@ -92,12 +92,12 @@ def join(run: Prepared[RunConfig], show: Sink, seat: Seat, supervised: Supervise
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
-        store = run.store or meeting(seat)
+        store = run.store or meeting(env)
         runtime = WallRuntime(
             rank,
             size,
             store,
-            endpoint=replace(options.endpoint.on(seat.interface), encrypt=config.encrypt),
+            endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             members=range(size) if config.elastic else None,

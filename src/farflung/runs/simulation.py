@@ -28,11 +28,10 @@ from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
-from farflung.runtime import VirtualWorld
+from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
 from farflung.spec import is_carried, name_of
 from farflung.tasks import Pending
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
-from farflung.timing import RecordedReplica, Retimed, Traffic, TrafficRecorder, retimed_events
 from farflung.types import Decision, Json, State, Workload
 
 __all__ = [

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.calibration import forward_flops
 from farflung.comm import Endpoint
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
@@ -24,11 +25,10 @@ from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
-from farflung.runtime import Seat
 from farflung.sampling import InShares
 from farflung.telemetry import Event, Sink
-from farflung.timing import forward_flops
 from farflung.types import Workload
+from farflung.wall import LaunchEnv
 
 __all__ = ["prepare_training", "ready_to_train", "train"]
 
@@ -80,22 +80,22 @@ def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> P
     Raises:
       BadInput: says what is wrong; other than torchrun's number of workers, too.
     """
-    seat = Seat.taken()
+    env = LaunchEnv.read()
     ready = partial(prepared, RunConfig, options=options)
     encrypted: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
-    if seat is None:
+    if env is None:
         return ready(*layers, encrypted)
     given = layers[-1].get("workers") if layers else None
-    if given not in (None, seat.size):
-        raise ConfigError(f"--workers {given}: {seat.started_by} has started {seat.size}")
+    if given not in (None, env.size):
+        raise ConfigError(f"--workers {given}: {env.started_by} has started {env.size}")
     store: dist.Store | None = None
 
     def folder(title: str) -> Path:
         nonlocal store
-        store = meeting(seat)
-        return run_folder(title) if store is None else agreed_folder(store, seat.rank, title)
+        store = meeting(env)
+        return run_folder(title) if store is None else agreed_folder(store, env.rank, title)
 
-    run = ready(*layers, {**encrypted, "workers": seat.size}, check=seat.rank == 0, folder=folder)
+    run = ready(*layers, {**encrypted, "workers": env.size}, check=env.rank == 0, folder=folder)
     return replace(run, store=store)
 
 
@@ -120,21 +120,21 @@ def ready_to_train(
             f"--data-stays: under --schedule {named['schedule']} replicas compute samples of others too: leave out "
             "--data-stays, or choose another --schedule"
         )
-    seat = Seat.taken()
-    if seat is not None:
+    env = LaunchEnv.read()
+    if env is not None:
         endpoint.read_keys()
-        if ":" in (endpoint.advertise or "").rpartition("]")[2] and seat.local_size > 1:
+        if ":" in (endpoint.advertise or "").rpartition("]")[2] and env.local_size > 1:
             raise ConfigError(
-                f"--advertise {endpoint.advertise}: {seat.local_size} replicas here cannot be reached at one port: "
+                f"--advertise {endpoint.advertise}: {env.local_size} replicas here cannot be reached at one port: "
                 "give the host alone, and a --port range that is forwarded as it is"
             )
 
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             with Buffered(sink) as shown:
-                return join(run, shown, seat)
+                return join(run, shown, env)
 
-        with run.begun() if seat.rank == 0 else nullcontext():
+        with run.begun() if env.rank == 0 else nullcontext():
             yield joined
         return
     if replace(endpoint, encrypt=False) != Endpoint():

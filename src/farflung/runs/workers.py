@@ -35,8 +35,8 @@ from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
 from farflung.runs.joining import join
 from farflung.runs.preparing import Prepared
-from farflung.runtime import Seat
 from farflung.telemetry import Event
+from farflung.wall import LaunchEnv
 
 __all__ = ["Job", "serve"]
 
@@ -148,13 +148,13 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
 
 def _train(job: Job, rank: int, supervised: Supervised | None) -> None:
     """Trains as one replica; reports its events, and any error, to the process that started the run."""
-    seat = Seat(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
+    env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
     with Buffered(teller(job.events)) as tell:
         try:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace)
-            join(Prepared(config, job.files, options=options), tell, seat, supervised)
+            join(Prepared(config, job.files, options=options), tell, env, supervised)
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

@@ -25,7 +25,7 @@ from farflung.coded.parts import Part, read_samples
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import ConfigError
 from farflung.runs.stopping import on_stop
-from farflung.runtime import WallRuntime
+from farflung.wall import WallRuntime
 
 __all__ = ["Attend"]
 

@@ -1,0 +1,37 @@
+"""Virtual time: all replicas in one process on a modelled clock, with modelled links, devices and faults."""
+
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.sim.clock import VirtualClock
+    from farflung.sim.fleet import FleetTimes, time_fleet
+    from farflung.sim.network import LinkModel, VirtualCommunicator, VirtualNetwork
+    from farflung.sim.recording import RecordedReplica, TrafficRecorder
+    from farflung.sim.retime import Retimed, retimed_events
+    from farflung.sim.runtime import VirtualRuntime, VirtualWorld
+    from farflung.sim.traffic import Traffic
+    from farflung.sim.transfers import Costs, Move, Timeline, timeline
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "Costs",
+    "FleetTimes",
+    "LinkModel",
+    "Move",
+    "RecordedReplica",
+    "Retimed",
+    "Timeline",
+    "Traffic",
+    "TrafficRecorder",
+    "VirtualClock",
+    "VirtualCommunicator",
+    "VirtualNetwork",
+    "VirtualRuntime",
+    "VirtualWorld",
+    "retimed_events",
+    "time_fleet",
+    "timeline",
+]

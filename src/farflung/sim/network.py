@@ -1,0 +1,277 @@
+"""The network of a virtual world: the ranks' mailboxes, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from functools import partial
+
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.comm.channel import kind_of
+from farflung.comm.collectives import COLLECTIVES, collective_named
+from farflung.comm.mailbox import Mailbox
+from farflung.comm.receiving import Receiving
+from farflung.errors import PeerLost, Unsupported
+from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
+from farflung.network.link import map_capacity
+from farflung.sim.clock import Carrier, Clock, ClockInUse, VirtualClock
+from farflung.sim.closed_form import ClosedForms
+from farflung.sim.flows import Flows
+from farflung.sim.lane import Ends, Lane
+from farflung.sim.membership import Membership
+from farflung.sim.pairs import Pairs
+from farflung.sim.pauses import Pauses
+from farflung.sim.symmetric import Symmetric
+from farflung.tasks import Pending, failed
+from farflung.types import (
+    AllReduce,
+    Channel,
+    CodingLane,
+    Communicator,
+    Payload,
+    SegmentCoding,
+    Sent,
+    Tag,
+)
+
+__all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
+
+LinkModel = Link
+"""Another name of :class:`farflung.network.Link`."""
+
+
+class VirtualNetwork:
+    """Messages on a modelled clock: tensors change hands by reference, only their arrival is computed.
+
+    Messages of one rank to another arrive in the order they were sent, those of one priority. All else is matched by
+    tag, so nothing depends on it but the times.
+
+    Args:
+      clock: virtual time.
+      size: number of ranks.
+      network: a profile, or one link that every ordered pair has for itself.
+      seed: of the jitter.
+      encrypted: whether messages are.
+      closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
+        that nothing shares all of them are, and no message has a priority; elsewhere those in which owners add, where
+        all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile names a
+        congestion control, since what a message takes then depends on those before it.
+      mailboxes: where messages arrive, one for each rank; its own when not given.
+
+    Raises:
+      ConfigError: the profile is of another number of nodes.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        size: int,
+        network: NetworkProfile | Link,
+        *,
+        seed: int = 0,
+        encrypted: bool = False,
+        closed_form: bool = True,
+        mailboxes: MutableSequence[Mailbox] | None = None,
+    ) -> None:
+        profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
+        self.profile = profile.for_nodes(size)
+        self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
+        self._clock, self._encrypted = clock, encrypted
+        self.pauses: Pauses | None = None
+        """The links that are cut; ``None`` in a world without faults."""
+        self.membership: Membership | None = None
+        """The members of a view that is not whole; ``None``: the view is whole."""
+        self.lanes: Sequence[Lane | None] = [None] * size
+        """What the devices compute for exchanges is charged to; see :meth:`charge`."""
+        self._charged = False
+        self._carrier: Carrier
+        self._whole: ClosedForms | None = None
+        self._symmetric: Symmetric | None = None
+        closed_form = closed_form and self.profile.congestion is None
+        if closed_form and is_dedicated(self.profile):
+            self._carrier = pairs = Pairs(clock, self.profile, seed, sealed=encrypted)
+            self._whole = ClosedForms(clock, pairs, size)
+        else:
+            self._carrier = self._flows = Flows(clock, Wiring(self.profile), seed, sealed=encrypted)
+            if closed_form and not any(link.jitter_s for link in self.profile.all_links()):
+                self._symmetric = Symmetric(
+                    clock, self.profile, lambda: self._flows.idle, self.communicator, encrypted, self._replay
+                )
+
+    def charge(self, lanes: Sequence[Lane | None]) -> None:
+        """Charges devices for exchanges that begin from now on; where any has a lane, all collectives go hop by hop."""
+        self.lanes, self._charged = lanes, any(lanes)
+
+    def communicator(self, rank: int) -> VirtualCommunicator:
+        """A communicator of one rank, which counts what is sent through it."""
+        return VirtualCommunicator(self, rank, len(self.mailboxes))
+
+    def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
+        """Sends a message; done when its last byte has left.
+
+        Fails with :class:`farflung.errors.PeerLost` where the sender knows no present member of rank ``dst``.
+        """
+        if self.membership is None:
+            return self._carry(src, dst, tag, payload, priority)
+        if not self.membership.reaches(src, dst):
+            return failed(PeerLost(dst, "its connection is gone"))
+        left = self._carry(src, dst, tag, payload, priority)
+        self.membership.sent(src, left)
+        return left
+
+    def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
+        mailbox, view = self.mailboxes[dst], self.mailboxes[src].view
+
+        def arrived(_: float) -> None:
+            mailbox.deliver(src, tag, payload, view)
+
+        if not self._charged:
+            return self._move(src, dst, payload.nbytes, priority, arrived)
+        left: Pending[None] = Pending()
+        link = self.profile.link(src, dst)
+
+        def move(came: Callable[[float], None]) -> None:
+            self._move(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
+
+        ends = Ends(self.lanes[src], self.lanes[dst])
+        ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
+        return left
+
+    def _move(
+        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
+    ) -> Pending[None]:
+        """Bytes from one device to another."""
+        if self._symmetric is not None:
+            self._symmetric.interrupt()
+        heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
+        return self._carrier.send(src, dst, nbytes, priority, heard)
+
+    def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
+        """A message without a payload, behind those of priority 0."""
+        self._move(src, dst, 0, 0, lambda _: heard())
+
+    def notice(self, src: int, dst: int, seen: Callable[[], None]) -> None:
+        """What one device sees of another without a message, one delay later."""
+        self._clock.at(self._clock.now() + self.profile.link(src, dst).latency_s, seen)
+
+    def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
+        """From now on there is less bandwidth from one rank to another, in a world without closed forms.
+
+        Args:
+          src: the sender.
+          dst: the receiver.
+          bandwidth_bps: no more than this, in bits per second.
+          loss: share of packets that are lost besides the profile's; see :meth:`farflung.network.Link.goodput_bps`.
+        """
+        goodput = self.profile.goodput_bps(self.profile.site_index(src), self.profile.site_index(dst), loss)
+        self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def ends_wait(self, rank: int, deadline_s: float | None) -> None:
+        """A wait that begins now at a rank fails after so many seconds, where it has a deadline of its own."""
+        if deadline_s is not None and deadline_s < math.inf:
+            due = self._clock.now() + deadline_s
+            self._clock.at(due, lambda: self.mailboxes[rank].fail_due(due))
+
+    def collective(self, rank: int, name: str) -> AllReduce:
+        """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
+        collective, forms = collective_named(name), self._forms
+        if forms is None or not forms.has(collective):
+            return collective.run
+        return partial(_as_a_whole, forms, rank, name)
+
+    def messages(self, name: str) -> int:
+        """How many messages of an exchange by a collective are carried one by one; 0 where that is not known."""
+        collective, forms = collective_named(name), self._forms
+        if collective.messages is None or (forms is not None and forms.has(collective)):
+            return 0
+        return collective.messages(len(self.mailboxes))
+
+    @property
+    def _forms(self) -> ClosedForms | Symmetric | None:
+        return None if self._charged else self._whole or self._symmetric
+
+    def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
+        """Runs ``start`` on a clock and a network of its own from ``begin_s`` to now, then continues on this clock."""
+        replayed = VirtualClock(begin_s)
+        clock = ClockInUse(replayed)
+        other = VirtualNetwork(
+            clock, len(self.mailboxes), self.profile, encrypted=self._encrypted, closed_form=False
+        )
+        start(clock, other.communicator)
+        replayed.run(until=self._clock.now())
+        replayed.hand_over(self._clock)
+        clock.used = self._clock
+        self._carrier = self._flows = other._flows
+
+    def waits_for(self, rank: int) -> str | None:
+        """Describes the sender and the message that a rank waits for; ``None``: it waits for none."""
+        waiting = self.mailboxes[rank].any_wait()
+        if waiting is not None:
+            return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
+        return None if self._whole is None else self._whole.waits_for(rank)
+
+
+class VirtualCommunicator(Receiving):
+    """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
+
+    def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
+        super().__init__(network.mailboxes[rank])
+        self.rank, self.size = rank, size
+        self.auto: Mapping[int, str] = {}
+        self.sent = Sent(size)
+        self._network = network
+
+    @property
+    def lane(self) -> CodingLane | None:
+        return self._network.lanes[self.rank]
+
+    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+        """Sends by reference; the smallest ``priority`` is served first."""
+        self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
+        return self._network.carry(self.rank, dst, tag, payload, priority)
+
+    @override
+    def _wait_begins(self, deadline_s: float | None) -> float:
+        self._network.ends_wait(self.rank, deadline_s)
+        return self._network.now()
+
+    def advance(self, view: int) -> None:
+        """Goes on as a newer view."""
+        self._mailbox.advance(view)
+
+    def collective(self, name: str) -> AllReduce:
+        """As a whole where that is exact."""
+        return self._network.collective(self.rank, name)
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """There is no backend in virtual time."""
+        del tensor, tag
+        return failed(
+            Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
+        )
+
+
+async def _as_a_whole(
+    forms: ClosedForms | Symmetric,
+    rank: int,
+    name: str,
+    channel: Channel,
+    tensor: Tensor,
+    side: Tensor,
+    *,
+    coding: SegmentCoding | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A collective of which there is a form; goes hop by hop where that would not be exact."""
+    if channel.size > 1:
+        first = channel.tag(channel.hops(0))
+        whole = forms.enter(rank, name, tensor, side, coding is not None, first)
+        if whole is not None:
+            channel.hops(whole.hops)
+            channel.count(whole.sent)
+            return await whole.result
+    return await COLLECTIVES[name].run(channel, tensor, side, coding=coding)

@@ -1,0 +1,259 @@
+"""Records the traffic of a run while it goes on; see :mod:`farflung.sim.traffic`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.errors import Unsupported
+from farflung.files import JsonLinesFile
+from farflung.replica import Replica
+from farflung.sim.traffic import Op
+from farflung.tasks import Pending
+from farflung.types import (
+    AllReduce,
+    Channel,
+    CodecState,
+    CodingCost,
+    Contribution,
+    Counts,
+    Json,
+    Payload,
+    Reduced,
+    Reducer,
+    Seeds,
+    SegmentCoding,
+    State,
+    StateSlot,
+    Tag,
+    TensorSpec,
+)
+
+__all__ = ["RecordedReplica", "TrafficRecorder"]
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class TrafficRecorder(JsonLinesFile):
+    """Writes the traffic of a run while it goes on; nothing is written twice.
+
+    Args:
+      path: the file; replaced.
+      size: number of ranks.
+
+    Raises:
+      StorageError: when it is made or at any call: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path, fresh=True)
+        self._size = size
+        self._journeys: dict[tuple[Op, ...], int] = {}
+        self._open: dict[tuple[int, int], dict[int, int]] = {}
+        self._begun: dict[int, tuple[int, int]] = {}
+        self._learned: dict[tuple[str, int], tuple[Op, ...]] = {}
+
+    def begin(self, rank: int, step: int) -> int:
+        """A rank begins an exchange of a step; how many of that step it began before."""
+        latest, count = self._begun.get(rank, (step, 0))
+        number = count if latest == step else 0
+        self._begun[rank] = step, number + 1
+        return number
+
+    def end(self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: Reduced) -> None:
+        """A rank is through with an exchange."""
+        if ops not in self._journeys:
+            self._journeys[ops] = len(self._journeys)
+            self.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
+        ended = self._open.setdefault((step, number), {})
+        ended[rank] = self._journeys[ops]
+        if len(ended) == self._size:
+            del self._open[step, number]
+            self.add(
+                {
+                    "step": step,
+                    "number": number,
+                    "journeys": [ended[rank] for rank in range(self._size)],
+                    "weight": result.weight,
+                    "rider": result.rider.tolist(),
+                    "learns": result.learn is not None,
+                }
+            )
+
+    def learned(self, together: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
+        """A rank has learned from an exchange, by itself or together with the others of its step."""
+        kind = "learn_together" if together else "learn"
+        if ops != self._learned.get((kind, number), ()):
+            self._learned[kind, number] = ops
+            self.add({"step": step, "number": number, kind: [list(op) for op in ops]})
+
+    def filled(self, rank: int, step: int, order: list[int]) -> None:
+        """A backward pass has filled its buckets in this order."""
+        if order != sorted(order):
+            self.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
+
+
+@dataclass(slots=True)
+class RecordedReplica(Replica):
+    """A replica whose traffic is recorded.
+
+    Args:
+      recorder: keeps it.
+    """
+
+    recorder: TrafficRecorder | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        if self.recorder is not None:
+            self.parts = replace(self.parts, reducer=_RecordingReducer(self.parts.reducer, self.recorder))
+        Replica.__post_init__(self)
+
+    @override
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        order: list[int] = []
+
+        def filled(index: int) -> None:
+            order.append(index)
+            ready(index)
+
+        Replica.backward(self, loss, filled)
+        if self.recorder is not None:
+            self.recorder.filled(self.runtime.comm.rank, self.step_done, order)
+
+
+class _RecordingReducer(Reducer):
+    """A reducer whose journeys are recorded.
+
+    Args:
+      reducer: does the work.
+      recorder: keeps them.
+    """
+
+    def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
+        self._reducer, self._recorder = reducer, recorder
+        self.codec = getattr(reducer, "codec", None)
+
+    @override
+    def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
+        self._reducer.check(specs, steps)
+
+    @override
+    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+        return self._reducer.report(states)
+
+    @override
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        return self._reducer.init(spec, seeds)
+
+    @override
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        number = self._recorder.begin(channel.rank, step)
+        watched = _WatchedChannel(channel)
+        result = await self._reducer.reduce(watched, slot, own, step=step)
+        self._recorder.end(channel.rank, step, number, watched.taken(), result)
+        learn, together = result.learn, result.learn_together
+        if learn is not None:
+            result = replace(result, learn=self._kept(learn, watched, False, step, number))
+        if together is not None:
+            result = replace(result, learn_together=self._kept(together, watched, True, step, number))
+        return result
+
+    def _kept(
+        self, learn: Callable[[S], S], watched: _WatchedChannel, together: bool, step: int, number: int
+    ) -> Callable[[S], S]:
+        """What a result teaches, and a note of what that costs."""
+
+        def kept(states: S) -> S:
+            learned = learn(states)
+            self._recorder.learned(together, step, number, watched.taken())
+            return learned
+
+        return kept
+
+
+class _WatchedChannel:
+    """A channel that keeps what it is asked for.
+
+    A collective without a codec is kept as a whole by the name it was asked for, so ``auto`` as that: what it does
+    may depend on the network and on when the ranks join. What it computes is not kept then, all else is, whether or
+    not the device's rates know it.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.rank: int = channel.rank
+        self.size: int = channel.size
+        self._ops: list[Op] = []
+        self._channel = channel
+
+    def taken(self) -> tuple[Op, ...]:
+        """What was asked for since this was asked last."""
+        ops, self._ops = tuple(self._ops), []
+        return ops
+
+    @property
+    def auto(self) -> Mapping[int, str]:
+        return self._channel.auto
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._channel.sent_nbytes
+
+    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+        self._channel.count(nbytes, for_it=for_it)
+
+    def tag(self, hop: int) -> Tag:
+        return self._channel.tag(hop)
+
+    def hops(self, count: int) -> int:
+        if count:
+            self._ops.append(("hops", count))
+        return self._channel.hops(count)
+
+    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
+        self._ops.append(("compute", *cost))
+        return self._channel.compute(cost, fn)
+
+    def computed(self) -> Pending[None]:
+        return self._channel.computed()
+
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        self._ops.append(("send", dst, hop, payload.nbytes))
+        return self._channel.send(payload, dst, hop)
+
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
+        if src is None:
+            raise Unsupported("the traffic of an exchange that takes the first arrival cannot be recorded")
+        self._ops.append(("recv", src, hop))
+        return self._channel.recv(src, hop, expect)
+
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        self._channel.land(src, hop, into)
+
+    def collective(self, name: str) -> AllReduce:
+        inner = self._channel.collective(name)
+
+        async def kept(
+            channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+        ) -> tuple[Tensor, Tensor]:
+            if coding is not None:
+                return await inner(channel, tensor, side, coding=coding)
+            self._ops.append(("whole", name, _name(tensor.dtype), tensor.numel(), side.numel()))
+            return await inner(self._channel, tensor, side)
+
+        return kept
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        return self._channel.all_reduce(tensor)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

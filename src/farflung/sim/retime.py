@@ -1,0 +1,257 @@
+"""A run once more without its arithmetic: the same replica, whose gradients are sizes and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from farflung.errors import DataError
+from farflung.replica import Checkpoints, Replica, Vote
+from farflung.sim.traffic import Op, Traffic
+from farflung.telemetry import BYTES, TIMES, Event, Sink
+from farflung.types import (
+    Batch,
+    Channel,
+    CodecState,
+    CodingCost,
+    Contribution,
+    Dataset,
+    Json,
+    Payload,
+    Reduced,
+    Reducer,
+    SampleIds,
+    Seeds,
+    State,
+    StateSlot,
+    TensorSpec,
+    Workload,
+)
+
+__all__ = ["Retimed", "retimed_events"]
+
+S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class Retimed(Replica):
+    """A replica that goes through the motions of a run: it draws batches, moves what was moved, and computes nothing.
+
+    Args:
+      traffic: of the run.
+      checkpointed: whether the run kept checkpoints; then all wait for each other where it did.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    checkpointed: bool = True
+
+    @override
+    def __post_init__(self) -> None:
+        self.workload = _Hollow(self.workload)
+        self.parts = replace(self.parts, reducer=_Mover(self.traffic, self.parts.reducer))
+        self.checkpoints = _Unkept() if self.checkpointed else None
+        Replica.__post_init__(self)
+
+    @override
+    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
+        del weights
+        return torch.zeros(()), self.vote(0.0, len(batch))
+
+    @override
+    def scorer(self) -> Callable[[SampleIds], Tensor]:
+        return lambda ids: torch.ones(len(ids))
+
+    @override
+    def _passes(self) -> Callable[[SampleIds], Tensor]:
+        return lambda ids: torch.full((len(ids),), math.nan)
+
+    @override
+    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+        del loss
+        rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
+        order = self.traffic.fills.get((self.step_done, rank), every)
+        if sorted(order) != [*every]:
+            raise DataError(f"the run's traffic has no order of {len(every)} buckets: simulate it again")
+        for index in order:
+            ready(index)
+
+    @override
+    def update(self) -> None:
+        """Does nothing."""
+
+
+def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
+    """A sink for one retimed replica: what depends on neither clock nor network is as it was.
+
+    Args:
+      stored: the events of the same replica in the run.
+      sinks: where the events go.
+
+    Raises:
+      DataError: when the replica tells of something else than it did in the run.
+    """
+    # Not in one row: an evaluation is told of when all have come to it, which may be steps later or not.
+    expected: dict[tuple[Json, ...], deque[Event]] = {}
+    for event in stored:
+        expected.setdefault(_named(event), deque()).append(event)
+
+    def sink(event: Event) -> None:
+        left = expected.get(_named(event))
+        if not left or not (TIMES | BYTES) & left[0].keys() <= event.keys():
+            raise DataError(
+                f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
+                "simulate it again"
+            )
+        was = left.popleft()
+        timed: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in was.items()}
+        for each in sinks:
+            each(timed)
+
+    return sink
+
+
+def _named(event: Event) -> tuple[Json, ...]:
+    return tuple(event.get(key) for key in ("event", "rank", "step"))
+
+
+class _Mover(Reducer):
+    """A reducer that repeats recorded journeys of another one."""
+
+    def __init__(self, traffic: Traffic, reducer: Reducer) -> None:
+        self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
+        self._begun: tuple[int, int] = (-1, 0)
+
+    @override
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        del spec, seeds
+        return CodecState()
+
+    @override
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        del slot
+        number = self._begun[1] if self._begun[0] == step else 0
+        self._begun = step, number + 1
+        exchanged = self._traffic.exchanges.get((step, number))
+        if exchanged is None:
+            raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
+        for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
+            await _again(op, channel)
+        rider = torch.tensor(exchanged.rider, dtype=torch.float64)
+        learning = self._traffic.learning(step, number)
+        together = self._traffic.learning(step, number, together=True)
+        return Reduced(
+            own.tensor,
+            exchanged.weight,
+            rider,
+            partial(_relearned, channel, learning) if exchanged.learns else None,
+            partial(_relearned, channel, together) if together else None,
+        )
+
+
+async def _again(op: Op, channel: Channel) -> None:
+    """One entry of a journey."""
+    kind, *rest = op
+    if kind == "whole":
+        collective, dtype, numel, side = rest
+        all_reduce = channel.collective(str(collective))
+        await all_reduce(channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side)))
+    elif kind == "compute":
+        _compute(op, channel)
+    elif kind == "hops":
+        channel.hops(int(rest[0]))
+    elif kind == "send":
+        dst, hop, nbytes = map(int, rest)
+        channel.send(Payload((_hollow("uint8", nbytes),)), dst, hop)
+    else:
+        src, hop = map(int, rest)
+        await channel.recv(src, hop)
+
+
+def _compute(op: Op, channel: Channel) -> None:
+    _, operation, method, numel = op
+    channel.compute(CodingCost(str(operation), str(method), int(numel)), lambda: None)
+
+
+def _relearned(channel: Channel, ops: Sequence[Op], states: S) -> S:
+    """The states as they are, after what learning has computed."""
+    for op in ops:
+        _compute(op, channel)
+    return states
+
+
+def _hollow(dtype: str, numel: int) -> Tensor:
+    """A tensor that has a size and no content."""
+    return torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
+
+
+class _Hollow:
+    """A workload whose samples have a number and nothing else."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.name = workload.name
+        self.defaults: Mapping[str, Json] = workload.defaults
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return self._workload.model(generator)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        del model
+        return torch.zeros(len(batch))
+
+    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+        del model
+        return torch.zeros(len(batch))
+
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = self._workload.datasets()
+        return _Numbers(train), _Numbers(test)
+
+
+class _Numbers:
+    """The samples of a data set as sizes without content."""
+
+    labels: Tensor | None = None
+
+    def __init__(self, data: Dataset) -> None:
+        self._count, first = len(data), data.rows(torch.tensor([0]))
+        self._row = Batch(first.inputs.to("meta"), first.targets.to("meta"))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, ids: SampleIds) -> Batch:
+        inputs, targets = self._row.inputs, self._row.targets
+        return Batch(inputs.expand(len(ids), *inputs.shape[1:]), targets.expand(len(ids), *targets.shape[1:]))
+
+    def prepare(self, rows: Batch, *, train: bool) -> Batch:
+        del train
+        return rows
+
+    def take(self, ids: SampleIds, *, train: bool) -> Batch:
+        return self.prepare(self.rows(ids), train=train)
+
+
+class _Unkept(Checkpoints):
+    """Checkpoints that are not written."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), 0, 1, leader=False)
+
+    @override
+    def save(self, step: int, shared: State, own: State) -> Path:
+        del shared, own
+        return self.folder / f"step-{step:08d}"
+
+    @override
+    def prune(self) -> None:
+        """Does nothing."""

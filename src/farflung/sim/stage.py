@@ -1,0 +1,322 @@
+"""Virtual time as a stage for faults: replicas that crash, hang or slow down, links that are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from farflung.errors import DeadlinePassed, PeerLost, RunLost, Unsupported
+from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
+from farflung.sim.clock import VirtualClock
+from farflung.sim.membership import Membership
+from farflung.sim.network import VirtualNetwork
+from farflung.sim.pauses import Pauses, pair
+from farflung.tasks import Pending, Task
+
+__all__ = ["CARRIED", "VirtualStage", "check_plan"]
+
+CARRIED = frozenset(FAULTS).difference(MEMBERSHIP)
+"""The kinds of faults that virtual time carries in every view; in one that is not whole members may come and go too."""
+
+
+def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
+    """Whether virtual time can carry a plan.
+
+    Args:
+      plan: what goes wrong.
+      size: number of replicas.
+      whole: whether every exchange needs all of them.
+
+    Raises:
+      Unsupported: a kind of fault that it does not carry.
+      ConfigError: a rank that there is not.
+    """
+    for fault in plan.faults:
+        if whole and fault.kind in MEMBERSHIP:
+            raise Unsupported(
+                f"{fault}: virtual time carries {', '.join(sorted(CARRIED))} alone where every exchange needs all "
+                "replicas; members come and go in a view that is not whole (VirtualWorld(whole=False))"
+            )
+    plan.check(size, CARRIED.union(MEMBERSHIP if not whole else ()), "virtual time")
+
+
+class VirtualStage:
+    """Applies faults in virtual time; detects lost ranks as the wall clock does, by closed connections and deadlines.
+
+    Each peer detects a crash one link delay later; messages sent before it arrive. Admission and leaving are those of
+    :class:`farflung.sim.membership.Membership`. Deadlines are checked only where the plan has faults.
+
+    Args:
+      clock: virtual time.
+      network: of the world.
+      plan: what will go wrong.
+      deadline_s: how long any message may take.
+      whole: whether the first loss ends the view; otherwise the members go on without ranks that end, leave or crash.
+
+    Raises:
+      Unsupported: a fault that is not carried.
+      ConfigError: a fault of a rank that there is not.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        network: VirtualNetwork,
+        plan: FaultPlan,
+        deadline_s: float,
+        *,
+        whole: bool = True,
+    ) -> None:
+        size = len(network.mailboxes)
+        check_plan(plan, size, whole=whole)
+        self._clock, self._network, self._deadline_s = clock, network, deadline_s
+        self._standing = Standing(size)
+        self._members: Membership | None = None
+        if not whole:
+            self._members = network.membership = Membership(
+                network.mailboxes, plan.absent, network.signal, network.notice
+            )
+        self._begin: Callable[[int], Pending[Any]]
+        self.crashed: set[int] = set()
+        """The ranks that have crashed."""
+        self._waiting_for_data: set[int] = set()
+        self._excused: dict[int, float] = {}
+        self._pauses: Pauses | None = None
+        if plan.faults:
+            self._pauses = network.pauses = Pauses(clock)
+        self._stays = [0] * size
+        """The number of ended memberships of each rank; callbacks of an earlier one are dropped."""
+        self.running: dict[int, Pending[Any]] = {}
+        """The tasks of the ranks that have begun and not left."""
+        self._watching = False
+        self.errors: dict[int, RunLost] = {}
+        """The errors of ranks that ended in a view that is not whole, and went on for others."""
+        self.error: BaseException | None = None
+        """The error of the first replica that failed."""
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """See :class:`farflung.faults.Stage`; the first step begins when virtual time does."""
+        return self._clock.now()
+
+    def at(self, t: float, fn: Callable[[], None]) -> None:
+        self._clock.at(t, fn)
+
+    def strike(self, fault: Fault) -> None:
+        rank = fault.rank
+        if fault.kind == "crash":
+            self._crash(rank)
+            return
+        if fault.kind == "leave":
+            self.when_running(rank, self.running_s(rank), lambda: self._leave(rank))
+            return
+        if fault.kind == "join":
+            self._join(rank)
+            return
+        if fault.kind == "hang":
+            self._excuse(fault.rank)
+        self._change(fault, self._standing.begin)
+
+    def undo(self, fault: Fault) -> None:
+        self._change(fault, self._standing.end)
+
+    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
+        """Has replica and ways feel what a fault's beginning or end changes."""
+        assert self._pauses is not None
+        standing, rank, ways = self._standing, fault.rank, list(fault.ways(len(self._network.mailboxes)))
+        hung, before = standing.hangs(rank), [standing.condition(*way) for way in ways]
+        how(fault)
+        for way, was in zip(ways, before, strict=True):
+            now = standing.condition(*way)
+            if now.cut != was.cut:
+                (self._pauses.stop if now.cut else self._pauses.go_on)(pair(*way))
+            if (now.bandwidth_bps, now.loss) != (was.bandwidth_bps, was.loss):
+                self._network.limit(*way, bandwidth_bps=now.bandwidth_bps, loss=now.loss)
+        if standing.hangs(rank) != hung:
+            (self._pauses.go_on if hung else self._pauses.stop)(rank)
+
+    def _crash(self, rank: int) -> None:
+        if self._members is not None:
+            if rank in self._members:
+                self._members.crashes(rank)
+        else:
+            lost = PeerLost(rank, "its connection was closed from its end")
+            for peer, mailbox in enumerate(self._network.mailboxes):
+                if peer != rank:
+                    self._network.notice(rank, peer, partial(mailbox.end, lost))
+        if rank in self.running:
+            self.crashed.add(rank)
+
+    def _leave(self, rank: int) -> None:
+        assert self._members is not None
+        if rank in self._members:
+            del self.running[rank]
+            self._stays[rank] += 1
+            self._members.leaves(rank)
+
+    def _join(self, rank: int) -> None:
+        assert self._members is not None
+        if rank in self._members:
+            return
+        self._stays[rank] += rank in self.running  # it crashed or ended
+        self.crashed.discard(rank)
+        self._start(rank)
+        self._members.comes(rank)
+        if not self._watching:
+            self._look()
+
+    # --- what the replicas feel ---------------------------------------------------------------------------------
+
+    def slowed(self, rank: int) -> float:
+        """How many times as long a replica computes."""
+        return self._standing.slowdown(rank)
+
+    def running_s(self, rank: int) -> float:
+        """For how long a replica has been running, in virtual seconds since the beginning."""
+        return self._clock.now() - (0.0 if self._pauses is None else self._pauses.lost_s(rank))
+
+    def when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
+        """Calls ``fn`` when :meth:`running_s` of a replica is ``due_s``; never if it crashes or leaves before."""
+        if self._pauses is None:
+            self._clock.at(due_s, fn)
+            return
+        pauses, stay = self._pauses, self._stays[rank]
+        self._clock.at(
+            due_s + pauses.lost_s(rank),
+            lambda: pauses.wait(rank, due_s, lambda _: self._in_stay(rank, stay, fn)),
+        )
+
+    def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
+        """Marks a rank as waiting for samples until ``arrived``; deadlines of waits for it count from then."""
+        if self._pauses is None:
+            return
+        self._waiting_for_data.add(rank)
+
+        def there(_: object) -> None:
+            self._excuse(rank)
+            self._waiting_for_data.discard(rank)
+
+        arrived.on_done(there)
+
+    def _excuse(self, rank: int) -> None:
+        """Restarts the deadlines of waits whose chain ends at ``rank``, if it waits for samples and is not silent."""
+        if rank in self._waiting_for_data and not self._silent(rank):
+            now = self._clock.now()
+            self._excused.update(
+                {other: now for other in range(len(self._network.mailboxes)) if self._root_of(other) == rank}
+            )
+
+    def _silent(self, rank: int) -> bool:
+        return rank in self.crashed or (self._pauses is not None and self._pauses.stopped(rank))
+
+    def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
+        """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
+        if self._pauses is None:
+            return self._clock.soon
+        pauses, stay = self._pauses, self._stays[rank]
+
+        def soon(fn: Callable[[], None]) -> None:
+            due = self._clock.now() - pauses.lost_s(rank)
+            self._clock.soon(lambda: pauses.wait(rank, due, lambda _: self._in_stay(rank, stay, fn)))
+
+        return soon
+
+    def _in_stay(self, rank: int, stay: int, fn: Callable[[], None]) -> None:
+        if self._stays[rank] == stay and rank not in self.crashed:
+            fn()
+        elif isinstance(task := getattr(fn, "__self__", None), Task):
+            task.drop()
+
+    # --- how it ends --------------------------------------------------------------------------------------------
+
+    def watch(self, begin: Callable[[int], Pending[Any]]) -> None:
+        """Begins and follows the replicas: the first error ends the view for all.
+
+        Args:
+          begin: has a replica begin, for the first time or again.
+        """
+        self._begin = begin
+        for rank in range(len(self._network.mailboxes)):
+            if self._members is None or rank in self._members:
+                self._start(rank)
+        if self._pauses is not None:
+            self._look()
+
+    def _start(self, rank: int) -> None:
+        task = self.running[rank] = self._begin(rank)
+        task.on_done(partial(self._one_ended, rank))
+
+    def _one_ended(self, rank: int, task: Pending[Any]) -> None:
+        if task.error is None:
+            if self._members is not None:
+                self._members.leaves(rank)
+            return
+        if self._members is not None and isinstance(task.error, RunLost):
+            self.errors[rank] = task.error
+            self._crash(rank)
+            return
+        if self.error is None:
+            self.error = task.error
+            if self._pauses is not None:
+                for mailbox in self._network.mailboxes:
+                    mailbox.end(task.error)
+
+    def _look(self) -> None:
+        """Ends the view when the oldest wait is too old; looks again when it may be."""
+        self._watching = False
+        alive = [rank for rank, task in self.running.items() if not task.done]
+        if self.error is not None or not alive:
+            return
+        now, again = self._clock.now(), math.inf
+        if self.crashed.issuperset(alive):
+            if self._members is not None and self._clock.due() < math.inf:
+                self._look_at(now + self._deadline_s)  # others may come in
+            elif self._members is None or len(self.crashed) == len(self.running):
+                closed = PeerLost(alive[0], "its connection was closed from its end")
+                self.error = next(iter(self.errors.values()), closed)
+            return
+        for rank in alive:
+            waiting = self._network.mailboxes[rank].oldest()
+            if self._silent(rank) or waiting is None:
+                continue
+            due = max(waiting.since, self._excused.get(rank, 0.0)) + self._deadline_s
+            if now < due:
+                again = min(again, due)
+                continue
+            root = self._root_of(rank)
+            if root not in self._waiting_for_data or self._silent(root):
+                passed = DeadlinePassed(root, waiting.what, now - waiting.since)
+                if self._members is not None:
+                    self._network.mailboxes[rank].fail(waiting, passed)
+                    self._watching = True
+                    self._clock.soon(self._look)
+                else:
+                    self._network.mailboxes[rank].end(passed)
+                return
+        if self._clock.due() < math.inf:
+            again = min(again, now + self._deadline_s)
+        if again < math.inf:
+            self._look_at(again)
+
+    def _look_at(self, t: float) -> None:
+        self._watching = True
+        self._clock.at(t, self._look)
+
+    def _root_of(self, rank: int) -> int | None:
+        """Follows the wait-for graph from a rank to its root; ``None``: the rank is the root itself.
+
+        A rank that is stopped or waits for samples is blocked on no other.
+        """
+        assert self._pauses is not None
+        seen = {rank}
+        root = rank
+        while not self._pauses.stopped(root) and (root == rank or root not in self._waiting_for_data):
+            waiting = self._network.mailboxes[root].oldest()
+            if waiting is None or waiting.src is None or waiting.src in seen:
+                break
+            root = waiting.src
+            seen.add(root)
+        return root if root != rank else None

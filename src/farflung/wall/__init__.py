@@ -1,0 +1,15 @@
+"""The wall clock: a replica in its own process, real connections, and what started the process."""
+
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.wall.launch_env import LaunchEnv, interface_to_master
+    from farflung.wall.measuring import measured_network
+    from farflung.wall.pace import Pace
+    from farflung.wall.runtime import WallRuntime
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = ["LaunchEnv", "Pace", "WallRuntime", "interface_to_master", "measured_network"]

@@ -1,0 +1,113 @@
+"""Measures the network between the replicas of a run, by a few small messages over the run's own connections."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from farflung.comm import Purpose
+from farflung.network import Connection, Link, NetworkProfile, Site
+from farflung.types import Communicator, Payload, Runtime, Tag
+
+__all__ = ["measured_network"]
+
+PINGS = 4
+"""Round trips of one byte to each peer; the shortest counts."""
+FIRST_NBYTES, GROWTH = 1 << 12, 4
+"""The first message that is timed for its size, and how much longer each next one is."""
+MOST_NBYTES = 1 << 22
+"""What one replica sends at most, in its longest messages to all peers together."""
+ENOUGH_S = 0.02
+"""A message that took so much longer than a byte tells the bandwidth well enough."""
+_PROBE, _ECHO, _FOUND = range(3)
+_BYTE = torch.zeros(1, dtype=torch.uint8)
+
+
+async def measured_network(runtime: Runtime) -> NetworkProfile | None:
+    """Measures latency and bandwidth from every replica to every other, all at the same time.
+
+    All replicas measure at once, so what they share shows in the bandwidth that each pair gets, as it does when they
+    exchange gradients. A latency is half the shortest of some round trips; a bandwidth is what a message took longer
+    than one of a byte, with messages that grow until that is well above the noise, or until they are long. So it
+    takes some round trips, and fractions of a second on slow links. Sizes and number of messages are our choice.
+
+    Args:
+      runtime: of one replica; all of them call this.
+
+    Returns:
+      On rank 0, a site for each replica; ``None`` on the others.
+    """
+    comm = runtime.comm
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    echoes = [runtime.launch(_echo(comm, peer)) for peer in peers]
+    probes = {peer: runtime.launch(_probe(runtime, peer)) for peer in peers}
+    found = torch.zeros(comm.size, 2, dtype=torch.float64)
+    for peer, probe in probes.items():
+        found[peer] = torch.tensor(await probe, dtype=torch.float64)
+    for echo in echoes:
+        await echo
+    return await runtime.launch(_told(comm, found))
+
+
+def _tag(part: int, hop: int = 0) -> Tag:
+    return Tag(Purpose.MEASURE.at(0), part, hop)
+
+
+async def _probe(runtime: Runtime, peer: int) -> tuple[float, float]:
+    """Seconds of latency, and seconds for each byte, to one peer."""
+    comm, hop = runtime.comm, 0
+
+    async def round_trip_s(nbytes: int) -> float:
+        nonlocal hop
+        begin = runtime.now()
+        comm.send(Payload((torch.zeros(nbytes, dtype=torch.uint8),)), peer, _tag(_PROBE, hop))
+        hop += 1
+        await comm.recv(peer, _tag(_ECHO, hop - 1))
+        return runtime.now() - begin
+
+    shortest = math.inf
+    for _ in range(PINGS):
+        shortest = min(shortest, await round_trip_s(1))
+    nbytes, longer = FIRST_NBYTES, 0.0
+    while True:
+        longer = await round_trip_s(nbytes) - shortest
+        if longer >= ENOUGH_S or GROWTH * nbytes * (comm.size - 1) > MOST_NBYTES:
+            break
+        nbytes *= GROWTH
+    comm.send(Payload((_BYTE[:0],)), peer, _tag(_PROBE, hop))
+    return shortest / 2, max(longer, 0.0) / nbytes
+
+
+async def _echo(comm: Communicator, peer: int) -> None:
+    """Answers a peer's messages with a byte each, until an empty one."""
+    hop = 0
+    while True:
+        (probe,) = (await comm.recv(peer, _tag(_PROBE, hop))).tensors()
+        if not probe.numel():
+            return
+        comm.send(Payload((_BYTE,)), peer, _tag(_ECHO, hop))
+        hop += 1
+
+
+async def _told(comm: Communicator, found: Tensor) -> NetworkProfile | None:
+    """What all have found, on rank 0."""
+    if comm.rank != 0:
+        comm.send(Payload((found,)), 0, _tag(_FOUND))
+        return None
+    rows = [found]
+    for rank in range(1, comm.size):
+        (row,) = (await comm.recv(rank, _tag(_FOUND))).tensors()
+        rows.append(row)
+    names = [f"rank {rank}" for rank in range(comm.size)]
+    return NetworkProfile(
+        "measured",
+        tuple(Site(name, 1) for name in names),
+        tuple(
+            Connection(names[src], names[dst], Link(latency_s, 8 / each_s if each_s else math.inf))
+            for src, row in enumerate(rows)
+            for dst, (latency_s, each_s) in enumerate(row.tolist())
+            if src != dst
+        ),
+    )

@@ -1,0 +1,447 @@
+"""The wall clock: autograd on the main thread, every exchange in flight on one communication thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farflung import tasks
+from farflung.comm import (
+    AUTO,
+    Endpoint,
+    Peer,
+    Purpose,
+    TcpTransport,
+    Transport,
+    View,
+    WallCommunicator,
+    collective_named,
+)
+from farflung.comm.staging import to_host
+from farflung.decisions import COLLECTIVE, DecisionLog, adopt_collectives, collectives_of, decide_by_rank_0
+from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
+from farflung.seeding import RandomState
+from farflung.tasks import Pending, done
+from farflung.types import Cost, Decision, Elastic, Json, Payload
+from farflung.wall.communication import CommunicationThread
+from farflung.wall.stores import told_by
+
+if TYPE_CHECKING:
+    from farflung.network import NetworkProfile
+    from farflung.wall.pace import Pace
+
+__all__ = ["WallRuntime"]
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+EXPANSION = 8
+"""How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
+a 2-byte number."""
+BESIDE_NBYTES = 1 << 24
+"""What a message may take beside that: probes of the network, decisions, settings."""
+
+
+class WallRuntime:
+    """One replica's seam to real processes; see :class:`farflung.types.Runtime`.
+
+    Args:
+      rank: this replica.
+      size: number of replicas.
+      store: where replicas publish their addresses; ``None`` for a single replica.
+      endpoint: how this replica connects to the others; on loopback when not given.
+      settings: what must be equal on all ranks, by name.
+      deadline_s: how long any message may take, in seconds.
+      join_s: how long the others may take to appear, in seconds.
+      native: whether to join a process group for the backend's own collectives.
+      decisions: where decisions are kept; they are not when not given.
+      pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
+      members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
+        is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
+      kept_nbytes: see :class:`farflung.comm.View`.
+      transport: makes what carries messages, from rank, size and the options of
+        :class:`farflung.comm.tcp.TcpTransport`.
+
+    Raises:
+      ConfigError: the endpoint cannot be used, or some replica's key is not accepted, or two replicas cannot be
+        reached and none can relay.
+      DeadlinePassed: a replica did not appear; names it.
+      ProtocolError: ranks were started with unlike settings; names the setting.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        *,
+        endpoint: Endpoint = Endpoint(),
+        settings: Mapping[str, Json] | None = None,
+        deadline_s: float = DEADLINE_S,
+        join_s: float = DEADLINE_S,
+        native: bool = False,
+        decisions: DecisionLog | None = None,
+        pace: Pace | None = None,
+        members: Collection[int] | None = None,
+        kept_nbytes: float | None = None,
+        transport: Callable[..., Transport] = TcpTransport,
+    ) -> None:
+        address, whole = endpoint.address, members is None
+        if native and size > 1 and not endpoint.is_local:
+            raise ConfigError(
+                "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
+                "machine: choose another collective"
+            )
+        self._begin, self._local = time.monotonic(), endpoint.is_local
+        self.off_clock: None = None
+        """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
+        self.elastic: Elastic | None = None
+        """See :class:`farflung.types.Runtime`."""
+        self.pace = pace
+        """What makes computations take as long as on another device, where that was asked for."""
+        self._group: Any = None
+        self._store, self._whole = store, whole
+        self.decisions = decisions or DecisionLog(keep=False)
+        if native and size > 1:
+            assert store is not None
+            self._group = _gloo(store, rank, size, address, deadline_s)
+        self._staging = ThreadPoolExecutor(1, "farflung-staging")
+        self._aside = ThreadPoolExecutor(1, "farflung-aside")
+        self._closes = threading.Event()
+        carrier = transport(
+            rank,
+            size,
+            interface=address,
+            ports=endpoint.ports,
+            advertise=endpoint.advertise,
+            keys=endpoint.proof(),
+            later=not whole,
+            connections=endpoint.connections,
+        )
+        self.view = View(
+            carrier,
+            size,
+            now=self.now,
+            whole=whole,
+            members=members,
+            settings=settings,
+            kept_nbytes=kept_nbytes,
+        )
+        """The members, as this one sees them."""
+        self.comm = WallCommunicator(
+            self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
+        )
+        self._thread, self._deadline_s = CommunicationThread(self.view, self.now, deadline_s), deadline_s
+        self.launch = self._thread.launch
+        """Starts an exchange on the communication thread."""
+        try:
+            if store is not None and size > 1:
+                self.view.connect(self._meet(store, join_s, range(size) if members is None else members))
+        except BaseException as error:
+            self._thread.start()  # it closes the sockets
+            self.close(error)
+            raise
+        self._thread.start()
+        self._await_greetings(join_s)
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Refuses from now on what is larger than any message about these tensors, all that the model has."""
+        self.view.transport.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
+
+    # --- the runtime ------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since this runtime began."""
+        return time.monotonic() - self._begin
+
+    @property
+    def communication_cpu_s(self) -> float:
+        """Processor seconds that the communication thread has taken so far."""
+        return self._thread.cpu_s
+
+    def sleep_until(self, t: float) -> Pending[None]:
+        """Done when the clock shows ``t``."""
+        reached: Pending[None] = Pending()
+        self._thread.soon(lambda: self._thread.at(t, lambda: reached.set(None)))
+        return reached
+
+    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
+        """The index of whichever completes first."""
+        return tasks.first_of(pendings)
+
+    def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
+        """Done at a time, or when another thread says so; fails when the view ends first."""
+        arrived = ready if isinstance(ready, Pending) else self.sleep_until(ready)
+        ended: Pending[None] = Pending()
+        self._thread.soon(lambda: self.view.waits_for_data(ended))
+
+        def there(_: object) -> None:
+            self._thread.soon(self.view.has_data)
+            if arrived.error is not None:
+                ended.fail(arrived.error)
+            else:
+                ended.set(None)
+
+        arrived.on_done(there)
+        return ended
+
+    def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
+        """Computes on the calling thread, at the device's pace where there is one."""
+        if self.pace is None:
+            return done(fn())
+        _, ends = self.pace.begin(cost)
+        value = fn()
+        if cost.kind == "forward":
+            self.pace.computed(ends)
+        self.pace.end(ends)
+        return done(value)
+
+    def backward(
+        self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
+    ) -> Pending[None]:
+        """Computes on the calling thread; exchanges start from inside autograd as buckets fill.
+
+        At a device's pace, they start when the device would have come to them.
+        """
+        if self.pace is None:
+            fn(on_ready)
+            return done(None)
+        begin, ends = self.pace.begin(cost)
+        order: list[int] = []
+        fn(order.append)
+        shares = self.pace.ready_at(order, cost.numels)
+        self.pace.computed(begin + (ends - begin) * min(shares, default=1.0))
+        for bucket, share in zip(order, shares, strict=True):
+            self.pace.until(begin + (ends - begin) * share)
+            on_ready(bucket)
+        self.pace.end(ends)
+        return done(None)
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Calls ``readable`` on the communication thread while a descriptor has something to read."""
+        self._thread.soon(lambda: self.view.transport.watch(fd, readable))
+
+    def aside(self, fn: Callable[[], T]) -> Pending[T]:
+        """Runs ``fn`` on a thread of its own, in the order of calls, while messages go on.
+
+        Returns:
+          What it gives or raises, handed on by the communication thread.
+        """
+        through: Pending[T] = Pending()
+
+        def run() -> None:
+            try:
+                value = fn()
+            except BaseException as error:
+                self._thread.soon(partial(through.fail, error))
+            else:
+                self._thread.soon(lambda: through.set(value))
+
+        self._aside.submit(run)
+        return through
+
+    def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
+        return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
+
+    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+        return self.decisions.decide(name, step, local, self.comm.rank)
+
+    def settle_collective(
+        self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
+    ) -> str:
+        """What ``auto`` stands for from now on; rank 0 decides and records it. All replicas call this.
+
+        Where the network is not known it is measured: see :func:`farflung.wall.measured_network`. That
+        is left out where nothing hangs on it, between two, and where there is no network, on loopback.
+
+        Args:
+          name: the collective that was asked for; any but ``auto`` is settled already.
+          nbytes: of the tensors summed in a step.
+          network: between the replicas, where it is known.
+          step: the first of the run.
+
+        Returns:
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
+
+        Raises:
+          UnknownName: no such collective.
+        """
+        collective_named(name)
+        if name != AUTO:
+            return name
+        size = self.comm.size
+        if network is None and size > 2 and not self._local:
+            from farflung.wall.measuring import measured_network
+
+            network = self.drive(measured_network(self))
+        found = partial(collectives_of, nbytes, size, network)
+        decided = decide_by_rank_0(
+            self.comm, self.decisions, COLLECTIVE, step, found, timing=False, purpose=Purpose.MEASURE
+        )
+        return adopt_collectives(self.comm, self.launch(decided).wait())
+
+    # --- a replica's life -------------------------------------------------------------------------------------
+
+    def run(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
+        """Drives a replica to its end; the global random state is as before afterwards."""
+        with RandomState.scope():
+            return self.drive(coroutine)
+
+    def drive(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
+        """Runs a coroutine on the calling thread, which blocks where the coroutine waits."""
+        try:
+            while True:
+                awaited = coroutine.send(None)
+                waits = not awaited.done
+                awaited.block()
+                if waits and self.pace is not None:
+                    self.pace.waited()
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the view, or announces ``error`` to the peers, and ends the thread.
+
+        A relay first goes on relaying until it has relayed no message for the run's deadline.
+        """
+        if not self._whole:
+            with suppress(RuntimeError):  # the store may have ended before
+                self.forget(self.comm.rank)
+        self._closes.set()
+        self._aside.shutdown()
+        self._staging.shutdown()  # payloads that are still being copied are sent before the leave
+        self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
+        self._thread.stop()
+        if self._group is not None:
+            self._group.shutdown()
+
+    def admit(self, rank: int, *, join_s: float = DEADLINE_S) -> Pending[None]:
+        """Lets a replica in that was not there at the start, or is there again; see :meth:`farflung.comm.View.admit`.
+
+        Args:
+          rank: of it, below the size of the run.
+          join_s: how long it may take to publish its address in the store, and as long again to greet, in seconds;
+            then this fails with :class:`DeadlinePassed`, and it may not come.
+
+        Raises:
+          ConfigError: there is no store.
+        """
+        store = self._store
+        if store is None:
+            raise ConfigError("a replica that runs alone has no store where another could be found")
+        greeted: Pending[None] = Pending()
+
+        def let_in(peer: Peer) -> None:
+            try:
+                greeted.follow(self.view.admit(peer))
+            except FarflungError as error:
+                greeted.fail(error)
+                return
+            late = DeadlinePassed(rank, "its greeting", join_s)
+            self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
+
+        def find() -> None:
+            try:
+                peer = self._peer(store, rank, self.now() + join_s)
+            except BaseException as error:
+                self._thread.soon(partial(greeted.fail, error))
+            else:
+                self._thread.soon(partial(let_in, peer))  # the view belongs to that thread
+
+        self._aside.submit(find)
+        return greeted
+
+    def has_come(self, rank: int) -> bool:
+        """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
+        return self._store is not None and self._store.check([_place(rank)])
+
+    def forget(self, rank: int) -> None:
+        """Removes the address of a replica that leaves or is gone from the store, so that it is not taken for that of
+        another which comes under its rank.
+        """
+        if self._store is not None:
+            self._store.delete_key(_place(rank))
+
+    def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
+        store.set(_place(self.comm.rank), self.view.transport.me.to_json())
+        return [self._peer(store, rank, join_s) for rank in sorted(members)]
+
+    def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
+        """What a replica publishes before a time, and before this one leaves."""
+        left_s = max(0.0, until - self.now())
+        peer = Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s, self._closes))
+        if peer.rank != rank:
+            raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
+        return peer
+
+    def _await_greetings(self, join_s: float) -> None:
+        def give_up() -> None:
+            missing = self.view.missing()
+            if missing and not self.view.ready.done:
+                self.view.end(DeadlinePassed(missing[0], self.view.greeting_of(missing[0]), self.now()))
+
+        self._thread.soon(lambda: self._thread.at(join_s, give_up))
+        try:
+            self.view.ready.wait()
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _stage(self, payload: Payload) -> Pending[Payload]:
+        """Brings a payload to the host; another thread waits for the device."""
+        host, wait = to_host(payload)
+        staged: Pending[Payload] = Pending()
+
+        def copied() -> None:
+            try:
+                wait()
+            except RuntimeError as error:  # the device is out of order
+                lost = RunLost(f"a gradient could not be copied from its device: {error}")
+                self._thread.soon(lambda: self.view.end(lost))
+                self._thread.soon(lambda: staged.fail(lost))
+            else:
+                self._thread.soon(lambda: staged.set(host))
+
+        self._staging.submit(copied)
+        return staged
+
+    def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
+        summed: Pending[Tensor] = Pending()
+        work = self._group.allreduce([tensor])
+
+        def arrived(future: torch.futures.Future[Any]) -> None:
+            try:
+                future.value()
+            except Exception as error:  # the backend raises RuntimeErrors of many kinds
+                lost = RunLost(f"the native all-reduce failed: {error}")
+                self._thread.soon(lambda: summed.fail(lost))
+            else:
+                self._thread.soon(lambda: summed.set(tensor))
+
+        work.get_future().add_done_callback(arrived)
+        return summed
+
+
+def _place(rank: int) -> str:
+    """Of a replica's address in the store."""
+    return f"farflung/{rank}"
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
+    """The backend's collectives, listening at one address; by itself it would at that of the machine's name."""
+    gloo: Any = dist.ProcessGroupGloo  # whose methods torch has no annotations for
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline_s)
+    return gloo(store, rank, size, options)

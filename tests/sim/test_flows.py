@@ -1,0 +1,328 @@
+"""Messages that share capacities arrive at the times that arithmetic on paper gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.comm import ExchangeChannel
+from farflung.comm.framing import LEAST_PIECE_NBYTES
+from farflung.errors import ConfigError, Unsupported
+from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, window_share_bps
+from farflung.noise import uniform
+from farflung.sim import VirtualCommunicator, VirtualWorld
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime, Tag
+
+pytestmark = pytest.mark.usefixtures("unframed")
+
+Message = tuple[int, int, float, int, int]
+"""From, to, when, bytes, priority."""
+
+
+def arrivals(network: NetworkProfile, size: int, messages: list[Message], **settings: Any) -> list[float]:
+    """Sends messages; when each arrives."""
+    world = VirtualWorld(size, network=network, **settings)
+    found = [0.0] * len(messages)
+
+    async def send(runtime: Runtime, index: int) -> None:
+        _, dst, at, nbytes, priority = messages[index]
+        await runtime.sleep_until(at)
+        assert isinstance(runtime.comm, VirtualCommunicator)
+        runtime.comm.send(Payload((torch.zeros(nbytes, dtype=torch.uint8),)), dst, Tag(index), priority)
+
+    async def receive(runtime: Runtime, index: int) -> None:
+        await runtime.comm.recv(messages[index][0], Tag(index))
+        found[index] = runtime.now()
+
+    async def body(runtime: Runtime) -> None:
+        running: list[Pending[Any]] = []
+        for index, message in enumerate(messages):
+            if message[0] == runtime.comm.rank:
+                running.append(runtime.launch(send(runtime, index)))
+            if message[1] == runtime.comm.rank:
+                running.append(runtime.launch(receive(runtime, index)))
+        for one in running:
+            await one
+
+    world.run([body(runtime) for runtime in world.runtimes])
+    return found
+
+
+def switch(**site: Any) -> NetworkProfile:
+    """One delay of half a second, and capacities in which a kilobyte takes a second."""
+    return NetworkProfile("switch", (Site("all", None, Link(0.5), **site),))
+
+
+UP = switch(up_bps=8e3)
+
+
+def test_two_flows_share_what_their_sender_can_send() -> None:
+    messages: list[Message] = [(0, 1, 0.0, 1000, 0), (0, 2, 0.0, 3000, 0)]
+    assert arrivals(UP, 3, messages) == [2.5, 4.5]
+
+
+def test_two_flows_share_what_their_receiver_can_receive() -> None:
+    messages: list[Message] = [(0, 2, 0.0, 1000, 0), (1, 2, 1.0, 1000, 0)]
+    # Alone for a second, then it is over before the other begins.
+    assert arrivals(switch(down_bps=8e3), 3, messages) == [1.5, 2.5]
+    messages = [(0, 2, 0.0, 2000, 0), (1, 2, 1.0, 1000, 0)]
+    assert arrivals(switch(down_bps=8e3), 3, messages) == [3.5, 3.5]
+
+
+# --- priorities -------------------------------------------------------------------------------------------------
+
+PIECE = LEAST_PIECE_NBYTES
+PACED = NetworkProfile.uniform(Link(0.5, 8.0 * PIECE))
+"""A piece leaves in a second."""
+
+
+def test_an_urgent_message_follows_the_pieces_that_were_handed_over() -> None:
+    messages: list[Message] = [
+        (0, 1, 0.0, 5 * PIECE, 0),
+        (0, 1, 0.0, PIECE, 0),
+        (0, 1, 1.5, PIECE, -1),
+        (0, 1, 2.0, PIECE // 2, -2),
+        (0, 1, 1.75, 0, 3),
+        (1, 0, 1.0, PIECE, 0),
+    ]
+    # At 1.5 the second piece is leaving and the third is unsent; then come both urgent ones, and what they overtook.
+    assert arrivals(PACED, 2, messages, closed_form=False) == [7.0, 8.0, 5.0, 4.0, 8.0, 2.5]
+
+
+def test_the_end_of_a_message_is_not_torn_off() -> None:
+    messages: list[Message] = [(0, 1, 0.0, 2 * PIECE, 0), (0, 1, 0.25, PIECE, -1), (0, 1, 0.5, PIECE, -1)]
+    assert arrivals(PACED, 2, messages, closed_form=False) == [2.5, 3.5, 4.5]
+
+
+def test_a_priority_concerns_one_receiver() -> None:
+    up = switch(up_bps=8.0 * PIECE)
+    assert arrivals(up, 3, [(0, 1, 0.0, PIECE, 1), (0, 2, 0.0, PIECE, -1)]) == [2.5, 2.5]
+
+
+def test_worlds_that_compute_collectives_as_a_whole_have_no_priorities() -> None:
+    with pytest.raises(Unsupported, match="closed_form=False"):
+        arrivals(PACED, 2, [(0, 1, 0.0, 1, -1)])
+
+
+def test_a_control_message_behind_4_mb_at_10_mbit() -> None:
+    """In the lab, over one socket with TCP_NOTSENT_LOWAT, it took 36 to 50 ms with BBR; 76 to 79 at the beginning."""
+    network = NetworkProfile.uniform(Link(0.02, 10e6))
+    messages: list[Message] = [(0, 1, 0.0, 4_000_000, 0), (0, 1, 1.0, 100, -1)]
+    bulk, control = arrivals(network, 2, messages, closed_form=False)
+    assert 0.02 + PIECE * 8e-7 <= control - 1.0 <= 0.02 + 2 * PIECE * 8e-7 + 1e-3
+    assert bulk == pytest.approx(3.2 + 0.02 + 100 * 8e-7)
+    messages[1] = (0, 1, 0.0005, 100, -1)
+    _, control = arrivals(replace(network, congestion="cubic"), 2, messages)
+    assert control == pytest.approx(0.076, abs=0.002)
+
+
+queued = st.lists(
+    st.tuples(st.just(0), st.just(1), st.sampled_from([0.0, 0.5, 1.0, 2.25]) | st.floats(0.0, 4.0),
+              st.sampled_from([0, 100, PIECE]) | st.integers(1, 5 * PIECE), st.integers(-2, 2)),
+    min_size=1, max_size=10,
+)  # fmt: skip
+
+
+@given(queued, st.sampled_from([1, 2, 3]))
+@settings(deadline=None)
+def test_no_message_waits_for_more_than_two_pieces_of_less_urgent_ones(
+    messages: list[Message], count: int
+) -> None:
+    """And all bits leave, with no pause in between: the last is there when one queue for all would be empty."""
+    found = arrivals(replace(PACED, tcp_connections=count), 2, messages, closed_form=False)
+    free = 0.0
+    for _, _, at, nbytes, _ in sorted(messages, key=lambda message: message[2]):
+        free = max(free, at) + nbytes / PIECE
+    assert max(found) == pytest.approx(free + 0.5)
+    for (_, _, at, _, priority), arrival in zip(messages, found, strict=True):
+        as_urgent = math.fsum(nbytes for *_, nbytes, other in messages if other <= priority)
+        assert arrival - 0.5 - at <= 2 * count + as_urgent / PIECE + 1e-9
+
+
+@given(queued)
+@settings(max_examples=30, deadline=None)
+def test_messages_of_one_priority_keep_their_order(messages: list[Message]) -> None:
+    found = arrivals(replace(PACED, congestion="cubic"), 2, messages)
+    for (_, _, at, _, priority), arrival in zip(messages, found, strict=True):
+        for (_, _, other_at, _, other), other_arrival in zip(messages, found, strict=True):
+            assert not (other == priority and at < other_at and arrival > other_arrival)
+
+
+@given(queued, st.sampled_from([0.0, 0.04]))
+@settings(max_examples=60, deadline=None)
+def test_a_link_of_its_own_is_the_same_as_a_flow(messages: list[Message], jitter_s: float) -> None:
+    network = NetworkProfile.uniform(Link(0.05, 8.3e3, jitter_s=jitter_s))
+    plain = [(*message[:4], 0) for message in messages]
+    whole = arrivals(network, 2, plain, seed=4, closed_form=True)
+    assert whole == arrivals(network, 2, plain, seed=4, closed_form=False)
+
+
+# --- several connections ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+def test_connections_add_up_until_the_link_is_full(count: int, closed_form: bool) -> None:
+    link = Link(0.05, 5e6, loss=0.01)
+    network = replace(NetworkProfile.uniform(link), tcp_connections=count)
+    one_bps = window_share_bps(None, 0.01, 0.1)
+    rate = min(count * one_bps, 0.99 * 5e6)
+    found = arrivals(network, 2, [(0, 1, 0.0, 10**6, 0)], closed_form=closed_form)
+    assert found == pytest.approx([0.05 + 8e6 / rate])
+    assert (rate == 0.99 * 5e6) == (count >= 4)
+
+
+def test_as_many_connections_for_each_pair_share_as_one_does() -> None:
+    messages: list[Message] = [(0, 1, 0.0, 1000, 0), (0, 2, 0.0, 3000, 0)]
+    assert arrivals(replace(UP, tcp_connections=4), 3, messages) == [2.5, 4.5]
+
+
+def test_a_pair_of_more_connections_gets_more_of_what_they_share() -> None:
+    ways = (
+        Connection("a", "b", Link(0.1)),
+        Connection("b", "a", Link(0.1)),
+        Connection("a", "c", Link(0.1, loss=0.01)),
+        Connection("c", "a", Link(0.1)),
+    )
+    network = NetworkProfile(
+        "star", (Site("a", 1, up_bps=1e6), Site("b", 1), Site("c", 1)), ways, default=Link(0.1),
+        tcp_connections="auto",
+    )  # fmt: skip
+    assert [network.connections_of(0, site) for site in (1, 2)] == [1, 2]
+    # One third and two thirds of 1 Mbit/s; the lossy one has room for 2 x 0.56 Mbit/s of its own.
+    assert arrivals(network, 3, [(0, 1, 0.0, 12_500, 0), (0, 2, 0.0, 25_000, 0)]) == pytest.approx([0.4, 0.4])
+
+
+def test_messages_to_one_receiver_follow_each_other() -> None:
+    assert arrivals(UP, 2, [(0, 1, 0.0, 1000, 0), (0, 1, 0.0, 1000, 0), (0, 1, 0.0, 0, 0)]) == [1.5, 2.5, 2.5]
+
+
+def test_a_trace_that_halves_the_bandwidth_in_mid_transfer() -> None:
+    network = switch(up_bps=Trace((0.0, 2.0), (8e3, 4e3), 60.0))
+    assert arrivals(network, 2, [(0, 1, 0.0, 3000, 0)]) == [4.5]
+    link = NetworkProfile.uniform(Link(0.5, Trace((0.0, 2.0), (8e3, 4e3), 60.0)))
+    assert arrivals(link, 2, [(0, 1, 0.0, 3000, 0), (1, 0, 2.0, 1000, 0)]) == [4.5, 4.5]
+
+
+def test_a_trace_that_ends_early_ends_the_run() -> None:
+    network = switch(up_bps=Trace((0.0,), (8e3,), 2.0, name="net.toml: trace phone"))
+    with pytest.raises(ConfigError, match=r"net\.toml: trace phone: ends at 2 s"):
+        arrivals(network, 2, [(0, 1, 0.0, 3000, 0)])
+
+
+def test_a_medium_is_shared_in_both_directions_and_crossed_twice() -> None:
+    air = NetworkProfile("air", (Site("all", None, Link(0.5), medium="m"),), media=(Medium("m", 16e3),))
+    messages: list[Message] = [(0, 1, 0.0, 1000, 0), (1, 0, 0.0, 1000, 0)]
+    assert arrivals(air, 2, messages) == [1.5, 1.5]
+    relayed = NetworkProfile("air", air.sites, media=(Medium("m", 16e3, relayed=True),))
+    assert arrivals(relayed, 2, messages) == [2.5, 2.5]
+    # Into the cable it goes once.
+    mixed = NetworkProfile(
+        "mixed", (Site("air", 1, medium="m"), Site("cable", 1)), media=relayed.media, default=Link(0.5)
+    )
+    assert arrivals(mixed, 2, messages) == [1.5, 1.5]
+
+
+def test_a_site_shares_its_way_out() -> None:
+    network = NetworkProfile(
+        "office",
+        (Site("office", 2, Link(0.0), exit_bps=8e3, entry_bps=4e3), Site("home", 2, Link(0.0))),
+        default=Link(0.5),
+    )
+    inside_out_in: list[Message] = [
+        (0, 1, 0.0, 9999, 0),
+        (0, 2, 0.0, 1000, 0),
+        (1, 3, 0.0, 1000, 0),
+        (2, 0, 0.0, 1000, 0),
+    ]
+    assert arrivals(network, 4, inside_out_in) == [0.0, 2.5, 2.5, 2.5]
+
+
+def test_a_shared_connection() -> None:
+    ways = (Connection("a", "b", Link(0.5, 8e3), shared=True), Connection("b", "a", Link(0.5, 8e3)))
+    network = NetworkProfile("x", (Site("a", 2, Link(0.0)), Site("b", 2, Link(0.0))), ways)
+    messages: list[Message] = [
+        (0, 2, 0.0, 1000, 0),
+        (1, 3, 0.0, 1000, 0),
+        (2, 0, 0.0, 1000, 0),
+        (3, 1, 0.0, 1000, 0),
+    ]
+    assert arrivals(network, 4, messages) == [2.5, 2.5, 1.5, 1.5]
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+def test_jitter_is_drawn_per_message_and_keeps_the_order(closed_form: bool) -> None:
+    network = NetworkProfile.uniform(Link(1.0, jitter_s=0.75))
+    messages: list[Message] = [(0, 1, 0.001 * k, 10, 0) for k in range(20)]
+    found = arrivals(network, 2, messages, seed=5, closed_form=closed_form)
+    drawn = [0.001 * k + 1.0 + 0.75 * (2 * uniform(5, 0, 1, k) - 1) for k in range(20)]
+    assert found == pytest.approx([max(drawn[: k + 1]) for k in range(20)], rel=1e-12)
+    assert found == arrivals(network, 2, messages, seed=5, closed_form=not closed_form)
+    assert found != arrivals(network, 2, messages, seed=6, closed_form=closed_form)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------
+
+
+def collective_s(network: NetworkProfile, size: int, name: str, numel: int, **settings: Any) -> float:
+    world = VirtualWorld(size, network=network, **settings)
+
+    def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Any]:
+        channel = ExchangeChannel(runtime.comm, 1, 0)
+        return channel.collective(name)(channel, torch.zeros(numel, dtype=torch.uint8), torch.zeros(0))  # type: ignore[return-value]
+
+    world.run([body(runtime) for runtime in world.runtimes])
+    return world.clock.now()
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+def test_a_ring_over_unequal_links(closed_form: bool) -> None:
+    """Segments of a kilobyte; links of 1, 2 and 4 kbyte/s and of 0.5, 0.25 and 0 s."""
+    ways = {("a", "b"): (0.5, 8e3), ("b", "c"): (0.25, 16e3), ("c", "a"): (0.0, 32e3)}
+    back = [Connection(dst, src, Link(9.0)) for src, dst in ways]
+    network = NetworkProfile(
+        "triangle",
+        tuple(Site(name, 1) for name in "abc"),
+        (*(Connection(*pair, Link(*link)) for pair, link in ways.items()), *back),
+    )
+    # Hops take 1.5 from a, 0.75 from b, 0.25 from c. When each rank has received its k-th:
+    #   a: 0.25  1.00  2.50  3.50      (c's k-1st and 0.25)
+    #   b: 1.50  2.50  3.50  4.50      (a's link is busy a second for each)
+    #   c: 0.75  2.25  3.25  4.25      (b's k-1st and 0.75)
+    assert collective_s(network, 3, "ring", 3000, closed_form=closed_form) == 4.5
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+@pytest.mark.parametrize("network", [UP, NetworkProfile.uniform(Link(0.5, 8e3))], ids=["switch", "links"])
+def test_direct_takes_two_one_way_delays(network: NetworkProfile, closed_form: bool) -> None:
+    assert collective_s(network, 4, "direct", 0, closed_form=closed_form) == 1.0
+
+
+def test_direct_on_a_switch_by_hand() -> None:
+    # Three shards of a kilobyte at a third of the rate each, twice.
+    assert collective_s(UP, 4, "direct", 4000) == 2 * (3.0 + 0.5)
+    assert collective_s(UP, 4, "ring", 4000) == 6 * (1.0 + 0.5)
+
+
+def test_a_profile_and_a_link_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        VirtualWorld(2, Link(), network=UP)
+    with pytest.raises(ConfigError, match="describes 3 nodes, and 2 are to run"):
+        VirtualWorld(2, network=UP.for_nodes(3))
+
+
+def test_a_run_is_the_same_again_to_the_last_bit() -> None:
+    network = NetworkProfile("j", (Site("all", None, Link(0.05, jitter_s=0.04), up_bps=1e6, down_bps=7e5),))
+    messages: list[Message] = [(k % 5, (k * 3 + 1 + k % 5) % 5, 0.01 * k, 100 * k, k % 3) for k in range(60)]
+    messages = [message for message in messages if message[0] != message[1]]
+    first = arrivals(network, 5, messages, seed=3)
+    assert json.dumps(first) == json.dumps(arrivals(network, 5, messages, seed=3))
