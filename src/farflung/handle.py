@@ -249,6 +249,10 @@ def attach(
                 f"{chosen.schedule} cannot follow: use a synchronous recipe"
             )
         exchanges.goes_with(optimizer)
+        nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
+        collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
+        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
+        handle.start()
         if elastic and store is not None:
             from farflung.membership import Elastic
             from farflung.wall.stores import shared_key
@@ -260,10 +264,6 @@ def attach(
                 patience_s=deadline_s,
                 reach=parts.schedule.reach,
             )
-        nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
-        collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
-        handle.start()
     except BaseException as error:
         runtime.close(error)
         raise

@@ -127,6 +127,7 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
             profile = network_profile(known) if known else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed else 0
+            collective = settled_collective(settle, config.recipe, replica, start)
             if config.elastic:
                 runtime.elastic = elastic = Elastic(
                     runtime,
@@ -140,7 +141,6 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
                 if supervised is not None:
                     end = supervised.certificates
                     runtime.watch(end.fileno(), lambda: elastic.certified(end.recv(1 << 20)))
-            collective = settled_collective(settle, config.recipe, replica, start)
             if files.resumed:
                 replica.resume(start)
             ended, state = runtime.run(whole(replica))
