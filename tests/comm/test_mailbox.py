@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.comm import Mailbox
+from farflung.comm import Mailbox, Purpose
 from farflung.comm.mailbox import Cancelled
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
@@ -391,3 +391,18 @@ def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
     mailbox.fail_from(1, error)
     assert received(mailbox.recv(1, tag(), None, 0.0)) == 3
     assert mailbox.recv(1, tag(), None, 0.0).error is error
+
+
+def test_messages_about_views_outlive_a_view() -> None:
+    """Those of any view are taken at once, and neither they nor a wait for them end with a view."""
+    mailbox, about = Mailbox(), Tag(Purpose.VIEWS.at(0))
+    kept, waited = numbered(1.0), numbered(2.0)
+    mailbox.deliver(1, about, kept, 7)
+    mailbox.advance(2)
+    assert mailbox.recv_any(about, None, 0.0, math.inf).result() == (1, kept)
+    wait = mailbox.recv_any(about, None, 0.0, math.inf)
+    mailbox.advance(3)
+    assert not wait.done
+    mailbox.deliver(0, about, waited, 1)
+    assert wait.result() == (0, waited)
+    assert mailbox.kept_nbytes == 0

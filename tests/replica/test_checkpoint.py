@@ -255,6 +255,24 @@ def test_another_number_of_replicas_is_refused(before: int, after: int, tmp_path
             Checkpoints(tmp_path, rank, after, leader=rank == 0).load(4)
 
 
+def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> None:
+    """Those with a part of their own take it; others take that of rank 0, without what is its own."""
+    for rank in range(2):
+        own: State = {
+            "random": rank,
+            "sent": {"gradients": [rank]},
+            "exchanges": {"slots": {"0": rank}, "said": {}},
+        }
+        Checkpoints(tmp_path, 0, 5, leader=False).among(rank, 2).save(3, {"step": 3}, own)
+    read = [Checkpoints(tmp_path, rank, 3, leader=False, any_size=True) for rank in range(3)]
+    assert [one.newest() for one in read] == [3, 3, 3]
+    (_, first), (_, second), (_, third) = (one.load(3) for one in read)
+    assert (first["random"], second["random"], "random" in third) == (0, 1, False)
+    assert second["exchanges"]["slots"] == {"0": 1}
+    assert third["exchanges"] == {"slots": {}, "said": {}}
+    assert first["sent"] == third["sent"] == {}
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     ranks = saved(tmp_path, 2, 1, 2, 3, 4, keep=keep)

@@ -7,6 +7,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from farflung.membership.messages import Codec, Malformed, Report
@@ -89,4 +90,10 @@ class Supervisor:
             will = message
         signed = self._codec.encode(self._codec.certify(str(number), exit_code, will))
         for other in running:
-            self._ends[other].send(signed)
+            with suppress(ConnectionError):  # it has just ended too
+                self._ends[other].send(signed)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for end in (*self._ends, *(process.certificates for process in self.processes)):
+            end.close()
