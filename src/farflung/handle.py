@@ -661,7 +661,7 @@ class Handle:
         self._updated(done=False)
         self._runtime.drive(self._exchanges.flush(self.step, update))
         if self._runtime.elastic is not None:
-            self._runtime.drive(self._runtime.elastic.finish())
+            self._runtime.drive(self._runtime.elastic.finish(self.step))
 
     # --- the end ----------------------------------------------------------------------------------------------
 

@@ -93,7 +93,10 @@ def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int 
         replica.parts.sampler.__class__ = Noted
         replica.parts.sampler.drawn = {}  # type: ignore[attr-defined]
         reach = replica.parts.schedule.reach
-        runtime.elastic = Elastic(runtime, b"key", least=least, patience_s=DEADLINE_S, reach=reach)
+        members = [rank for rank in range(size) if rank not in faults.absent]
+        runtime.elastic = Elastic(
+            runtime, b"key", least=least, patience_s=DEADLINE_S, reach=reach, members=members
+        )
         ended.replicas.append(replica)
     try:
         for summary, model in world.run([whole(replica) for replica in ended.replicas]):
@@ -117,9 +120,10 @@ def check(ended: Ended) -> None:
     survivors = ended.survivors
     elastic: Any = survivors[0].runtime.elastic
     sampler: Any = survivors[0].parts.sampler
+    known = [replica.parts.sampler for replica in (*survivors, *ended.replicas)]
     counts = Counter(position for one in sampler._returned for position in one)
     for step in range(STEPS):
-        taken, count = sampler._latest[step]
+        taken, count = next(one._latest[step] for one in known if step in one._latest)  # type: ignore[attr-defined]
         for place, rank in enumerate(elastic.at(step).ranks):
             positions = _part(taken, place * count, count)
             returned = any(
@@ -132,8 +136,12 @@ def check(ended: Ended) -> None:
     assert counts == Counter(range(sampler._cursor))
 
 
-def plan_of(draw: random.Random) -> tuple[int, FaultPlan]:
-    """Crashes, replicas that hang and links that are cut, of up to all but one of two to six replicas."""
+JOINED = ("synchronous", "local_sgd(sync_every=3)", "diloco(sync_every=4)")
+"""Schedules under which replicas may join."""
+
+
+def plan_of(draw: random.Random, joins: bool) -> tuple[int, FaultPlan]:
+    """Crashes, replicas that hang and links that are cut, of up to all but one of two to six replicas; others join."""
     size = draw.choice([2, 3, 3, 4, 4, 5, 6])
     faults = []
     for rank in draw.sample(range(size), draw.randint(1, size - 1)):
@@ -143,15 +151,24 @@ def plan_of(draw: random.Random) -> tuple[int, FaultPlan]:
         )
         lasts: dict[str, Any] = {} if kind == "crash" else {"for_s": draw.choice([0.3, 5.0, 30.0])}
         faults.append(Fault(kind, rank=rank, **at, **lasts))
+    for rank in range(size, size + (draw.randint(0, 2) if joins else 0)):
+        faults.append(Fault("join", rank=rank, at_s=draw.uniform(0.0, 0.4)))
+        if draw.random() < 0.2:
+            faults.append(Fault("crash", rank=rank, at_s=draw.uniform(0.4, 0.6)))
+        size += 1
     return size, FaultPlan(tuple(faults))
+
+
+def plan(seed: int) -> tuple[int, FaultPlan, str]:
+    draw, schedule = random.Random(seed), SCHEDULES[seed % len(SCHEDULES)]
+    return *plan_of(
+        draw, schedule in JOINED
+    ), f"synchronous(schedule='{schedule}', codec='{draw.choice(CODECS)}')"
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
-    draw = random.Random(seed)
-    size, plan = plan_of(draw)
-    recipe = f"synchronous(schedule='{SCHEDULES[seed % len(SCHEDULES)]}', codec='{draw.choice(CODECS)}')"
-    check(run(size, plan, recipe, seed=seed))
+    check(run(*plan(seed), seed=seed))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -184,4 +201,14 @@ def test_the_junior_of_two_stops_where_the_death_of_the_senior_is_not_certified(
 def test_one_that_was_silent_hears_that_it_is_out() -> None:
     ended = run(3, FaultPlan((Fault("hang", rank=1, at_step=3, for_s=10.0),)))
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
+    check(ended)
+
+
+@pytest.mark.parametrize("schedule", JOINED)
+def test_a_replica_joins(schedule: str) -> None:
+    ended = run(3, FaultPlan().join(2, at_s=0.2), f"synchronous(schedule='{schedule}', codec='int8')")
+    assert len(ended.models) == 3
+    (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
+    assert change.ranks == (0, 1, 2)
+    assert change.joined == (2,)
     check(ended)

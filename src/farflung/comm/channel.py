@@ -53,6 +53,7 @@ class Purpose(IntEnum):
     VIEWS = 17
     ADOPTION = 18
     LEAVING = 19
+    STATE = 20
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -81,6 +82,7 @@ _WORDS = {
     Purpose.VIEWS: "the agreement on the next view",
     Purpose.ADOPTION: "the result of an exchange that another member holds",
     Purpose.LEAVING: "the end of the run",
+    Purpose.STATE: "the state of the run",
 }
 
 KINDS = {
@@ -104,6 +106,7 @@ KINDS = {
     Purpose.VIEWS: "views",
     Purpose.ADOPTION: "adoption",
     Purpose.LEAVING: "leaving",
+    Purpose.STATE: "state",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"
@@ -114,6 +117,11 @@ _BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.i
 def kind_of(exchange: int) -> str:
     """What the bytes of an exchange are counted as: one of :data:`KINDS`, or ``other`` where it has no purpose."""
     return _BY_NUMBER.get(exchange >> _STEP_BITS, "other")
+
+
+def of_no_view(exchange: int) -> bool:
+    """Whether messages of an exchange outlive the view that they are sent in."""
+    return exchange >> _STEP_BITS in (Purpose.VIEWS, Purpose.STATE)
 
 
 def describe(tag: Tag) -> str:

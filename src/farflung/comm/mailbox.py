@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import Purpose, describe
+from farflung.comm.channel import describe, of_no_view
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
@@ -24,8 +24,6 @@ KEPT_NBYTES = 1 << 28
 """The most bytes that are kept of each untrusted sender, see :class:`Mailbox`."""
 _ENTRY_NBYTES = 1 << 10
 """Bytes that a kept message takes beside its tensors."""
-_OF_VIEWS = Purpose.VIEWS.at(0)
-"""The exchange whose messages belong to no view."""
 
 
 class Full(Exception):
@@ -159,10 +157,10 @@ class Mailbox:
         Raises:
           Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
         """
-        if view < self.view and tag.exchange != _OF_VIEWS:
+        if view < self.view and not of_no_view(tag.exchange):
             self.dropped += 1
             return
-        if view > self.view and tag.exchange != _OF_VIEWS:
+        if view > self.view and not of_no_view(tag.exchange):
             if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
             self._ahead.append((view, src, tag, payload))
@@ -250,9 +248,9 @@ class Mailbox:
         if view <= self.view:
             raise ValueError(f"view {view} is not newer than {self.view}")
         for waiting in self._all():
-            if waiting.tag.exchange != _OF_VIEWS:
+            if not of_no_view(waiting.tag.exchange):
                 self.fail(waiting, WaitEnded(waiting.src, waiting.what))
-        for tag in [tag for tag in self._arrived if tag.exchange != _OF_VIEWS]:
+        for tag in [tag for tag in self._arrived if not of_no_view(tag.exchange)]:
             self._drop(tag)
         self._places.clear()
         self.view, ahead, self._ahead = view, self._ahead, []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.channel import Purpose
+from farflung.comm.channel import of_no_view
 from farflung.comm.failure_detector import BlockedOn, FailureDetector
 from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
@@ -131,7 +131,7 @@ class View(Meeting):
         self._sent[dst] += 1
         frames = self._frames(Kind.DATA, tag, payload, dst, priority)
         hop = self._routes.next_hop(dst)
-        view = CONTROL if tag.exchange == Purpose.VIEWS.at(0) else self.number
+        view = CONTROL if of_no_view(tag.exchange) else self.number
         return self.transport.send(hop, frames, priority=priority, view=view)
 
     def now(self) -> float:

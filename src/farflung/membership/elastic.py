@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -33,6 +35,8 @@ __all__ = ["Elastic"]
 T = TypeVar("T")
 
 _TAG = Tag(Purpose.VIEWS.at(0))
+_GUEST = b"guest"
+"""Asks to be let in."""
 _DONE = b"done"
 """Says that its sender has every result of the run."""
 _STEP = (1 << 56) - 1
@@ -60,6 +64,14 @@ class _Logged(Started[T], Generic[T]):
     def step(self) -> int:
         return self.exchange & _STEP
 
+    @property
+    def begun(self) -> int:
+        """The last step that has begun when it starts."""
+        within = self.exchange in (
+            purpose.at(self.step) for purpose in (Purpose.STEP, Purpose.UNUSED, Purpose.MOMENTS)
+        )
+        return self.step if within else self.step - 1
+
     @override
     async def bring(self) -> T:
         value = await self.result
@@ -85,6 +97,7 @@ class Elastic:
       patience_s: seconds for which to wait for an agreement.
       first_step: of the run.
       reach: the most steps that a member begins after the last one whose exchanges are all there.
+      members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
     """
 
     def __init__(
@@ -98,19 +111,29 @@ class Elastic:
         patience_s: float = 60.0,
         first_step: int = 0,
         reach: int = 1,
+        members: Sequence[int] | None = None,
     ) -> None:
         comm = runtime.comm
+        ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
         self._reach = reach
         self._page = page
         self._codec = Codec(key)
-        names = tuple(map(str, range(comm.size)))
+        names = tuple(map(str, ranks))
         self._view = View(1, names, (0,), (names,))
-        self._member = Member(str(comm.rank), self, self._codec.certify, self._view, quorum=quorum)
+        self.joins = comm.rank not in ranks
+        """Whether this member has yet to be given the state of the run."""
+        first = None if self.joins else self._view
+        self._member = Member(str(comm.rank), self, self._codec.certify, first, quorum=quorum)
         self._member.connected.update(set(names) - {str(comm.rank)})
-        self._within = _Within(comm, range(comm.size))
-        self.changes = [Change(first_step, tuple(range(comm.size)))]
+        self.changes = [Change(first_step, ranks)]
         """The members that take samples, by the step from which on they do."""
+        self._begins: dict[int, int] = {}
+        """The first step of each member that has joined."""
+        self._admitted: Pending[View] = Pending()
+        self._state: Pending[tuple[int, Payload]] = Pending()
+        self._unseen: list[View] = []
+        """Views that were installed before the state was there."""
         self.taken: list[_Logged[Any]] = []
         self._started = 0
         self._log: dict[int, _Logged[Any]] = {}
@@ -133,17 +156,75 @@ class Elastic:
 
     def counted(self, step: int) -> int:
         """Return the number of batches that a step adds to those that all members have taken, less those given back."""
-        returned = sum(len(one.lost) * len(one.again) for one in self.changes if one.step == step)
-        return len(self.at(step).ranks) - returned
+        return len(self.at(step).ranks) - len(self._given_back(step))
 
     def give_back(self, step: int, sampler: Any) -> None:
         """Return the samples of lost members to a sampler, where a change takes effect at a step."""
+        for before, place in self._given_back(step):
+            sampler.give_back(before, place)
+
+    def _given_back(self, step: int) -> list[tuple[int, int]]:
+        """Return which batches are given back at a step: the step that they were taken at, and the place in it."""
+        return [
+            (before, ranks.index(rank))
+            for change in self.changes
+            if change.step == step
+            for before in change.again
+            for ranks in [self.at(before).ranks]
+            for rank in change.lost
+            if rank in ranks
+        ]
+
+    # --- joining ----------------------------------------------------------------------------------------------------
+
+    def joiners(self, step: int) -> list[int]:
+        """Return the ranks that begin at a step and are given the state by this member, before it begins the step."""
+        here = self.at(step).ranks
+        if next(rank for rank in here if self._begins.get(rank, -1) < step) != self._comm.rank:
+            return []
+        return [rank for rank in here if self._begins.get(rank, -1) == step]
+
+    async def give(self, rank: int, state: bytes) -> None:
+        """Send the state before the step that is about to begin."""
+        told = json.dumps({"started": self._started, "changes": self.changes}, default=_plain).encode()
+        payload = Payload((_bytes(told), _bytes(state)))
+
+        async def send() -> None:
+            self._comm.send(payload, rank, Tag(Purpose.STATE.at(0)))
+
+        await self._runtime.launch(send())
+
+    async def given(self) -> bytes:
+        """Ask to be let in, and wait for the state of the run.
+
+        Raises:
+          RunLost: no view admits this member, or the member that was to give the state is lost.
+        """
+        return await self._runtime.launch(self._given())
+
+    async def _given(self) -> bytes:
+        for name in self._member.connected:
+            self._comm.send(_payload(_GUEST), int(name), _TAG)  # behind its greeting
+        await self._admitted
+        came = self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf)
+        self._state.follow(came)
+        _, payload = await self._state
+        told, state = payload.tensors()
+        found = json.loads(bytes(told.numpy()))
+        self._started = self._base = found["started"]
+        self.changes = [
+            Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*again), t, view)
+            for step, ranks, lost, joined, again, t, view in found["changes"]
+        ]
         for change in self.changes:
-            if change.step == step:
-                for before in change.again:
-                    ranks = self.at(before).ranks
-                    for rank in change.lost:
-                        sampler.give_back(before, ranks.index(rank))
+            self._begins.update(dict.fromkeys(change.joined, change.step))
+        self._complete = {self._base: self._begins[self._comm.rank] - 1}
+        self.joins = False
+        told_of = self.changes[-1].view
+        for before, view in pairwise(self._unseen):
+            if view.number > told_of:
+                self._change(before.members, view)
+        return bytes(state.numpy())
 
     # --- exchanges ------------------------------------------------------------------------------------------------
 
@@ -167,8 +248,8 @@ class Elastic:
         self._runtime.launch(self._enter(logged))
         return logged
 
-    async def finish(self) -> None:
-        """Wait until all members have every result, and tell that no member is waited for any more."""
+    async def finish(self, steps: int) -> None:
+        """Wait until all members have every result, after so many steps; no member is waited for any more."""
 
         async def meet(channel: ExchangeChannel) -> tuple[Tensor, ...]:
             return await channel.collective("direct")(
@@ -176,7 +257,7 @@ class Elastic:
             )
 
         if len(self._view.members) > 1:
-            self._last = last = self.start(Purpose.LEAVING.at(0), 0, meet, Values(tuple, tuple))  # type: ignore[assignment]
+            self._last = last = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))  # type: ignore[assignment]
             await last.result
         await self._runtime.launch(self._end())
 
@@ -198,7 +279,7 @@ class Elastic:
     async def _make(self, logged: _Logged[Any]) -> None:
         view = self._view
         try:
-            value = await logged.make(_Channel(self._within, logged))
+            value = await logged.make(_Channel(self._among(logged), logged))
         except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded) as error:
             rank = getattr(error, "rank", None)
             if view is self._view and isinstance(rank, int) and not isinstance(error, WaitEnded):
@@ -242,6 +323,8 @@ class Elastic:
 
     def freeze(self) -> tuple[int, ...]:
         self._frozen = True
+        if self.joins:
+            return ()
         self._runtime.launch(self._lose_patience(self._view))
         return (
             self._base,
@@ -249,14 +332,16 @@ class Elastic:
         )
 
     def install(self, view: View) -> None:
-        lost = set(self._view.members).difference(view.members)
-        self._view, self._frozen = view, False
+        before, self._view, self._frozen = self._view, view, False
         self._comm.advance(view.number)
-        self._within = _Within(self._comm, tuple(map(int, view.members)))
+        if self.joins:
+            self._unseen.append(view)
+            self._admitted.set(view)
+            return
         if len(view.members) < self._least:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
             return
-        self._change(view, tuple(sorted(map(int, lost))))
+        self._change(before.members, view)
         givers = {x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._member.name}
         missing = [one for _, one in sorted(self._log.items()) if one.kept is None]
         for logged in reversed(missing):
@@ -269,18 +354,25 @@ class Elastic:
 
     def hand(self, view: View) -> None:
         for giver, receiver, number in view.transfers():
-            if giver == self._member.name:
+            # A member without the state is given it before its first step; see :meth:`give`.
+            if giver == self._member.name and receiver in view.holders[0]:
                 kept = self._log[number].kept
                 assert kept is not None
                 self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
     def stop(self, reason: str) -> None:
         self._ended = RunLost(reason)
+        self._admitted.fail(self._ended)
+        self._state.fail(self._ended)
         for logged in self._log.values():
             logged.result.fail(self._ended)
 
-    def _change(self, view: View, lost: tuple[int, ...]) -> None:
+    def _change(self, before: Sequence[str], view: View) -> None:
         """Note from which step on the members of a view take samples."""
+        lost, joined = (
+            tuple(int(name) for name in names if name not in others)
+            for names, others in ((before, view.members), (view.members, before))
+        )
         whole, newest = view.newest[0], set(view.newest)
         while whole + 1 in newest:
             whole += 1
@@ -288,7 +380,16 @@ class Elastic:
         # Further steps need exchanges of the new view, so no member has begun them.
         again = range(done + 1, done + 1 + self._reach)
         ranks = tuple(map(int, view.members))
-        self.changes.append(Change(again.stop, ranks, lost, again, self._runtime.now(), view.number))
+        change = Change(again.stop, ranks, lost, joined, again, self._runtime.now(), view.number)
+        self.changes.append(change)
+        self._begins.update(dict.fromkeys(joined, change.step))
+
+    def _among(self, logged: _Logged[Any]) -> _Within:
+        """Return the communicator of those members that take part in an exchange, which begin at its step or before."""
+        begins = self._begins
+        return _Within(
+            self._comm, [r for r in map(int, self._view.members) if begins.get(r, 0) <= logged.begun]
+        )
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -299,12 +400,18 @@ class Elastic:
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
+        if text == _GUEST:
+            self._member.guest(source)
+            self._settle_soon()
+            return
         if source not in self._member.connected and source not in self._closed:
             self._member.back(source)  # it was silent
         if text == _DONE:
             self._over = True
             if self._last is not None:
                 self._last.result.set(())
+            elif self.joins:
+                self.stop("the run has ended before this replica could begin")
             return
         try:
             message = self._codec.decode(text)
@@ -344,7 +451,16 @@ class Elastic:
 
 
 def _payload(text: bytes) -> Payload:
-    return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8),))
+    return Payload((_bytes(text),))
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _plain(value: object) -> object:
+    assert isinstance(value, range)
+    return [value.start, value.stop]
 
 
 class _Channel(ExchangeChannel):

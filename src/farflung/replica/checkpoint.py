@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -33,9 +34,11 @@ __all__ = [
     "check_optimizer_kind",
     "check_share",
     "fingerprint",
+    "from_bytes",
     "load_tree",
     "save_tree",
     "share_name",
+    "to_bytes",
 ]
 
 _META = "farflung"
@@ -106,6 +109,26 @@ def load_tree(path: Path) -> State:
                 node = node.setdefault(_unescape(folder), {})
             node[_unescape(last)] = leaf
     return tree
+
+
+def to_bytes(tree: State) -> bytes:
+    """What :func:`save_tree` would write."""
+    with tempfile.TemporaryDirectory(prefix="farflung-") as folder:
+        path = Path(folder, "tree")
+        save_tree(path, tree)
+        return path.read_bytes()
+
+
+def from_bytes(content: bytes) -> State:
+    """The tree of :func:`to_bytes`.
+
+    Raises:
+      CheckpointError: damaged, or of another version.
+    """
+    with tempfile.TemporaryDirectory(prefix="farflung-") as folder:
+        path = Path(folder, "state of the run")
+        path.write_bytes(content)
+        return load_tree(path)
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

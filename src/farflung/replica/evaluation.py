@@ -90,7 +90,7 @@ async def evaluate(
 async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], Tensor], step: int) -> Tensor:
     """Sums the scores of all ids, of which each replica takes a share; the others score the shares of lost ones."""
     comm, part = runtime.comm, 0
-    ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.at(step).ranks
+    ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.at(step - 1).ranks
     shares = dict(zip(ranks, ids.tensor_split(len(ranks)), strict=True))
     total: Tensor | float = 0.0
     while True:

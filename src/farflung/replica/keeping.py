@@ -134,7 +134,7 @@ class Keeping:
           background: by which it is written.
           telemetry: is told.
         """
-        shared, own = self._state(step, exchanges, counted)
+        shared, own = self.state(step, exchanges, counted)
 
         async def write(runtime: Runtime) -> Path:
             folder = checkpoints.save(step, shared, own)
@@ -147,7 +147,7 @@ class Keeping:
 
         await background.run(write, tell)
 
-    def _state(self, step: int, exchanges: State, counted: State) -> tuple[State, State]:
+    def state(self, step: int, exchanges: State, counted: State) -> tuple[State, State]:
         """What all replicas have alike, and what is this one's own."""
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in kept.items() if name in running}
@@ -189,8 +189,10 @@ class Keeping:
         Raises:
           CheckpointError: damaged, or of another model or share of the data.
         """
-        shared, own = checkpoints.load(step)
-        where = f"{checkpoints.folder}, step {step}"
+        self.take_over(*checkpoints.load(step), f"{checkpoints.folder}, step {step}", take)
+
+    def take_over(self, shared: State, own: State, where: str, take: Callable[[State], None]) -> None:
+        """Continues from what all replicas had alike and what is this one's own; see :meth:`resume`."""
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
         check_optimizer_kind(own, self.optimizer, where)

@@ -17,7 +17,7 @@ from farflung.data import Holding
 from farflung.errors import ConfigError
 from farflung.replica.averaging import averaged, present
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints
+from farflung.replica.checkpoint import Checkpoints, from_bytes, to_bytes
 from farflung.replica.drawing import Drawing
 from farflung.replica.evaluation import Score, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
@@ -260,6 +260,8 @@ class Replica:
             self.parts.stream.close()
 
     async def _run(self) -> Summary:
+        if self.runtime.elastic is not None and self.runtime.elastic.joins:
+            await self._join()
         begin = self._begin = self.runtime.now()
         self._from_step = self.step_done
         stopped, scored = False, None
@@ -336,6 +338,7 @@ class Replica:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
         now = self.runtime.now
         begin = now()
+        await self._let_in()
         self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
         if self._exchanges.ahead(self.step_done):
@@ -399,6 +402,30 @@ class Replica:
         self._exchanges.begin(self.step_done, vote)
         self._buckets.without_data(self._exchanges.ready)
         return vote, self._drawing.own(samples), self.runtime.now()
+
+    async def _join(self) -> None:
+        """Continues from the state of a run that goes on meanwhile."""
+        assert self.runtime.elastic is not None
+        state = from_bytes(await self.runtime.elastic.given())
+        self._keeping.take_over(state["shared"], state["own"], "the state of the run", self._go_on_from)
+
+    async def _let_in(self) -> None:
+        """Gives the state of the run to replicas that begin at this step."""
+        elastic = self.runtime.elastic
+        for rank in elastic.joiners(self.step_done) if elastic is not None else ():
+            exchanges = await self.runtime.launch(self._exchanges.snapshot())
+            counted: State = {
+                "samples": self._samples,
+                "sent": {},
+                "time": Leg(0, 0.0, TimeSplit()).to_json(),
+            }
+            shared, own = self._keeping.state(self.step_done, exchanges, counted)
+            del own["random"]
+            own["exchanges"] = {**own["exchanges"], "slots": {}}
+            sampler: Any = self.parts.sampler
+            own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
+            assert elastic is not None
+            await elastic.give(rank, to_bytes({"shared": shared, "own": own}))
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
@@ -601,6 +628,7 @@ class Replica:
                 step=change.step,
                 view=change.view,
                 members=list(change.ranks),
+                joined=list(change.joined),
                 lost=list(change.lost),
             )
         self._views_told = len(changes)

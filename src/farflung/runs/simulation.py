@@ -217,7 +217,7 @@ async def whole(replica: Replica) -> tuple[Summary, State]:
     """All of a run, and the model that came of it."""
     ended = await replica.run(), await replica.trained()
     if replica.runtime.elastic is not None:
-        await replica.runtime.elastic.finish()
+        await replica.runtime.elastic.finish(replica.step_done)
     return ended
 
 

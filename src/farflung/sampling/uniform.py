@@ -60,6 +60,13 @@ class Uniform:
         taken, count = self._latest[step]
         self._returned += _part(taken, rank * count, count)
 
+    def latest(self) -> State:
+        """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
+        return {
+            str(step): [count, [[one.start, one.stop] for one in taken]]
+            for step, (taken, count) in self._latest.items()
+        }
+
     def state_dict(self) -> State:
         returned = {"returned": [[one.start, one.stop] for one in self._returned]} if self._returned else {}
         return {"cursor": self._cursor, **returned}
@@ -67,6 +74,8 @@ class Uniform:
     def load_state_dict(self, state: State) -> None:
         self._cursor = int(state["cursor"])
         self._returned = [range(*ends) for ends in state.get("returned", ())]
+        for step, (count, taken) in state.get("latest", {}).items():
+            self._latest[int(step)] = [range(*ends) for ends in taken], count
 
     def _take(self, count: int) -> list[range]:
         taken: list[range] = []

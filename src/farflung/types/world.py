@@ -350,6 +350,7 @@ class Change(NamedTuple):
       step: the first step of the new members; no member has begun it when the change is agreed.
       ranks: the new members, by seniority; a replica keeps its rank.
       lost: the ranks that are left out.
+      joined: the ranks that begin with :attr:`step`.
       again: the steps before :attr:`step` whose batches of lost members are in no update, or in a part of one.
       t: when it was agreed, in seconds on the run's clock.
       view: the number of the view.
@@ -358,6 +359,7 @@ class Change(NamedTuple):
     step: int
     ranks: tuple[int, ...]
     lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
     again: range = range(0)
     t: float = 0.0
     view: int = 1
@@ -394,8 +396,25 @@ class Elastic(Protocol):
         """Starts an exchange; see :func:`farflung.comm.start`."""
         ...
 
-    async def finish(self) -> None:
-        """Waits until all members have every result of the run."""
+    async def finish(self, steps: int) -> None:
+        """Waits until all members have every result of the run, after so many steps."""
+        ...
+
+    @property
+    def joins(self) -> bool:
+        """Whether this replica has yet to be given the state of the run."""
+        ...
+
+    def joiners(self, step: int) -> list[int]:
+        """The ranks that begin at a step and are given the state by this replica."""
+        ...
+
+    async def give(self, rank: int, state: bytes) -> None:
+        """Sends the state before the step that is about to begin."""
+        ...
+
+    async def given(self) -> bytes:
+        """Asks to be let in, and waits for the state of the run."""
         ...
 
 
