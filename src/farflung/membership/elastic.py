@@ -35,8 +35,6 @@ __all__ = ["Elastic"]
 T = TypeVar("T")
 
 _TAG = Tag(Purpose.VIEWS.at(0))
-_GUEST = b"guest"
-"""Asks to be let in."""
 _DONE = b"done"
 """Says that its sender has every result of the run."""
 _STEP = (1 << 56) - 1
@@ -149,6 +147,7 @@ class Elastic:
         if comm.size > 1:
             runtime.launch(self._listen())
             runtime.launch(self._watch())
+            runtime.launch(self._welcome())
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
@@ -195,7 +194,7 @@ class Elastic:
         await self._runtime.launch(send())
 
     async def given(self) -> bytes:
-        """Ask to be let in, and wait for the state of the run.
+        """Wait until a view admits this member, and for the state of the run.
 
         Raises:
           RunLost: no view admits this member, or the member that was to give the state is lost.
@@ -203,8 +202,6 @@ class Elastic:
         return await self._runtime.launch(self._given())
 
     async def _given(self) -> bytes:
-        for name in self._member.connected:
-            self._comm.send(_payload(_GUEST), int(name), _TAG)  # behind its greeting
         await self._admitted
         came = self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf)
         self._state.follow(came)
@@ -400,12 +397,8 @@ class Elastic:
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
-        if text == _GUEST:
-            self._member.guest(source)
-            self._settle_soon()
-            return
         if source not in self._member.connected and source not in self._closed:
-            self._member.back(source)  # it was silent
+            self._member.back(source)  # it was silent, or joins too
         if text == _DONE:
             self._over = True
             if self._last is not None:
@@ -426,11 +419,18 @@ class Elastic:
         self._member.hear("", self._codec.decode(text))
         self._settle_soon()
 
+    async def _welcome(self) -> None:
+        while True:
+            self._member.guest(str(await self._comm.arrival()))
+            self._settle_soon()
+
     async def _watch(self) -> None:
         while True:
             name = str(await self._comm.departure())
             self._closed.add(name)
             self._member.lost(name)
+            if self.joins and not self._member.connected.intersection(self._view.holders[0]):
+                self.stop("all members that have the state of the run are lost")
             self._settle_soon()
 
     def _settle_soon(self) -> None:

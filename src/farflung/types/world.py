@@ -414,7 +414,7 @@ class Elastic(Protocol):
         ...
 
     async def given(self) -> bytes:
-        """Asks to be let in, and waits for the state of the run."""
+        """Waits until a view admits this replica, and for the state of the run."""
         ...
 
 
