@@ -191,12 +191,15 @@ class Progress(Bar):
                 self._take(event)
 
     def _view(self, event: Event) -> None:
-        members, lost = event["members"], event["lost"]
+        members, changed = event["members"], []
         assert isinstance(members, list)
-        assert isinstance(lost, list)
         self._followed = int(str(members[0]))
-        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-        self._tell(event, f"lost {ranks}; {len(members)} go on as view {event['view']}")
+        for word in ("lost", "joined"):
+            ranks = event[word]
+            assert isinstance(ranks, list)
+            if ranks:
+                changed.append(f"{word} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}")
+        self._tell(event, f"{' and '.join(changed)}; {len(members)} go on as view {event['view']}")
         self._replicas = {int(str(rank)) for rank in members}
 
     def _take(self, event: Event) -> None:

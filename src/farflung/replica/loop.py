@@ -453,7 +453,9 @@ class Replica:
             self._rates,
             step=step,
             samples=self._samples,
-            size=self.runtime.comm.size,
+            size=self.runtime.comm.size
+            if self.runtime.elastic is None
+            else len(self.runtime.elastic.changes[0].ranks),
             scale=self.parts.scaling.factor(share) if self.parts.scales else None,
         )
 

@@ -439,6 +439,11 @@ class SimulatedConfig(RunConfig):
         plan = load_faults(Path(self.faults))
         with naming(self.faults):
             check_plan(plan, self.workers, whole=not self.elastic)
+            if plan.absent and self.recipe.parts(self.seed).schedule.late:
+                raise ConfigError(
+                    f"{next(fault for fault in plan.faults if fault.kind == 'join')}: results are under way between "
+                    "steps: replicas may join where the schedule is synchronous, local_sgd or diloco"
+                )
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:

@@ -173,14 +173,16 @@ def _simulated(
         if config.elastic:
             from farflung.membership import Elastic
 
+            absent = config.make_faults().absent
             for runtime in world.runtimes:
                 runtime.elastic = Elastic(
                     runtime,
-                    files.path.name.encode(),
+                    b"simulated",
                     least=config.elastic,
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
+                    members=[rank for rank in range(config.workers) if rank not in absent],
                 )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
         if files.resumed:
