@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -87,8 +87,8 @@ class RunConfig:
       partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
         labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid where a part of the recipe picks
         from each replica's own samples.
-      elastic: replicas with which the run at least goes on where others are lost; 0 when not given: the first loss ends
-        it.
+      elastic: replicas with which the run at least goes on where others are lost, as 2; or 2:6, where others may join and
+        there are at most 6 ranks in all, those of lost replicas included; when not given, the first loss ends the run.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
@@ -105,7 +105,7 @@ class RunConfig:
     workers: int
     data: str
     partition: str | Partition
-    elastic: int
+    elastic: str
     deadline: float
     encrypt: bool
     threads: int
@@ -117,8 +117,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
-        if not 0 <= self.elastic <= self.workers:
-            raise ConfigError(f"--elastic {self.elastic}: must be from 0 to --workers, {self.workers}")
+        if self.elastic and not 1 <= self.least <= self.workers <= self.ranks:
+            raise ConfigError(
+                f"--elastic {self.elastic}: must be MIN or MIN:MAX with MIN from 1 to --workers and MAX from there on; "
+                f"--workers is {self.workers}"
+            )
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
         if not (self.deadline > 0 and math.isfinite(self.deadline)):
@@ -133,6 +136,23 @@ class RunConfig:
     def seed(self) -> int:
         """Everything random derives from it."""
         return self.training.seed
+
+    @property
+    def least(self) -> int:
+        """The number of replicas with less of which an elastic run ends."""
+        return self._elastic[0]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that there may be in the course of the run."""
+        return self._elastic[1] if self.elastic else self.workers
+
+    @property
+    def _elastic(self) -> tuple[int, int]:
+        least, _, most = self.elastic.partition(":")
+        with suppress(ValueError):
+            return int(least), int(most) if most else self.workers
+        return 0, 0
 
     @property
     def steps(self) -> int:
@@ -211,7 +231,7 @@ class RunConfig:
             "workers": int(said.get("workers", 2)),
             "data": data,
             "partition": said.get("partition", "iid" if holds_shares else "shared"),
-            "elastic": int(said.get("elastic", 0)),
+            "elastic": str(said.get("elastic", "")),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "threads": int(said.get("threads", 0)),
@@ -306,6 +326,8 @@ class RunConfig:
             why = (
                 f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
             )
+        if not why and self.ranks > self.workers and self.recipe.parts(self.seed).schedule.late:
+            why = "results are under way between steps: replicas may join where the schedule is synchronous, local_sgd or diloco"
         if why:
             raise ConfigError(f"--elastic {self.elastic}: {why}")
 
@@ -423,7 +445,7 @@ class SimulatedConfig(RunConfig):
     def make_network(self) -> NetworkProfile:
         """The network between the replicas."""
         with naming(self.network) if isinstance(self.network, str) else nullcontext():
-            profile = _profile(self.network).for_nodes(self.workers)
+            profile = _profile(self.network).for_nodes(self.ranks)
         if self.connections == "":
             return profile
         return replace(profile, tcp_connections=check_connections(profile.name, self.connections))
@@ -438,12 +460,7 @@ class SimulatedConfig(RunConfig):
             return FaultPlan()
         plan = load_faults(Path(self.faults))
         with naming(self.faults):
-            check_plan(plan, self.workers, whole=not self.elastic)
-            if plan.absent and self.recipe.parts(self.seed).schedule.late:
-                raise ConfigError(
-                    f"{next(fault for fault in plan.faults if fault.kind == 'join')}: results are under way between "
-                    "steps: replicas may join where the schedule is synchronous, local_sgd or diloco"
-                )
+            check_plan(plan, self.ranks, whole=not self.elastic)
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
@@ -455,7 +472,7 @@ class SimulatedConfig(RunConfig):
         if isinstance(device, str):
             device = device_profile(device, forward_flops=forward_flops(self.task))
         return VirtualWorld(
-            self.workers,
+            self.ranks,
             network=self.make_network(),
             device=device,
             seed=self.seed,
@@ -464,6 +481,7 @@ class SimulatedConfig(RunConfig):
             decisions=decisions,
             count_evaluation=self.count_evaluation or bool(self.elastic),
             whole=not self.elastic,
+            absent=range(self.workers, self.ranks),
         )
 
     @override

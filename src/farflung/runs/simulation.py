@@ -149,7 +149,7 @@ def _simulated(
     shares = config.make_shares()
     with ExitStack() as open_files:
         open_files.callback(decisions.write)
-        recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.workers))
+        recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.ranks))
         replicas: list[Replica] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
@@ -173,16 +173,15 @@ def _simulated(
         if config.elastic:
             from farflung.membership import Elastic
 
-            absent = config.make_faults().absent
             for runtime in world.runtimes:
                 runtime.elastic = Elastic(
                     runtime,
                     b"simulated",
-                    least=config.elastic,
+                    least=config.least,
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
-                    members=[rank for rank in range(config.workers) if rank not in absent],
+                    members=range(config.workers),
                 )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
         if files.resumed:

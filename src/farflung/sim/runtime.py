@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ class VirtualWorld:
         them; otherwise its messages alone fail, and so do those of a replica whose coroutine has ended. Then faults may
         have replicas leave, and join: one to which that happens first is not there at the start.
 
+      absent: ranks that are not there at the start, beside those whose first fault is to join.
+
     Raises:
       ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
       Unsupported: faults that virtual time cannot carry.
@@ -74,6 +76,7 @@ class VirtualWorld:
         decisions: DecisionLog | None = None,
         count_evaluation: bool = False,
         whole: bool = True,
+        absent: Iterable[int] = (),
     ) -> None:
         faults = faults or FaultPlan()
         if link is not None and network is not None:
@@ -94,7 +97,7 @@ class VirtualWorld:
             )
         self.seed = seed
         self.decisions = decisions or DecisionLog()
-        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole)
+        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole, absent=absent)
         if self.off_clock is not None:
             self.off_clock.membership = self.network.membership
         self.injector = FaultInjector(faults, self.stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class VirtualStage:
       plan: what will go wrong.
       deadline_s: how long any message may take.
       whole: whether the first loss ends the view; otherwise the members go on without ranks that end, leave or crash.
+      absent: ranks that are not there at the start, beside those whose first fault is to join.
 
     Raises:
       Unsupported: a fault that is not carried.
@@ -68,6 +69,7 @@ class VirtualStage:
         deadline_s: float,
         *,
         whole: bool = True,
+        absent: Iterable[int] = (),
     ) -> None:
         size = len(network.mailboxes)
         check_plan(plan, size, whole=whole)
@@ -76,7 +78,7 @@ class VirtualStage:
         self._members: Membership | None = None
         if not whole:
             self._members = network.membership = Membership(
-                network.mailboxes, plan.absent, network.signal, network.notice
+                network.mailboxes, plan.absent.union(absent), network.signal, network.notice
             )
         self._begin: Callable[[int], Pending[Any]]
         self.crashed: set[int] = set()
