@@ -73,7 +73,6 @@ def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver
 
 MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver[Any]]] = {
     "logistic": (CodedLogisticRegression, {}, Logistic(), LBFGS()),
-    "logistic, gd": (CodedLogisticRegression, {"solver": "gd", "max_iter": 50}, Logistic(), GD()),
     "hinge": (CodedLinearSVC, {"loss": "hinge"}, Hinge(), LBFGS()),
 }
 
@@ -83,7 +82,6 @@ MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver
     [
         ("hinge", PARTITIONS),
         ("logistic", PARTITIONS + 2),
-        ("logistic, gd", PARTITIONS + 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
