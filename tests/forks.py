@@ -133,7 +133,11 @@ def parent_of(log: Path, *, workers: int) -> Parent:
     pipe = Path(tempfile.mkdtemp(), "job")
     os.mkfifo(pipe)
     threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
-    process = Fork(partial(_serves, str(pipe), [path or str(Path.cwd()) for path in sys.path]), log=log, environment=threads)
+    process = Fork(
+        partial(_serves, str(pipe), [path or str(Path.cwd()) for path in sys.path]),
+        log=log,
+        environment=threads,
+    )
 
     def wait(timeout_s: float) -> None:
         if process.wait(timeout_s) is not None:

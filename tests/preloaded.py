@@ -8,7 +8,7 @@ import torch
 import tyro.extras  # noqa: F401
 
 import farflung.runs.workers  # noqa: F401
-import tests.coded_processes  # noqa: F401
+import tests.coded_processes
 import tests.unsynced  # noqa: F401
 from farflung.cli.main import COMMANDS
 

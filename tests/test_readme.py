@@ -1,8 +1,8 @@
 """The README and the page on Python tell the truth: their commands and their Python run as they stand.
 
 A block of the README stands alone and runs in an empty folder. Those of the page run one after the other in one; a
-block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of the
-page that attaches, runs on two processes that are told what torchrun tells.
+block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of
+the page that attaches, runs on two processes that are told what torchrun tells.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 

@@ -24,7 +24,11 @@ LAYOUTS = {"a topic each": "own-{{rank}}-{count}-{rate}", "a partition each": "s
 
 
 def effective(
-    *, counts: tuple[int, ...], rates: tuple[int, ...], seconds: float, threads: Sequence[tuple[int, int]] = THREADS
+    *,
+    counts: tuple[int, ...],
+    rates: tuple[int, ...],
+    seconds: float,
+    threads: Sequence[tuple[int, int]] = THREADS,
 ) -> list[dict[str, Any]]:
     """Samples per second of a producer, on average, for each combination; all are devices of one process.
 
@@ -35,13 +39,13 @@ def effective(
       threads: of the broker.
     """
     found = []
-    for (network, disk), (layout, topic) in itertools.product(threads, LAYOUTS.items()):
+    for network, disk in threads:
         with tempfile.TemporaryDirectory(prefix="farflung-kafka-") as folder:
             broker = Broker(
                 Path(folder), real=True, settings={"num.network.threads": network, "num.io.threads": disk}
             )
             try:
-                for count, rate in itertools.product(counts, rates):
+                for (layout, topic), count, rate in itertools.product(LAYOUTS.items(), counts, rates):
                     name = topic.format(count=count, rate=rate)
                     reached = _reached(broker, name, count, rate, seconds)
                     found.append(

@@ -41,7 +41,7 @@ def measure(name: str, quick: bool) -> Mapping[str, Measured]:
     processes, what, _ = ROWS[name]
     if quick:
         alike = [row for row, (_, one, _) in ROWS.items() if _kind(one) == _kind(what)]
-        if name != alike[0]:
+        if name != min(alike, key=lambda row: ROWS[row][2]):
             return {}
         processes = 2
     rounds, shorter = (1, 8) if quick else (ROUNDS, 1)

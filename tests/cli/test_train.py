@@ -20,7 +20,18 @@ from farflung.telemetry import read_events
 from tests.forks import Fork, farflung
 from tests.listening import listening
 
-SETTINGS = ["--data", "packaged", "--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
+SETTINGS = [
+    "--data",
+    "packaged",
+    "--workers",
+    "2",
+    "--batch-size",
+    "8",
+    "--momentum",
+    "0.9",
+    "--evaluate-every",
+    "0",
+]
 ENDLESS = [
     *("--workload", "synthetic/quadratic", "--steps", "10000000", "--batch-size", "4"),
     *("--checkpoint-every", "500", "--evaluate-every", "0"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded import GD, LBFGS, Hinge, Logistic, Objective, Solver
+from farflung.coded import LBFGS, Hinge, Logistic, Objective, Solver
 from farflung.coded.parts import partitioned
 from farflung.coded.training import Trained, local_settings, train
 from farflung.types import Json

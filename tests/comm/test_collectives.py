@@ -102,8 +102,8 @@ def cluster() -> Iterator[Cluster]:
 
 MILLION = 1_000_000
 CASES = covering(itertools.product(OURS, SIZES, CODECS, (0, 1, 5)))
-# Megabytes go without a codec in the fewest, largest messages and in the most, with one in between: what a codec makes of
-# them is cut in pieces as they are. One replica sends none, as the rows above show; four send as seven do.
+# Megabytes go without a codec in the fewest, largest messages and in the most, with one in between: what a codec makes
+# of them is cut in pieces as they are. One replica sends none, as the rows above show; four send as seven do.
 CASES += [
     (name, size, codec, MILLION)
     for name in OURS

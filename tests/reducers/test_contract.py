@@ -108,8 +108,8 @@ ROWS: dict[str, Row] = _carried() | {
     "shared_scale_qsgd (of seven levels)": Row(SharedScaleQSGD(bucket_size=100), 0.6),
 }
 CARRIED = ("by_role (parts of top-k)", "dgc", "error_feedback", "identity", "qsgd", "randomk")
-"""Codecs of which each has what the others lack: parts, a memory of whole tensors, residuals, exact sums, noise, sums of
-payloads. What holds for a reducer, whatever its codec, is tried with these.
+"""Codecs of which each has what the others lack: parts, a memory of whole tensors, residuals, exact sums, noise, sums
+of payloads. What holds for a reducer, whatever its codec, is tried with these.
 """
 SOME = [name for name in ROWS if name.partition(", ")[2] in ("", *CARRIED)]
 each_row = pytest.mark.parametrize("name", SOME)
