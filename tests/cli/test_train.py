@@ -20,28 +20,14 @@ from farflung.telemetry import read_events
 from tests.forks import Fork, farflung
 from tests.listening import listening
 
-SETTINGS = [
-    "--data",
-    "packaged",
-    "--workers",
-    "2",
-    "--batch-size",
-    "8",
-    "--momentum",
-    "0.9",
-    "--evaluate-every",
-    "0",
-]
-ENDLESS = [
-    *("--workload", "synthetic/quadratic", "--steps", "10000000", "--batch-size", "4"),
-    *("--checkpoint-every", "500", "--evaluate-every", "0"),
-]
+SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
+ENDLESS = ["--steps", "100000", "--batch-size", "4", "--checkpoint-every", "5", "--evaluate-every", "0"]
 DEADLINE_S = 250
 
 
 def training(*options: str) -> Fork:
     """A training command that is ended with the block."""
-    return farflung("train", *options)
+    return farflung("train", "--data", "packaged", *options)
 
 
 def line_with(stream: IO[str], text: str) -> str:
@@ -79,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """A run of 30 steps and what it printed, by the command as a shell starts it."""
     out = tmp_path_factory.mktemp("train") / "whole"
     options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
-    command = [sys.executable, "-m", "farflung", "train", *options]
+    command = [sys.executable, "-m", "farflung", "train", "--data", "packaged", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     return out, json.loads(ended.stdout)
 
@@ -177,8 +163,7 @@ def test_a_signal_to_stop_keeps_the_checkpoint(
 def test_a_non_finite_loss_stops_all_and_names_the_replica(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with training(
-        "--data", "packaged", "--workers", "2", "--steps", "50", "--batch-size", "4", "--learning-rate", "1e30",
-        "--momentum", "0",
+        "--workers", "2", "--steps", "50", "--batch-size", "4", "--learning-rate", "1e30", "--momentum", "0",
         "--out", str(out), "--checkpoint-every", "1", "--evaluate-every", "0",
     ) as process:  # fmt: skip
         _, err = process.finished()
