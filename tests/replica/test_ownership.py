@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,12 @@ pytestmark = pytest.mark.usefixtures("unframed")
 PLAIN = "resharding(samples=5, every=5, within=4, piece_nbytes=220)"
 LONG = "resharding(samples=9, every=5, piece_nbytes=220)"
 """Rounds of more pieces than there is time for in one backward pass."""
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replicas that crash here, not machines: nobody waits for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 class Resharded:
@@ -480,21 +487,21 @@ def under_way(kept: Checkpoints) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "crashes"),
+    "sampler",
     [
-        (Carrying, 25),
+        Carrying,
         *(
-            (f"grouped_importance(groups=2, rule={rule!r}, scored_by='loss')", 9)
+            f"grouped_importance(groups=2, rule={rule!r}, scored_by='loss')"
             for rule in ("auto", "two", "half")
         ),
     ],
     ids=["carrying", "auto", "two", "half"],
 )
-def test_after_any_crash_each_sample_is_held_once(tmp_path: Path, sampler: Any, crashes: int) -> None:
+def test_after_a_hundred_crashes_each_sample_is_held_once(tmp_path: Path, sampler: Any) -> None:
     ends, duration_s = undisturbed(sampler=sampler)
     draws = random.Random(str(sampler))
     with_a_round = 0
-    for number in range(crashes):
+    for number in range(25):
         folder = tmp_path / str(number)
         plan = FaultPlan().crash(draws.randrange(4), at_s=draws.uniform(0, duration_s))
         crashed = Resharded(folder=folder, plan=plan, sampler=sampler)
@@ -507,7 +514,7 @@ def test_after_any_crash_each_sample_is_held_once(tmp_path: Path, sampler: Any, 
         again.resumed() if begun else again.run()
         assert once(again.held())
         assert again.ends() == ends, plan
-    assert with_a_round > crashes // 6
+    assert with_a_round > 4
 
 
 @pytest.mark.parametrize("schedule", ["delayed(2)", "pipelined(width=2)"])

@@ -41,6 +41,10 @@ def script(folder: Path) -> tuple[Sequence[str], str]:
     return ["script.py"], ""
 
 
+def command(folder: Path) -> tuple[Sequence[str], str]:
+    return ["-c", PROGRAM], ""
+
+
 def piped(folder: Path) -> tuple[Sequence[str], str]:
     return ["-"], PROGRAM
 
@@ -52,7 +56,7 @@ def notebook(folder: Path) -> tuple[Sequence[str], str]:
     return ["kernel.py"], ""
 
 
-@pytest.mark.parametrize("program", [script, piped, notebook])
+@pytest.mark.parametrize("program", [script, command, piped, notebook])
 def test_train_is_called_from(program: Callable[[Path], tuple[Sequence[str], str]], tmp_path: Path) -> None:
     arguments, typed = program(tmp_path)
     ended = subprocess.run(
