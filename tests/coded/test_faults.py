@@ -41,7 +41,7 @@ from tests.helpers import PATIENCE_S
 
 LIMIT_S = 120.0
 SAME = 1e-6
-PLANS = 8
+PLANS, FEW = 8, 4
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
@@ -111,7 +111,9 @@ def much(number: int) -> tuple[Tensor, Tensor]:
     return features, torch.ones(12_500, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seed", range(PLANS))
+@pytest.mark.parametrize(
+    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, PLANS))]
+)
 def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path, expected: Tensor) -> None:
     notes = Told()
     with run_on_loopback(settings(), notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded import GD, LBFGS, Hinge, Logistic, Objective, Solver
+from farflung.coded import LBFGS, Hinge, Logistic, Objective, Solver
 from farflung.coded.parts import partitioned
 from farflung.coded.training import Trained, local_settings, train
 from farflung.types import Json
@@ -73,7 +73,6 @@ def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver
 
 MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver[Any]]] = {
     "logistic": (CodedLogisticRegression, {}, Logistic(), LBFGS()),
-    "logistic, gd": (CodedLogisticRegression, {"solver": "gd", "max_iter": 50}, Logistic(), GD()),
     "hinge": (CodedLinearSVC, {"loss": "hinge"}, Hinge(), LBFGS()),
 }
 
@@ -83,7 +82,6 @@ MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver
     [
         ("hinge", PARTITIONS),
         ("logistic", PARTITIONS + 2),
-        ("logistic, gd", PARTITIONS + 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -28,7 +28,7 @@ from tests.helpers import PATIENCE_S
 from tests.lab.netns import Machine, around_a_switch, ip
 
 ROWS = 4_000
-PLANS = 12
+PLANS, FEW = 12, 5
 MACHINES = DEVICES + 4
 """Those of devices that come later among them."""
 LIMIT_S = 120.0
@@ -84,7 +84,9 @@ def minimum(parts: Callable[[int], tuple[Tensor, Tensor]]) -> float:
     return run(solve(LBFGS(), problem, max_iterations=500)).objective
 
 
-@pytest.mark.parametrize("seed", range(PLANS))
+@pytest.mark.parametrize(
+    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, PLANS))]
+)
 def test_the_minimum_is_that_without_losses(
     seed: int, tmp_path: Path, parts: Callable[[int], tuple[Tensor, Tensor]], minimum: float
 ) -> None:
