@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from farflung import coded
-from farflung.coded.linear_model import Learner
+from farflung.coded.run import Learner
 from farflung.coded.solvers import GD, LBFGS
 from farflung.data import a9a
 from farflung.data.source import find

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farflung.coded import meeting
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.record import Record
-from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from farflung.runtime import WallRuntime

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.coded import HeldProducts, Logistic, Objective, Problem, SquaredHinge
-from farflung.coded.solvers.lbfgs import Ray, strong_wolfe
+from farflung.coded.solvers import Ray, strong_wolfe
 from farflung.seeding import generator
 from tests.coded.problems import run
 
@@ -30,15 +30,14 @@ def ray_of(objective: Objective, seed: int, *, uphill: bool = False) -> Ray:
     objective=st.sampled_from([Logistic(), SquaredHinge(), Logistic(C=1e3)]),
     seed=st.integers(0, 1000),
     guess=st.floats(-7, 3).map(lambda power: 10**power),
-    flatness=st.sampled_from([0.9, 0.1, 0.001]),
 )
-def test_both_conditions_hold(objective: Objective, seed: int, guess: float, flatness: float) -> None:
+def test_both_conditions_hold(objective: Objective, seed: int, guess: float) -> None:
     ray = ray_of(objective, seed)
     start = ray.at(0.0)
-    found = strong_wolfe(ray, start, guess, decrease=1e-4, flatness=flatness)
+    found = strong_wolfe(ray, start, guess)
     assert found is not None
     assert found.objective <= start.objective + 1e-4 * found.length * start.slope + 1e-10
-    assert abs(found.slope) <= flatness * abs(start.slope)
+    assert abs(found.slope) <= 0.1 * abs(start.slope)
     assert found.objective == pytest.approx(ray.at(found.length).objective, rel=1e-12)
 
 
@@ -52,4 +51,4 @@ def test_slopes_are_derivatives(seed: int) -> None:
 
 def test_uphill_nothing_is_found() -> None:
     ray = ray_of(Logistic(), 0, uphill=True)
-    assert strong_wolfe(ray, ray.at(0.0), 1.0, decrease=1e-4, flatness=0.1) is None
+    assert strong_wolfe(ray, ray.at(0.0), 1.0) is None

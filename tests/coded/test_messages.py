@@ -21,8 +21,8 @@ from torch import Tensor
 
 from farflung.coded import messages
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.device import Device
+from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.device import Device, Work
 from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.messages import (
     Built,
@@ -41,8 +41,6 @@ from farflung.coded.messages import (
     sent,
     unpacked,
 )
-from farflung.coded.queues import Work
-from farflung.coded.settings import Settings
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
 from farflung.network import Link

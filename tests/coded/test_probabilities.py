@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.coded.codes import Masked
 from farflung.coded import RLNC, Code, Decoder
-from farflung.coded.decoding import TOLERANCE
+from farflung.coded.codes import TOLERANCE
 from tests.coded.generators import CODE_ROWS, coded_rows, generator_matrix
 
 DRAWS = 5000

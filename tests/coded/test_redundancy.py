@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.coded.codes import Replication
-from farflung.coded import MDS, RLNC, rank, redundancy
+from farflung.coded import MDS, RLNC, codes, rank, redundancy
+from farflung.coded.coordinator import Settings
 from farflung.coded.registry import Block, Member, Partition, Registry
-from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 
@@ -51,7 +51,6 @@ def test_it_is_what_taking_away_every_set_says(
     expected = by_enumeration(rows, partitions)
     assert redundancy(rows, partitions) == expected
     assert redundancy(rows, partitions, enough=1) == min(expected, 1)
-    assert redundancy(rows, partitions, most_sets=len(rows)) in {expected, min(expected, 1)}
     holders = [place % devices for place in range(len(rows))]
     assert redundancy(rows, partitions, holders=holders) == by_enumeration(rows, partitions, holders)
 
@@ -70,10 +69,11 @@ def test_parallel_coded_rows_are_worth_one() -> None:
     assert redundancy(rows, 2) == 2
 
 
-def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound() -> None:
+def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*generator_matrix(MDS(), 10, 40, 1)]
     assert redundancy(rows, 40) == 3
-    assert redundancy(rows, 40, most_sets=2000) == 2
+    monkeypatch.setattr(codes, "MOST_SETS", 2000)
+    assert redundancy(rows, 40) == 2
 
 
 def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(

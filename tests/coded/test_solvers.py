@@ -26,7 +26,7 @@ from farflung.coded import (
     SquaredHinge,
     solve,
 )
-from farflung.coded.solvers import lbfgs
+from farflung.coded import solvers as solvers_module
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
@@ -132,7 +132,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("one_vs_rest")])
 def test_an_iterate_is_two_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lbfgs refreshed":
-        monkeypatch.setattr(lbfgs, "_REFRESH", 2)
+        monkeypatch.setattr(solvers_module, "_REFRESH", 2)
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     products = Counted(matrix)
@@ -189,7 +189,7 @@ def test_steps_of_gradient_descent(objective: Objective) -> None:
 
 
 def test_lbfgs_notices_margins_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lbfgs, "_REFRESH", 10**6)
+    monkeypatch.setattr(solvers_module, "_REFRESH", 10**6)
     problem, solver = problem_of(Logistic(), 2), LBFGS()
     state = run(solve(solver, problem, max_iterations=5))
     drifted = replace(state, margins=state.margins + 0.3)

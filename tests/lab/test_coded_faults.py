@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from farflung.coded import LBFGS, HeldProducts, Iterate, Logistic, Problem, solve
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.meeting import Address, coordinating
 from farflung.coded.parts import partitioned
-from farflung.coded.settings import Settings
 from farflung.data import a9a
 from farflung.data.source import find
 from tests.coded.problems import run

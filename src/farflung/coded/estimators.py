@@ -7,6 +7,7 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
+from collections.abc import Coroutine
 from typing import Any, Self
 
 import numpy as np
@@ -20,12 +21,24 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.coded.linear_model import LOSSES, targets_of, without_bundle
-from farflung.coded.objectives import Logistic, Multinomial, Objective
-from farflung.coded.problem import HeldProducts, Problem
-from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
-from farflung.coded.training import fit_locally, local_settings
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.device import Device
+from farflung.coded.linear_model import (
+    LOSSES,
+    HeldProducts,
+    Logistic,
+    Multinomial,
+    Objective,
+    Problem,
+    targets_of,
+)
+from farflung.coded.parts import partitioned
+from farflung.coded.run import Trained, train
+from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver, without_bundle
 from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
+from farflung.runtime import VirtualRuntime, VirtualWorld
+from farflung.tasks import Pending
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
@@ -117,18 +130,54 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
         objective, targets = self._objective(codes)
-        found = fit_locally(
-            matrix,
-            codes.to(torch.float64),
-            local_settings(self.devices, self.partitions, len(matrix), code=self.code, seed=self.seed),
-            objective,
-            self._solver(),
-            lambda labels: self._objective(labels.to(torch.int64))[1],
-            max_iterations=self.max_iter,
-        ).iterate
+        found = self._trained(matrix, codes, objective)
         coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets).split(found.weights)
         self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
         return found
+
+    def _settings(self, rows: int) -> Settings:
+        """Makes the settings of a run: whole blocks are answered, and no device is expected to vanish.
+
+        Args:
+          rows: of the samples; there are no more partitions.
+
+        Raises:
+          ConfigError: a value out of its range; begins with its name.
+        """
+        partitions = self.partitions
+        if partitions is None:
+            partitions = max(1, self.devices - max(1, self.devices // 4))
+        return Settings(
+            min(partitions, rows), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
+        )
+
+    def _trained(self, matrix: Tensor, codes: Tensor, objective: Objective) -> Iterate:
+        """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
+
+        The first devices bring a partition each, consecutive rows.
+        """
+        settings, solver = self._settings(len(matrix)), self._solver()
+        labels = codes.to(torch.float64)
+        parts = [(matrix[rows], labels[rows]) for rows in partitioned(len(matrix), settings.partitions)]
+        found: list[Trained] = []
+
+        def targets(labels: Tensor) -> Tensor:
+            return self._objective(labels.to(torch.int64))[1]
+
+        async def coordinate(runtime: VirtualRuntime) -> None:
+            coordinator = Coordinator(runtime, settings)
+            found.append(await train(coordinator, objective, solver, targets, max_iterations=self.max_iter))
+
+        async def attend(runtime: VirtualRuntime) -> None:
+            place = runtime.comm.rank - 1
+            holding = Holding(str(place), *parts[place]) if place < len(parts) else Holding()
+            await Device(runtime, holding).run()
+
+        world = VirtualWorld(1 + settings.devices, whole=False)
+        first, *others = world.runtimes
+        bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
+        world.run(bodies)
+        return found[0].iterate
 
     def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
         """What is minimised, and its targets, by the number of each sample's class."""

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from farflung.coded.codes import Code
-from farflung.coded.decoding import combination
+from farflung.coded.codes import Code, combination, missing_ranks
 from farflung.coded.messages import Columns, Part, Rows, Source
-from farflung.coded.redundancy import missing_ranks
 from farflung.coded.registry import Block, Kind, Partition, Placed, Registry
 
 __all__ = ["Placement"]

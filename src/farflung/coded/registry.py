@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from farflung.coded.codes import rank, redundancy
 from farflung.coded.messages import Columns, Rows
-from farflung.coded.redundancy import rank, redundancy
 from farflung.types import State
 
 __all__ = ["Block", "Kind", "Member", "Partition", "Placed", "Registry"]

@@ -10,12 +10,11 @@ from farflung.cli.coded.common import CodedProgress, stopping, summary_lines
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
 from farflung.cli.output import OutputOptions, print_files, print_table, stderr_console
-from farflung.coded.linear_model import Learner
+from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun
-from farflung.coded.settings import Settings
+from farflung.coded.run import CodedRun, Learner
 from farflung.errors import ConfigError
 from farflung.report import coded_picture
 from farflung.runs import run_folder, settings_of
@@ -64,7 +63,7 @@ class Coordinate(OutputOptions):
         )
         address, endpoint = Address.of(self.at), endpoint_of(self)
         with CodedProgress(run, quiet=self.quiet or self.json) as progress, stopping(progress) as stop_asked:
-            outcome = run.coordinate(
+            summary = run.coordinate(
                 address,
                 endpoint,
                 met=lambda at: None if self.quiet else self._say_where(at),
@@ -72,14 +71,14 @@ class Coordinate(OutputOptions):
                 stop_asked=stop_asked,
             )
         picture = run.folder.picture
-        title = f"Coded training of {len(outcome.summary['partitions'])} partitions"  # type: ignore[arg-type]
+        title = f"Coded training of {len(summary['partitions'])} partitions"  # type: ignore[arg-type]
         coded_picture(run.folder.told(), picture, title=title)
         if self.json:
-            print(json.dumps({**outcome.summary, "folder": str(run.folder.path)}))
+            print(json.dumps({**summary, "folder": str(run.folder.path)}))
         else:
-            print_table(("what", "how much"), summary_lines(outcome.summary))
+            print_table(("what", "how much"), summary_lines(summary))
             print_files(picture=picture, model=run.folder.model)
-        return 130 if outcome.summary["interrupted"] else 0
+        return 130 if summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
         said = {

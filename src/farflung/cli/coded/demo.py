@@ -21,15 +21,13 @@ from torch import Tensor
 from farflung.cli.coded.common import CodedProgress, encoding_words, stopping
 from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.linear_model import Learner
-from farflung.coded.meeting import Address
+from farflung.coded.coordinator import Settings
+from farflung.coded.linear_model import HeldProducts, Problem
+from farflung.coded.meeting import Address, take_part
 from farflung.coded.parts import partitioned, read_samples
-from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun
-from farflung.coded.settings import Settings
+from farflung.coded.run import CodedRun, Learner
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import LOOPBACK
 from farflung.data import entries
@@ -130,11 +128,11 @@ class Demo(OutputOptions):
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            outcome = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop_asked)
+            found = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop_asked)
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
-        summary = {**outcome.summary, "data": data, "uncoded_objective": alone.objective}
+        summary = {**found, "data": data, "uncoded_objective": alone.objective}
         self._say(summary, events, folder)
         return 130 if summary["interrupted"] else 0
 
