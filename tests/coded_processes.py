@@ -106,7 +106,7 @@ def attend(
     kept = [describe(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
     left = {
         "reason": reason,
-        "refused": device.first_refusal,
+        "refused": device.refused,
         "kept": kept,
         "meetings": len(met),
         "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),

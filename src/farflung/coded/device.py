@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from farflung.coded import messages
 from farflung.coded.blocks import ColumnBlock, Holding, RowBlock, fit, piece_of, rows_at_once, widest
@@ -45,7 +44,7 @@ from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
 
-__all__ = ["Device", "Queue", "Work"]
+__all__ = ["Device", "Queue"]
 
 _COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
@@ -87,35 +86,6 @@ class Queue(Generic[T]):
                 break
             await self._wait
         return self._items.popleft()
-
-
-class Work(Queue[Multiply | End | FarflungError]):
-    """Products that are to be made, then the end or the error that ends them; rounds that are over are skipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._since = 0
-        """The first round that is not over, by the last item."""
-        self._ended = False
-
-    @override
-    def put(self, item: Multiply | End | FarflungError) -> None:
-        if isinstance(item, Multiply):
-            self._since = item.since
-        else:
-            self._ended = True
-        super().put(item)
-
-    @override
-    async def next(self) -> Multiply | End | FarflungError:
-        while True:
-            item = await super().next()
-            if not isinstance(item, Multiply) or not self.over(item.round):
-                return item
-
-    def over(self, round: int) -> bool:
-        """Tells whether a round need not be carried on."""
-        return self._ended or self._since > round
 
 
 # --- making blocks ----------------------------------------------------------------------------------------------------
@@ -194,33 +164,197 @@ def _shares_of_columns(order: Columns, parts: Mapping[int, Tensor]) -> Iterator[
                 yield _Share(source, request, parts[part.partition][:, begin:end], most)
 
 
-class _Fetcher:
-    """Makes the blocks of one device: asks others for a few rows at a time, and adds them up.
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """One device's part of a run, for as long as its coordinator is there.
 
     Args:
-      runtime: of the device.
-      holding: takes in the blocks that are made.
-      met: done when another device can be asked.
-      deadline_s: the time in which another device gives a few rows, in seconds.
-      room_nbytes: the most bytes of all its blocks, those under way among them.
+      runtime: the world; its rank is above 0.
+      holding: its own data, and the blocks that it makes.
+      admit: admits another device, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
+      opened: done when all devices that were admitted so far may connect.
+      patience_s: the time for which the coordinator may be silent, in seconds.
+      fetch_s: the time in which another device gives a few rows, in seconds.
+      room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         holding: Holding,
-        met: Callable[[int], Pending[None]],
-        deadline_s: float,
-        room_nbytes: int,
+        *,
+        admit: Callable[[int], Pending[None]] = lambda _: done(None),
+        opened: Callable[[], Pending[None]] = lambda: done(None),
+        patience_s: float = 600.0,
+        fetch_s: float = 30.0,
+        room_nbytes: int | None = None,
     ) -> None:
-        self._runtime, self._comm, self._holding, self._met = runtime, runtime.comm, holding, met
-        self._deadline_s, self._room_nbytes = deadline_s, room_nbytes
-        self._asked = self._making_nbytes = 0
+        self.refused = 0
+        """Messages that were not of their form, or about a block that there is not."""
+        self.rounds = 0
+        """Rounds of which a piece was answered."""
+        self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
+        self._admit, self._opened = admit, opened
+        self._met: dict[int, Pending[None]] = {}
+        """Done once a device of a rank can be asked."""
+        self._asked: dict[int, deque[Fetch]] = {}
+        """Requests that wait, by the device that is being answered."""
+        self._patience_s = patience_s
+        if room_nbytes is None:
+            room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
+        self._requests = self._making_nbytes = 0
         self._open: set[int] = set()
         """Numbers of requests whose answers are awaited."""
-        self._stopped = False
+        self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
+        self._since = 0.0
+        """The first round that is not over, by the last task."""
+        self._greeted = self._leaves = self._stopped = False
 
-    async def make(self, order: Rows | Columns) -> int:
+    @property
+    def rank(self) -> int:
+        """Its number in the run."""
+        return self._comm.rank
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """The payload bytes that it has sent, by kind of message."""
+        return {kind: sum(to) for kind, to in self._comm.sent.to_json().items()}
+
+    async def run(self) -> str:
+        """Takes part until the coordinator ends it.
+
+        Returns:
+          Why it ends; empty: training is over.
+
+        Raises:
+          PeerLost: the coordinator is gone.
+          DeadlinePassed: it is silent.
+        """
+        for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
+            self._runtime.launch(service)
+        held = self._holding
+        rows, features = (0, 0) if held.data is None else held.data.shape
+        labels = torch.empty(0, dtype=torch.float64) if held.labels is None else held.labels
+        self._report(Hello(held.partition, rows, features, held.coded, held.run, labels))
+        self._greeted = True
+        if self._leaves:
+            self._report(Leaving())
+        while True:
+            task = await self._work.next()
+            if isinstance(task, End):
+                await self._runtime.launch(self._stop())
+                return task.reason
+            if isinstance(task, FarflungError):
+                raise task
+            try:
+                await self._multiply(task)
+            except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
+                self.refused += 1
+
+    def leave(self) -> None:
+        """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
+        self._leaves = True
+        if self._greeted:
+            self._report(Leaving())
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    async def _hear(self) -> None:
+        """Takes in the tasks that come while another one is carried out."""
+        try:
+            while True:
+                told = self._comm.recv(_COORDINATOR, messages.OPERAND, deadline_s=self._patience_s)
+                try:
+                    task = unpacked(await told, _WORK)
+                except Malformed:
+                    self.refused += 1
+                    continue
+                self._since = task.since if isinstance(task, Multiply) else math.inf
+                self._work.put(task)
+        except FarflungError as error:
+            self._since = math.inf
+            self._work.put(error)
+
+    async def _multiply(self, task: Multiply) -> None:
+        """Answers a round piece by piece, until it is over.
+
+        Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
+        another piece.
+        """
+        blocks = {} if self._since > task.round else self._holding.answering(task)
+        if not blocks:
+            return
+        self.rounds += 1
+        await self._runtime.compute(Cost("forward", 0), lambda: None)
+        for place in range(task.pieces):
+            piece = (task.first + place) % task.pieces
+            begin, end = piece_of(task.length, task.pieces, piece)
+            for number, block in blocks.items():
+                if self._since > task.round:
+                    return
+                product = await self._runtime.compute(
+                    Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
+                )
+                header = torch.tensor([number, piece])
+                self._send(Payload((header, product)), messages.answers(task.round))
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    async def _obey(self) -> None:
+        while True:
+            command = await self._comm.recv(_COORDINATOR, messages.COMMAND, deadline_s=math.inf)
+            try:
+                self._carry_out(unpacked(command, _COMMANDS))
+            except Malformed:
+                self.refused += 1
+
+    def _carry_out(self, message: Command) -> None:
+        if isinstance(message, Welcome):
+            self._holding.settle(message.run, message.raw)
+        elif isinstance(message, Meet):
+            if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
+                raise Malformed("a device that there cannot be")
+            if self._meeting(message.rank).error is not None:  # an earlier device had this rank
+                del self._met[message.rank]
+            self._meeting(message.rank).follow(self._admit(message.rank))
+            if message.first:
+                self._runtime.launch(self._report_ready(message.number))
+        elif isinstance(message, Lost):
+            self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
+        elif isinstance(message, (Rows, Columns)):
+            self._orders.put(message)
+        elif isinstance(message, Drop):
+            for block in message.blocks:
+                self._holding.drop(block)
+        elif isinstance(message, Probe):
+            self._report(Probe())
+
+    async def _report_ready(self, meeting: int) -> None:
+        await self._opened()
+        self._report(Ready(meeting))
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    async def _make(self) -> None:
+        """Makes the blocks that are ordered, one after the other."""
+        while True:
+            order = await self._orders.next()
+            try:
+                fetched_nbytes = await self._made(order)
+            except PeerLost as error:
+                self._report(Failed(order.block, error.rank, _one_line(error.detail)))
+            except (ConfigError, RuntimeError, ValueError):
+                self.refused += 1
+                self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
+            else:
+                parts = order.parts if isinstance(order, Columns) else ()
+                made = tuple(part.partition for part in parts)
+                self._report(Built(order.block, made, fetched_nbytes))
+
+    async def _made(self, order: Rows | Columns) -> int:
         """Makes a block, or adds parts to one of columns.
 
         Returns:
@@ -262,7 +396,7 @@ class _Fetcher:
                 self._forget(number)
         return nbytes
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
         self._stopped = True
         for number in tuple(self._open):
@@ -274,16 +408,16 @@ class _Fetcher:
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
         rank = share.source.rank
-        met, passed = self._met(rank), self._runtime.sleep_until(self._runtime.now() + self._deadline_s)
+        met, passed = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
         if not met.done and await self._runtime.first_of(met, passed):
-            raise PeerLost(rank, f"not met within {self._deadline_s:g} s")
+            raise PeerLost(rank, f"not met within {self._fetch_s:g} s")
         if met.error is not None:
             raise PeerLost(rank, str(met.error))
         if self._stopped:
             raise PeerLost(rank, "this device has ended")
-        self._asked += 1
-        number = self._asked
-        answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._deadline_s)
+        self._requests += 1
+        number = self._requests
+        answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._fetch_s)
         self._open.add(number)
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
         return share, number, answer
@@ -298,197 +432,13 @@ class _Fetcher:
             share.add(given[0])
             return given[0].nbytes
         except DeadlinePassed:
-            raise PeerLost(share.source.rank, f"silent for {self._deadline_s:g} s") from None
+            raise PeerLost(share.source.rank, f"silent for {self._fetch_s:g} s") from None
         except (FarflungError, Malformed) as error:
             raise PeerLost(share.source.rank, str(error)) from None
         finally:
             self._forget(number)
 
-
-# --- the device -------------------------------------------------------------------------------------------------------
-
-
-class Device:
-    """One device's part of a run, for as long as its coordinator is there.
-
-    Args:
-      runtime: the world; its rank is above 0.
-      holding: its own data, and the blocks that it makes.
-      admit: admits another device, where that has to be asked for; see :meth:`farflung.runtime.WallRuntime.admit`.
-      opened: done when all devices that were admitted so far may connect.
-      patience_s: the time for which the coordinator may be silent, in seconds.
-      fetch_s: the time in which another device gives a few rows, in seconds.
-      room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        holding: Holding,
-        *,
-        admit: Callable[[int], Pending[None]] = lambda _: done(None),
-        opened: Callable[[], Pending[None]] = lambda: done(None),
-        patience_s: float = 600.0,
-        fetch_s: float = 30.0,
-        room_nbytes: int | None = None,
-    ) -> None:
-        self.refused = 0
-        """Messages that were not of their form, or about a block that there is not."""
-        self.first_refusal = ""
-        """Why the first of them was refused."""
-        self.rounds = 0
-        """Rounds of which a piece was answered."""
-        self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
-        self._admit, self._opened = admit, opened
-        self._met: dict[int, Pending[None]] = {}
-        """Done once a device of a rank can be asked."""
-        self._asked: dict[int, deque[Fetch]] = {}
-        """Requests that wait, by the device that is being answered."""
-        self._patience_s = patience_s
-        if room_nbytes is None:
-            room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        self._fetcher = _Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
-        self._work, self._orders = Work(), Queue[Rows | Columns]()
-        self._greeted, self._leaves = False, False
-
-    @property
-    def rank(self) -> int:
-        """Its number in the run."""
-        return self._comm.rank
-
-    @property
-    def sent(self) -> dict[str, int]:
-        """The payload bytes that it has sent, by kind of message."""
-        return {kind: sum(to) for kind, to in self._comm.sent.to_json().items()}
-
-    async def run(self) -> str:
-        """Takes part until the coordinator ends it.
-
-        Returns:
-          Why it ends; empty: training is over.
-
-        Raises:
-          PeerLost: the coordinator is gone.
-          DeadlinePassed: it is silent.
-        """
-        for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
-            self._runtime.launch(service)
-        held = self._holding
-        rows, features = (0, 0) if held.data is None else held.data.shape
-        labels = torch.empty(0, dtype=torch.float64) if held.labels is None else held.labels
-        self._report(Hello(held.partition, rows, features, held.coded, held.run, labels))
-        self._greeted = True
-        if self._leaves:
-            self._report(Leaving())
-        while True:
-            task = await self._work.next()
-            if isinstance(task, End):
-                await self._runtime.launch(self._fetcher.stop())
-                return task.reason
-            if isinstance(task, FarflungError):
-                raise task
-            try:
-                await self._multiply(task)
-            except (Malformed, RuntimeError) as error:  # torch's, of an operand of other sizes
-                self._refuse(error)
-
-    def leave(self) -> None:
-        """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
-        self._leaves = True
-        if self._greeted:
-            self._report(Leaving())
-
-    # --- products ---------------------------------------------------------------------------------------------------
-
-    async def _hear(self) -> None:
-        """Takes in the tasks that come while another one is carried out."""
-        try:
-            while True:
-                told = self._comm.recv(_COORDINATOR, messages.OPERAND, deadline_s=self._patience_s)
-                try:
-                    task = unpacked(await told, _WORK)
-                except Malformed as error:
-                    self._refuse(error)
-                else:
-                    self._work.put(task)
-        except FarflungError as error:
-            self._work.put(error)
-
-    async def _multiply(self, task: Multiply) -> None:
-        """Answers a round piece by piece, until it is over.
-
-        Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
-        another piece.
-        """
-        blocks = self._holding.answering(task)
-        if not blocks:
-            return
-        self.rounds += 1
-        await self._runtime.compute(Cost("forward", 0), lambda: None)
-        for place in range(task.pieces):
-            piece = (task.first + place) % task.pieces
-            begin, end = piece_of(task.length, task.pieces, piece)
-            for number, block in blocks.items():
-                if self._work.over(task.round):
-                    return
-                product = await self._runtime.compute(
-                    Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
-                )
-                header = torch.tensor([number, piece])
-                self._send(Payload((header, product)), messages.answers(task.round))
-
-    # --- commands ---------------------------------------------------------------------------------------------------
-
-    async def _obey(self) -> None:
-        while True:
-            command = await self._comm.recv(_COORDINATOR, messages.COMMAND, deadline_s=math.inf)
-            try:
-                self._carry_out(unpacked(command, _COMMANDS))
-            except Malformed as error:
-                self._refuse(error)
-
-    def _carry_out(self, message: Command) -> None:
-        if isinstance(message, Welcome):
-            self._holding.settle(message.run, message.raw)
-        elif isinstance(message, Meet):
-            if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
-                raise Malformed("a device that there cannot be")
-            if self._meeting(message.rank).error is not None:  # an earlier device had this rank
-                del self._met[message.rank]
-            self._meeting(message.rank).follow(self._admit(message.rank))
-            if message.first:
-                self._runtime.launch(self._report_ready(message.number))
-        elif isinstance(message, Lost):
-            self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
-        elif isinstance(message, (Rows, Columns)):
-            self._orders.put(message)
-        elif isinstance(message, Drop):
-            for block in message.blocks:
-                self._holding.drop(block)
-        elif isinstance(message, Probe):
-            self._report(Probe())
-
-    async def _report_ready(self, meeting: int) -> None:
-        await self._opened()
-        self._report(Ready(meeting))
-
-    # --- blocks -----------------------------------------------------------------------------------------------------
-
-    async def _make(self) -> None:
-        """Makes the blocks that are ordered, one after the other."""
-        while True:
-            order = await self._orders.next()
-            try:
-                fetched_nbytes = await self._fetcher.make(order)
-            except PeerLost as error:
-                self._report(Failed(order.block, error.rank, _one_line(error.detail)))
-            except (ConfigError, RuntimeError, ValueError) as error:
-                self._refuse(error)
-                self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
-            else:
-                parts = order.parts if isinstance(order, Columns) else ()
-                made = tuple(part.partition for part in parts)
-                self._report(Built(order.block, made, fetched_nbytes))
+    # --- rows for other devices ------------------------------------------------------------------------------------
 
     async def _give(self) -> None:
         """Takes in requests of other devices, and answers each device one request at a time."""
@@ -498,8 +448,8 @@ class Device:
                 request = unpacked(payload, (Fetch,))
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
-            except Malformed as error:
-                self._refuse(error)
+            except Malformed:
+                self.refused += 1
                 continue
             if rank in self._asked:
                 self._asked[rank].append(request)
@@ -524,18 +474,14 @@ class Device:
             return _NO_BLOCK
         try:
             return Payload((self._holding.give(request),))
-        except Malformed as error:
-            self._refuse(error)
+        except Malformed:
+            self.refused += 1
             return _NO_BLOCK
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())
-
-    def _refuse(self, why: Exception) -> None:
-        self.refused += 1
-        self.first_refusal = self.first_refusal or f"{type(why).__name__}: {_one_line(str(why))}"
 
     def _report(self, report: Report) -> None:
         self._send(packed(report), messages.REPORT)

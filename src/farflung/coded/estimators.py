@@ -7,8 +7,10 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from collections.abc import Coroutine
-from typing import Any, Self
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,24 +21,15 @@ from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
-from typing_extensions import override
 
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.linear_model import (
-    LOSSES,
-    HeldProducts,
-    Logistic,
-    Multinomial,
-    Objective,
-    Problem,
-    targets_of,
-)
+from farflung.coded.linear_model import HeldProducts, Objective, Problem
 from farflung.coded.parts import partitioned
-from farflung.coded.run import Trained, train
-from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver, without_bundle
-from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
+from farflung.coded.run import Learner, Trained, train
+from farflung.coded.solvers import Iterate, Solver, without_bundle
+from farflung.errors import BadLabels, BadParameter, ConfigError
 from farflung.runtime import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 
@@ -48,7 +41,11 @@ _ROWS = 4096
 
 
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A linear classifier, whose objective is its subclass's."""
+    """A linear classifier, whose model is its subclass's."""
+
+    _model: ClassVar[str]
+    loss: str | None = None
+    intercept_scaling = 1.0
 
     def __init__(
         self,
@@ -129,9 +126,20 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
-        objective, targets = self._objective(codes)
-        found = self._trained(matrix, codes, objective)
-        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets).split(found.weights)
+        classes, solver = len(self.classes_), without_bundle(self.solver) or "lbfgs"
+        if solver == "gd" and self.learning_rate is not None:
+            solver = f"gd(learning_rate={self.learning_rate!r})"
+        learner = Learner(self._model, self.loss, self.C, solver, self.tol)
+        objective = replace(
+            learner.objective(classes),
+            fit_intercept=self.fit_intercept,
+            intercept_scaling=self.intercept_scaling,
+        )
+        targets = partial(learner.targets, classes=classes)
+        found = self._trained(matrix, codes, objective, learner.minimiser(classes), targets)
+        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets(codes)).split(
+            found.weights
+        )
         self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
         return found
 
@@ -151,22 +159,32 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             min(partitions, rows), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
         )
 
-    def _trained(self, matrix: Tensor, codes: Tensor, objective: Objective) -> Iterate:
+    def _trained(
+        self,
+        matrix: Tensor,
+        codes: Tensor,
+        objective: Objective,
+        solver: Solver[Any],
+        targets: Callable[[Tensor], Tensor],
+    ) -> Iterate:
         """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
 
         The first devices bring a partition each, consecutive rows.
         """
-        settings, solver = self._settings(len(matrix)), self._solver()
-        labels = codes.to(torch.float64)
+        settings, labels = self._settings(len(matrix)), codes.to(torch.float64)
         parts = [(matrix[rows], labels[rows]) for rows in partitioned(len(matrix), settings.partitions)]
         found: list[Trained] = []
 
-        def targets(labels: Tensor) -> Tensor:
-            return self._objective(labels.to(torch.int64))[1]
-
         async def coordinate(runtime: VirtualRuntime) -> None:
             coordinator = Coordinator(runtime, settings)
-            found.append(await train(coordinator, objective, solver, targets, max_iterations=self.max_iter))
+            made = await train(
+                coordinator,
+                objective,
+                solver,
+                lambda labels: targets(labels.to(torch.int64)),
+                max_iterations=self.max_iter,
+            )
+            found.append(made)
 
         async def attend(runtime: VirtualRuntime) -> None:
             place = runtime.comm.rank - 1
@@ -178,18 +196,6 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
         world.run(bodies)
         return found[0].iterate
-
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        """What is minimised, and its targets, by the number of each sample's class."""
-        raise NotImplementedError
-
-    def _solver(self) -> Solver[Any]:
-        """Makes the minimiser of the objective."""
-        name = without_bundle(self.solver) or "lbfgs"
-        if name not in SOLVERS:
-            raise UnknownName(f"solver of {type(self).__name__}", name, SOLVERS)
-        options = {"tol": self.tol, "learning_rate": self.learning_rate if name == "gd" else None}
-        return SOLVERS[name](**{key: value for key, value in options.items() if value is not None})
 
 
 def _dense(X: Any) -> Tensor:
@@ -227,6 +233,8 @@ class CodedLogisticRegression(CodedClassifier):
       objective_: what is minimised, at the end.
     """
 
+    _model = "logistic"
+
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The probability of each class, (samples, classes)."""
         return np.exp(self.predict_log_proba(X))
@@ -237,14 +245,6 @@ class CodedLogisticRegression(CodedClassifier):
         if margins.dim() == 1:
             margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
         return margins.log_softmax(dim=1).numpy()
-
-    @override
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
-        classes = len(self.classes_)
-        if classes == 2:
-            return Logistic(**options), targets_of(codes, len(self.classes_))
-        return Multinomial(classes=classes, **options), codes
 
 
 class CodedLinearSVC(CodedClassifier):
@@ -276,6 +276,8 @@ class CodedLinearSVC(CodedClassifier):
       objective_: what is minimised, at the end; the sum over the classes.
     """
 
+    _model = "svc"
+
     def __init__(
         self,
         *,
@@ -306,17 +308,3 @@ class CodedLinearSVC(CodedClassifier):
         )
         self.loss = loss
         self.intercept_scaling = intercept_scaling
-
-    @override
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        if self.loss not in LOSSES:
-            raise UnknownName("loss", self.loss, LOSSES)
-        objective = LOSSES[self.loss](
-            C=self.C, fit_intercept=self.fit_intercept, intercept_scaling=self.intercept_scaling
-        )
-        return objective, targets_of(codes, len(self.classes_))
-
-    @override
-    def _solver(self) -> Solver[Any]:
-        one = super()._solver()
-        return one if len(self.classes_) == 2 else OneVsRest(one)
