@@ -593,10 +593,10 @@ class Coordinator:
             partition = registry.named(hello.partition)
             if partition is None:
                 labels, number = hello.labels.reshape(-1), len(registry.partitions)
-                partition = Partition(number, hello.partition, labels, registry.numbers)
+                partition = Partition(number, hello.partition, labels, registry.next_number)
                 registry.partitions.append(partition)
             raw = partition.block
-            registry.enter(Block(raw, "rows", {partition.number: 1.0}, rank, ready=True))
+            registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
         for other in registry.members:
             pair = min(rank, other), max(rank, other)
             self._to_meet[self._meetings] = pair

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from farflung.coded.blocks import piece_of
 from farflung.coded.codes import Decoder, Plans
 from farflung.coded.messages import Malformed, Multiply
-from farflung.coded.registry import Block, Kind
+from farflung.coded.registry import Block, Kind, matrix
 from farflung.types import Json, Payload
 
 __all__ = ["Deadline", "Round"]
@@ -86,10 +86,8 @@ class Round:
             first = len(self.asked) * self.pieces // devices % self.pieces
             self.asked.setdefault(rank, set()).update(block.number for block in mine)
             self.owed[rank] += self.pieces * len(mine)
-            for block in mine:
-                self._blocks[block.number] = block
-                row = [block.coefficients.get(one, 0.0) for one in self.unknowns]
-                self._rows[block.number] = torch.tensor(row, dtype=torch.float64)
+            for block, row in zip(mine, matrix(mine, self.unknowns), strict=True):
+                self._blocks[block.number], self._rows[block.number] = block, row
             tasks[rank] = Multiply(
                 self.number,
                 since,
