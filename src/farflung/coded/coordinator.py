@@ -545,39 +545,32 @@ class Coordinator:
             self._send(member.rank, Drop((block.number,)))
             return
         if isinstance(report, Built):
-            self._built(member, block, report)
+            self.registry.built(block, report.partitions)
+            member.failures = 0
+            if self._record is not None:
+                self._record.keep_registry(self.registry)
+            self.tell(
+                "built",
+                rank=member.rank,
+                block=block.number,
+                kind=block.kind,
+                nbytes=report.fetched_nbytes,
+                mds_nbytes=self._under_mds(block, report.fetched_nbytes),
+            )
+            if block.replaces is not None:
+                old = self.registry.blocks[block.replaces]
+                if old.holder is not None:
+                    self._send(old.holder, Drop((old.number,)))
+                self.registry.discard(old)
         else:
-            self._failed(member, block, report)
+            self.registry.failed(block)
+            self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
+            if report.rank == member.rank:
+                member.unable = True
+            else:
+                member.failures += 1
+                self._silence({report.rank})
         self._repair()
-
-    def _built(self, member: Member, block: Block, report: Built) -> None:
-        self.registry.built(block, report.partitions)
-        member.failures = 0
-        if self._record is not None:
-            self._record.keep_registry(self.registry)
-        nbytes = report.fetched_nbytes
-        self.tell(
-            "built",
-            rank=member.rank,
-            block=block.number,
-            kind=block.kind,
-            nbytes=nbytes,
-            mds_nbytes=self._under_mds(block, nbytes),
-        )
-        if block.replaces is not None:
-            old = self.registry.blocks[block.replaces]
-            if old.holder is not None:
-                self._send(old.holder, Drop((old.number,)))
-            self.registry.discard(old)
-
-    def _failed(self, member: Member, block: Block, report: Failed) -> None:
-        self.registry.failed(block)
-        self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
-        if report.rank == member.rank:
-            member.unable = True
-        else:
-            member.failures += 1
-            self._silence({report.rank})
 
     def _hello(self, rank: int, hello: Hello) -> None:
         registry = self.registry

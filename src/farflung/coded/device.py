@@ -461,22 +461,17 @@ class Device:
         asked = self._asked[rank]
         try:
             while asked:
-                request = asked.popleft()
-                await self._comm.send(self._given(request), rank, messages.reply(request.reply))
+                request, given = asked.popleft(), _NO_BLOCK
+                if request.block in self._holding.blocks:  # an order may be older than the end of a block
+                    try:
+                        given = Payload((self._holding.give(request),))
+                    except Malformed:
+                        self.refused += 1
+                await self._comm.send(given, rank, messages.reply(request.reply))
         except FarflungError:  # the device that has asked is gone
             return
         finally:
             del self._asked[rank]
-
-    def _given(self, request: Fetch) -> Payload:
-        """Gives the rows, or nothing where the block is gone: an order may be older than the end of a block."""
-        if request.block not in self._holding.blocks:
-            return _NO_BLOCK
-        try:
-            return Payload((self._holding.give(request),))
-        except Malformed:
-            self.refused += 1
-            return _NO_BLOCK
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from farflung.coded.device import Device
 from farflung.coded.linear_model import HeldProducts, Objective, Problem
 from farflung.coded.parts import partitioned
 from farflung.coded.run import Learner, Trained, train
-from farflung.coded.solvers import Iterate, Solver, without_bundle
+from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import BadLabels, BadParameter, ConfigError
 from farflung.runtime import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
@@ -126,7 +126,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
-        classes, solver = len(self.classes_), without_bundle(self.solver) or "lbfgs"
+        classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
             solver = f"gd(learning_rate={self.learning_rate!r})"
         learner = Learner(self._model, self.loss, self.C, solver, self.tol)

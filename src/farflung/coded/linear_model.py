@@ -30,7 +30,6 @@ __all__ = [
     "Problem",
     "Products",
     "SquaredHinge",
-    "targets_of",
 ]
 
 _BLOCK = 8192
@@ -282,13 +281,6 @@ class Problem:
         features, intercepts = self.split(weights)
         return (await self.products.times(features)) + intercepts
 
-    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gives weights to start from and their margins: one product, or none for the default of zeros."""
-        if weights is None:
-            zeros = torch.zeros(self.shape, dtype=torch.float64)
-            return zeros, zeros.new_zeros(self.products.samples, self.shape[1])
-        return weights, await self.margins(weights)
-
     async def transposed(self, residuals: Tensor) -> Tensor:
         """Multiplies the transposed matrix, with the intercept's constant feature, by residuals: one product."""
         features = await self.products.transposed_times(residuals)
@@ -312,14 +304,22 @@ class Problem:
         penalty, gradient = self.penalty(weights)
         return loss + penalty, slopes, gradient
 
+    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor, float, Tensor]:
+        """Gives weights to start from, their margins, objective and gradient: one product, two for given weights.
+
+        Args:
+          weights: zeros when not given.
+        """
+        if weights is None:
+            weights = torch.zeros(self.shape, dtype=torch.float64)
+            margins = weights.new_zeros(self.products.samples, self.shape[1])
+        else:
+            margins = await self.margins(weights)
+        objective, slopes, gradient = self.evaluate(weights, margins)
+        return weights, margins, objective, gradient + await self.transposed(slopes)
+
 
 # --- classes and models -----------------------------------------------------------------------------------------------
-
-
-def targets_of(codes: Tensor, classes: int) -> Tensor:
-    """Makes targets of -1.0 and 1.0: one output for two classes, else one for each class against the rest."""
-    wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
-    return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -22,16 +23,15 @@ from farflung.coded.linear_model import (
     Multinomial,
     Objective,
     Problem,
-    targets_of,
 )
 from farflung.coded.meeting import Address, coordinating
 from farflung.coded.record import Folder, Record
-from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver, without_bundle
+from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, UnknownName
 from farflung.files import write_json
 from farflung.runtime import WallRuntime
-from farflung.spec import build
+from farflung.spec import build, name_of
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 
@@ -83,11 +83,18 @@ class Learner:
 
     def targets(self, codes: Tensor, classes: int) -> Tensor:
         """Makes the targets of the objective from the number of each sample's class."""
-        return codes if self.model == "logistic" and classes > 2 else targets_of(codes, classes)
+        if self.model == "logistic" and classes > 2:
+            return codes
+        wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
+        return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
 
     def minimiser(self, classes: int) -> Solver[Any]:
         """Makes the solver for a number of classes."""
-        solver: Any = build("solver", without_bundle(self.solver) or "lbfgs", SOLVERS)
+        text = self.solver or "lbfgs"
+        if name_of("solver", text) == "bundle":
+            warnings.warn(f"solver = {text!r} is now lbfgs, for the hinge too", FutureWarning, stacklevel=3)
+            text = "lbfgs"
+        solver: Any = build("solver", text, SOLVERS)
         if self.tolerance is not None:
             solver = dataclasses.replace(solver, tol=self.tolerance)
         return OneVsRest(solver) if self.model == "svc" and classes > 2 else solver
@@ -242,7 +249,9 @@ class CodedRun:
     ) -> tuple[LinearModel, Trained]:
         try:
             await coordinator.gather()
-            classes = self._classes(coordinator)
+            labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
+            classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
+            coordinator.check_labels = classes.strange
             if self.test is not None and self.test[0].shape[1] != coordinator.features:
                 raise DataError(
                     f"the test samples have {self.test[0].shape[1]} features, and those of the devices "
@@ -266,12 +275,6 @@ class CodedRun:
         weights = trained.iterate.weights
         intercepts = objective.intercept_scaling * weights[coordinator.features :].sum(dim=0)
         return LinearModel(weights[: coordinator.features].clone(), intercepts, classes), trained
-
-    def _classes(self, coordinator: Coordinator) -> Classes:
-        labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
-        classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
-        coordinator.check_labels = classes.strange
-        return classes
 
     def _summary(
         self, coordinator: Coordinator, model: LinearModel, trained: Trained, runtime: WallRuntime

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, fields, replace
@@ -17,7 +16,6 @@ from farflung.coded.linear_model import Problem
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
 from farflung.seeding import generator
-from farflung.spec import name_of
 from farflung.tasks import Pending, Task
 from farflung.types import State
 
@@ -32,7 +30,6 @@ __all__ = [
     "OneVsRestState",
     "Solver",
     "solve",
-    "without_bundle",
 ]
 
 _POWER_ROUNDS = 10
@@ -57,7 +54,7 @@ class Iterate:
     A run that goes on from :meth:`tree` takes bit-identical steps.
 
     Args:
-      weights: (rows, outputs); see :class:`~farflung.coded.problem.Problem`.
+      weights: (rows, outputs); see :class:`farflung.coded.Problem`.
       objective: at the weights.
       gap: the figure of the stopping rule, relative to the objective; each solver defines its own.
       iterations: steps that were taken.
@@ -193,8 +190,7 @@ class GD:
             eigenvalue = await _largest_eigenvalue(problem)
             curvature = min(problem.objective.curvature, _CURVATURE)
             rate = 1 / (1 + problem.objective.C * curvature * eigenvalue)
-        weights, margins = await problem.start(weights)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
+        weights, _, objective, gradient = await problem.start(weights)
         return GDState(
             weights=weights,
             objective=objective,
@@ -202,7 +198,7 @@ class GD:
             iterations=0,
             converged=False,
             learning_rate=rate,
-            gradient=gradient + await problem.transposed(slopes),
+            gradient=gradient,
         )
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
@@ -297,9 +293,7 @@ class LBFGS:
 
     async def init(self, problem: Problem, weights: Tensor | None = None) -> LBFGSState:
         """Makes the first state by one transposed product, and one more product for given weights."""
-        weights, margins = await problem.start(weights)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
+        weights, margins, objective, gradient = await problem.start(weights)
         return LBFGSState(
             weights=weights,
             objective=objective,
@@ -591,11 +585,3 @@ class _Columns:
 
 SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}
 """All of them by name."""
-
-
-def without_bundle(solver: str | None) -> str | None:
-    """Replaces the solver ``bundle`` of 0.1 by ``lbfgs``, with a warning; until 0.3."""
-    if solver is None or name_of("solver", solver) != "bundle":
-        return solver
-    warnings.warn(f"solver = {solver!r} is now lbfgs, for the hinge too", FutureWarning, stacklevel=3)
-    return "lbfgs"
