@@ -10,7 +10,7 @@ from benchmarks.coded.codes import Replication
 from benchmarks.coded.descent import PARTS
 from benchmarks.coded.world import noise, run
 from farflung.coded import MDS
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Settings
 from farflung.devices import DeviceProfile
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.coded import GD, HeldProducts, Hinge, Logistic, Objective, Problem, solve
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.parts import partitioned
-from farflung.coded.solvers.gd import GDState
+from farflung.coded.solvers import GDState
 from farflung.data import a9a
 from farflung.data.source import find
 from farflung.faults import FaultPlan
